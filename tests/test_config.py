@@ -1,0 +1,119 @@
+"""Configurations: defaults, and one clear message for each refused value."""
+
+import dataclasses
+
+import pytest
+from trl import RLOOConfig, TrlParser
+
+from trl_repulse import ReinforceConfig, RePULSeConfig
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(config_cls=RePULSeConfig, **kwargs):
+        return config_cls(output_dir=str(tmp_path), use_cpu=True, bf16=False, **kwargs)
+
+    return make
+
+
+def test_defaults(make):
+    config = make()
+    assert config.has_proposal
+    assert config.beta == RLOOConfig(output_dir=config.output_dir, use_cpu=True, bf16=False).beta
+    assert config.target_dist_beta < 0 < config.alpha
+    assert config.alpha_normalization == "samples" and config.logprob_reduction == "mean"
+    assert config.disable_dropout
+
+
+@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"use_policy_as_proposal": True}])
+def test_configurations_without_a_second_model(make, kwargs):
+    assert not make(**kwargs).has_proposal
+
+
+REFUSED = [
+    ("target_dist_beta", {"target_dist_beta": 1.0}),
+    ("target_dist_beta", {"target_dist_beta": 0.0}),
+    ("target_dist_beta", {"target_dist_beta": float("nan")}),
+    ("target_dist_beta", {"potential": "class"}),
+    ("temperature", {"temperature": 0.7}),
+    ("top_p", {"top_p": 0.9}),
+    ("top_k", {"top_k": 50}),
+    ("min_p", {"min_p": 0.1}),
+    ("repetition_penalty", {"repetition_penalty": 1.1}),
+    ("generation_kwargs", {"generation_kwargs": {"suppress_tokens": [1]}}),
+    ("disable_dropout", {"disable_dropout": False}),
+    ("mask_truncated_completions", {"mask_truncated_completions": True}),
+    ("alpha", {"alpha": -0.1}),
+    ("alpha", {"alpha": float("nan")}),
+    ("alpha", {"alpha": float("inf")}),
+    ("alpha_start", {"alpha_start": -1.0}),
+    ("alpha_start", {"alpha_start": 0.0}),
+    ("alpha_start", {"alpha": 0.0, "alpha_start": 1.0}),
+    ("target_dist_beta_start", {"target_dist_beta_start": 5.0}),
+    ("target_dist_beta_start", {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0}),
+    ("num_proposal_generations", {"num_proposal_generations": 1}),
+    ("num_proposal_generations", {"alpha": 0.0, "num_proposal_generations": 4}),
+    ("num_proposal_generations", {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8}),
+    ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
+    ("proposal_updates_per_step", {"use_policy_as_proposal": True, "proposal_updates_per_step": 2}),
+    ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
+    ("proposal_learning_rate", {"use_policy_as_proposal": True, "proposal_learning_rate": 1e-5}),
+    ("proposal_loss", {"proposal_loss": "kl"}),
+    ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
+    ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),
+    ("proposal_update_order", {"proposal_update_order": "during"}),
+    ("use_policy_as_proposal", {"alpha": 0.0, "use_policy_as_proposal": True}),
+    ("use_vllm", {"use_vllm": True}),
+    ("potential", {"potential": "linear"}),
+    ("target_class", {"target_class": 2}),
+    ("bad_reward_threshold", {"potential": "indicator"}),
+    ("bad_reward_threshold", {"save_negatives": True}),
+    ("reward_cap", {"reward_cap": 1.0, "potential": "class", "target_dist_beta": 1.0}),
+    ("reweighting_beta", {"reweighting_beta": 2.0}),
+    ("reweighting_beta", {"reweighting_beta": -2.0, "uniform_weights": True}),
+    ("negative_loss", {"negative_loss": "other"}),
+    ("negative_baseline", {"negative_baseline": "policy"}),
+    ("baseline", {"baseline": "mean"}),
+    ("baseline_constant", {"baseline_constant": 1.0}),
+    ("logprob_reduction", {"logprob_reduction": "max"}),
+    ("alpha_normalization", {"alpha_normalization": "tokens"}),
+    ("reward_transform", {"reward_transform": "log"}),
+    ("reward_transform_alpha", {"reward_transform_alpha": 2.0}),
+    ("reward_transform_alpha", {"reward_transform": "exponential", "reward_transform_alpha": -1.0}),
+    ("reward_transform_beta", {"reward_transform": "exponential", "reward_transform_beta": 1.0}),
+    ("reward_transform_threshold", {"reward_transform": "indicator"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
+def test_refused_values_name_the_field_in_one_line(make, name, kwargs):
+    kwargs = {"num_generations": 4, **kwargs}
+    if "per_device_train_batch_size" in kwargs:
+        kwargs["gradient_accumulation_steps"] = kwargs["num_generations"]
+    with pytest.raises(ValueError) as error:
+        make(**kwargs)
+    message = str(error.value)
+    assert message.startswith(f"`{name}=")
+    assert "\n" not in message
+
+
+def test_fewer_than_two_generations_are_refused(make):
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        make(num_generations=1)
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig])
+def test_every_own_field_has_help(config_cls):
+    inherited = {field.name for field in dataclasses.fields(RLOOConfig)}
+    for field in dataclasses.fields(config_cls):
+        if field.name not in inherited:
+            assert len(field.metadata.get("help", "")) > 20, field.name
+            assert f"        {field.name} (" in config_cls.__doc__ + ReinforceConfig.__doc__, field.name
+
+
+def test_command_line(tmp_path):
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--potential", "class"]
+    argv += ["--target_dist_beta", "2.0", "--target_class", "0", "--alpha", "3", "--num_proposal_generations", "4"]
+    (config,) = TrlParser((RePULSeConfig,)).parse_args_and_config(argv)
+    assert (config.potential, config.target_dist_beta, config.target_class) == ("class", 2.0, 0)
+    assert (config.alpha, config.num_proposal_generations, config.reward_transform) == (3.0, 4, None)

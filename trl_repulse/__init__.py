@@ -1,0 +1,31 @@
+"""RePULSe for TRL: find a language model's rarest, worst outputs with a learned proposal, and make them rarer."""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+
+__version__ = version("trl-repulse")
+
+_EXPORTS = {
+    "RePULSeConfig": "configs",
+    "ReinforceConfig": "configs",
+    "RePULSeTrainer": "trainers",
+    "ReinforceTrainer": "trainers",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from .configs import ReinforceConfig, RePULSeConfig
+    from .trainers import ReinforceTrainer, RePULSeTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,178 @@
+"""What the configurations refuse, each with one message that names the field and the remedy."""
+
+import math
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from .reinforce_config import ReinforceConfig
+    from .repulse_config import RePULSeConfig
+
+# Generation arguments that cannot change the distribution completions are drawn from.
+HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
+
+
+def require(args: "ReinforceConfig", condition: bool, name: str, remedy: str) -> None:
+    """Raises `ValueError` naming the field, its value and the remedy unless the condition holds."""
+    if not condition:
+        raise ValueError(f"`{name}={getattr(args, name)!r}` {remedy}.")
+
+
+def require_choice(args: "ReinforceConfig", name: str, choices: tuple) -> None:
+    """Raises `ValueError` unless the field holds one of the choices."""
+    require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
+
+
+def check_reinforce_config(args: "ReinforceConfig") -> None:
+    """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
+    require_choice(args, "baseline", ("leave_one_out", "constant", "none"))
+    require_choice(args, "logprob_reduction", ("mean", "sum"))
+    require_choice(args, "reward_transform", ("exponential", "indicator", None))
+    for name in ("baseline_constant", "reward_transform_alpha", "reward_transform_beta"):
+        require(args, math.isfinite(getattr(args, name)), name, "must be a finite number")
+    for name in ("reward_transform_threshold", "bad_reward_threshold"):
+        value = getattr(args, name)
+        require(args, value is None or math.isfinite(value), name, "must be a finite number, or left unset")
+    if args.baseline != "constant":
+        require(args, args.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
+    if args.reward_transform is None:
+        unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
+        for name, default in unset.items():
+            remedy = "has no effect; set `reward_transform` to 'exponential' or 'indicator'"
+            require(args, getattr(args, name) == default, name, remedy)
+    require(args, args.reward_transform_alpha >= 0, "reward_transform_alpha", "must be at least 0")
+    if args.reward_transform == "exponential":
+        remedy = "must be below 0: the exponential transform takes the most from the lowest rewards"
+        require(args, args.reward_transform_beta < 0, "reward_transform_beta", remedy)
+    if args.reward_transform == "indicator":
+        remedy = "is needed by `reward_transform='indicator'`; set the reward under which a completion is penalised"
+        require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
+    if args.save_negatives:
+        remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
+        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+
+
+def check_repulse_config(args: "RePULSeConfig") -> None:
+    """Refuses bad or contradictory values among [`RePULSeConfig`]'s own fields."""
+    require_choice(args, "potential", ("tilted", "indicator", "class"))
+    require_choice(args, "target_class", (0, 1))
+    require_choice(args, "alpha_normalization", ("samples", "none"))
+    require_choice(args, "negative_loss", ("push_down", "reinforce"))
+    require_choice(args, "negative_baseline", ("none", "proposal", "policy"))
+    require_choice(args, "proposal_loss", ("ctl", "ctl_no_second_term", "dpg", "sixo"))
+    require_choice(args, "proposal_parameterization", ("token", "prefix"))
+    require_choice(args, "proposal_update_order", ("before", "after"))
+    require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 is plain REINFORCE)")
+    _check_target(args)
+    _check_schedules(args)
+    if args.alpha > 0:
+        _check_sampling(args)
+        _check_negative_term(args)
+    if args.has_proposal:
+        _check_proposal(args)
+    else:
+        _check_no_proposal(args)
+
+
+def _check_target(args: "RePULSeConfig") -> None:
+    if args.potential == "tilted":
+        remedy = (
+            "must be below 0 for the tilted potential: the target policy · exp(β·reward) has to seek low rewards "
+            "(TRL's `beta` is the KL coefficient)"
+        )
+        require(args, -math.inf < args.target_dist_beta < 0, "target_dist_beta", remedy)
+    elif args.potential == "class":
+        remedy = "must be above 0 for the class potential, which it multiplies; 1.0 seeks the class as it is"
+        require(args, 0 < args.target_dist_beta < math.inf, "target_dist_beta", remedy)
+    else:
+        remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
+        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+        for name in ("target_dist_beta_start", "reweighting_beta"):
+            require(
+                args, getattr(args, name) is None, name, "has no effect on the indicator potential; leave it unset"
+            )
+    if args.reward_cap is not None:
+        require(args, math.isfinite(args.reward_cap), "reward_cap", "must be a finite number, or left unset")
+        require(args, args.potential == "tilted", "reward_cap", "acts on the tilted potential only; leave it unset")
+    if args.reweighting_beta is not None:
+        remedy = "must have the sign of `target_dist_beta` and not be 0 (`uniform_weights=True` ignores the reward)"
+        require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
+
+
+def _check_schedules(args: "RePULSeConfig") -> None:
+    for name in ("alpha", "target_dist_beta"):
+        start, end = getattr(args, f"{name}_start"), getattr(args, name)
+        if start is not None:
+            remedy = f"must be finite, not 0 and of the sign of `{name}={end}`: a geometric schedule cannot cross 0"
+            require(args, math.isfinite(start) and start * end > 0, f"{name}_start", remedy)
+
+
+def _check_sampling(args: "RePULSeConfig") -> None:
+    exact = {
+        "temperature": (1.0,),
+        "top_p": (1.0,),
+        "top_k": (0, None),
+        "min_p": (None, 0.0),
+        "repetition_penalty": (1.0,),
+    }
+    for name, accepted in exact.items():
+        remedy = f"would make the importance weights wrong: samples must follow the models; leave it at {accepted[0]}"
+        require(args, getattr(args, name) in accepted, name, remedy)
+    if isinstance(args.generation_kwargs, dict):
+        other = ", ".join(sorted(set(args.generation_kwargs) - HARMLESS_GENERATION_KWARGS))
+        remedy = f"may change what is sampled ({other}), which would make the importance weights wrong; leave that out"
+        require(args, not other, "generation_kwargs", remedy)
+    remedy = "would make the log-probabilities behind the importance weights noisy; leave it True"
+    require(args, args.disable_dropout, "disable_dropout", remedy)
+    remedy = "would count truncated completions as empty, with wrong importance weights; leave it False"
+    require(args, not args.mask_truncated_completions, "mask_truncated_completions", remedy)
+
+
+def _check_negative_term(args: "RePULSeConfig") -> None:
+    if args.negative_loss != "reinforce":
+        remedy = "has no effect; set `negative_loss='reinforce'`"
+        require(args, args.negative_baseline == "none", "negative_baseline", remedy)
+    if args.uniform_weights:
+        remedy = "contradicts `uniform_weights=True`, which ignores the importance weights; choose one"
+        require(args, args.reweighting_beta is None, "reweighting_beta", remedy)
+
+
+def _check_proposal(args: "RePULSeConfig") -> None:
+    remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
+    require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
+    require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
+    if args.proposal_learning_rate is not None:
+        remedy = "must be a finite number of at least 0 (0 freezes the proposal)"
+        require(args, 0 <= args.proposal_learning_rate < math.inf, "proposal_learning_rate", remedy)
+    if args.proposal_parameterization == "prefix":
+        remedy = "is defined for the CTL losses; set `proposal_loss='ctl'`"
+        require(args, args.proposal_loss.startswith("ctl"), "proposal_parameterization", remedy)
+    remedy = "samples from one model only so far; leave it False (or set `use_policy_as_proposal=True`)"
+    require(args, not args.use_vllm, "use_vllm", remedy)
+    if args.per_device_train_batch_size % args.num_generations:
+        whole = (
+            f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
+            f"`num_generations={args.num_generations}`"
+        )
+        same = args.num_proposal_generations in (None, args.num_generations)
+        require(args, same, "num_proposal_generations", whole)
+        require(args, args.proposal_updates_per_step == 1, "proposal_updates_per_step", whole)
+        require(args, args.proposal_update_order == "before", "proposal_update_order", whole)
+        require(args, args.proposal_loss != "dpg", "proposal_loss", whole)
+
+
+def _check_no_proposal(args: "RePULSeConfig") -> None:
+    reason = "`alpha=0`" if args.alpha == 0 else "`use_policy_as_proposal=True`"
+    unset = {
+        "num_proposal_generations": None,
+        "proposal_learning_rate": None,
+        "proposal_updates_per_step": 1,
+        "proposal_update_order": "before",
+        "proposal_loss": "ctl",
+        "proposal_parameterization": "token",
+    }
+    if args.alpha == 0:
+        unset["use_policy_as_proposal"] = False
+    for name, default in unset.items():
+        remedy = f"contradicts {reason}, which builds no proposal; leave it at {default!r}"
+        require(args, getattr(args, name) == default, name, remedy)

@@ -1,0 +1,376 @@
+# Copyright 2026 The trl-repulse authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Exact evaluation by enumeration, for short completions over a small vocabulary.
+
+Legend: P prompts, S enumerated completions, T tokens of the longest completion, V vocabulary, A = V - 1 tokens that do
+not end a completion.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+
+MAX_ENUMERATED = 5_000_000  # prompts times completions
+
+
+@dataclass(frozen=True)
+class ExactReport:
+    """
+    Exact properties of a policy. Means over prompts weigh each prompt the same.
+
+    Args:
+        expected_reward (`float`):
+            Mean over prompts of E[r], in reward units.
+        expected_reward_per_prompt (`tuple[float, ...]`):
+            E[r] of each prompt.
+        max_reward (`float`):
+            Mean over prompts of the largest reward of any completion: no policy can expect more.
+        log_prob_bad (`float`):
+            Log of the mean over prompts of P(bad), in nats.
+        log_prob_bad_per_prompt (`tuple[float, ...]`):
+            log P(bad) of each prompt, in nats.
+        entropy (`float`):
+            Mean over prompts of the entropy of the completion, in nats.
+        kl (`float` or `None`):
+            Mean over prompts of KL(policy || reference), in nats; `None` without a reference.
+    """
+
+    expected_reward: float
+    expected_reward_per_prompt: tuple[float, ...]
+    max_reward: float
+    log_prob_bad: float
+    log_prob_bad_per_prompt: tuple[float, ...]
+    entropy: float
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class ExactProposalReport:
+    """
+    Exact properties of a proposal q, against the target σ ∝ p · exp(β · min(r, reward_cap)) of a policy p.
+
+    Args:
+        log_z (`float`):
+            Mean over prompts of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
+        kl_proposal_target (`float`):
+            Mean over prompts of KL(q || σ), in nats: how much the lower bound of log Z from q misses.
+        kl_target_proposal (`float`):
+            Mean over prompts of KL(σ || q), in nats: what contrastive twist learning descends.
+        ess_fraction (`float`):
+            Mean over prompts of 1 / E_q[(σ/q)²], in (0, 1]: effective sample size per draw from q, for many draws.
+        expected_reward (`float`):
+            Mean over prompts of E_q[r], in reward units.
+        log_prob_bad (`float`):
+            Log of the mean over prompts of q(bad), in nats.
+        target_expected_reward (`float`):
+            Mean over prompts of E_σ[r], in reward units.
+        target_log_prob_bad (`float`):
+            Log of the mean over prompts of σ(bad), in nats.
+    """
+
+    log_z: float
+    kl_proposal_target: float
+    kl_target_proposal: float
+    ess_fraction: float
+    expected_reward: float
+    log_prob_bad: float
+    target_expected_reward: float
+    target_log_prob_bad: float
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; every submodule gets its own mode back."""
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _expectation(log_prob: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """E[values] per prompt, (P,), from log_prob and values (P, S); a completion of probability 0 counts 0."""
+    return torch.where(log_prob == -torch.inf, 0.0, log_prob.exp() * values).sum(dim=1)
+
+
+class ExactEvaluator:
+    """
+    Enumerates every completion of up to T tokens, and computes what sampling can only estimate.
+
+    A completion ends with the eos token or at T tokens: `[eos]`, `[a, eos]`, ..., and all of T tokens. Its reward is
+    that of the text that TRL would score, the prompt followed by the decoded completion without special tokens. Rewards
+    and the log-probabilities of the reference are computed once. Models run in their own precision; what follows
+    their logits is in float64 and log space. Each prompt is a batch of its own, so causal models never see padding.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of the policy; its length is V. It must have an eos token.
+        prompts (`Sequence[str]`):
+            P plain-text prompts.
+        reward (`Callable[[list[str]], torch.Tensor]` or `torch.nn.Module`):
+            A function from texts (prompt + completion) to one reward each, or a sequence-classification model.
+        bad_token_ids (`Sequence[int]`):
+            Tokens whose presence, anywhere in a completion, makes it bad.
+        max_completion_length (`int`):
+            T, from 1 to 3.
+        reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer of the reward model; required if `reward` is a module.
+        reference_model ([`~transformers.PreTrainedModel`], *optional*):
+            Causal language model that `kl` is measured against, for instance the initial policy.
+        batch_size (`int`, *optional*, defaults to `512`):
+            Sequences per forward pass.
+        device (`torch.device` or `str`, *optional*, defaults to `"cpu"`):
+            Where results are kept and summed. Models stay on their own device.
+
+    Attributes:
+        completion_ids (`torch.Tensor` of shape `(S, T)`):
+            The completions; -1 after the end.
+        bad (`torch.Tensor` of shape `(S,)`):
+            Whether a completion is bad.
+        rewards (`torch.Tensor` of shape `(P, S)`):
+            Reward of every completion of every prompt.
+
+    Raises:
+        ValueError: If an argument is out of range, or if P times S exceeds 5,000,000.
+
+    Example:
+
+    ```python
+    >>> evaluator = ExactEvaluator(tokenizer, prompts, reward_model, bad_ids, 2, reward_tokenizer=tokenizer)
+    >>> evaluator.evaluate(policy).log_prob_bad
+    ```
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[str],
+        reward: Callable[[list[str]], torch.Tensor] | nn.Module,
+        bad_token_ids: Sequence[int],
+        max_completion_length: int,
+        *,
+        reward_tokenizer: PreTrainedTokenizerBase | None = None,
+        reference_model: nn.Module | None = None,
+        batch_size: int = 512,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 1 <= max_completion_length <= 3:
+            raise ValueError(
+                f"max_completion_length is {max_completion_length}; set 1, 2 or 3, or evaluate by sampling."
+            )
+        if not prompts:
+            raise ValueError("prompts is empty; pass at least one prompt.")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("The tokenizer has no eos token; set tokenizer.eos_token.")
+        if isinstance(reward, nn.Module) and reward_tokenizer is None:
+            raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
+        self.vocab_size = len(tokenizer)
+        live = self.vocab_size - 1
+        count = sum(live**depth for depth in range(max_completion_length - 1))
+        count += live ** (max_completion_length - 1) * self.vocab_size
+        if count * len(prompts) > MAX_ENUMERATED:
+            raise ValueError(
+                f"{len(prompts)} prompts times {count} completions are more than {MAX_ENUMERATED} sequences; pass fewer "
+                "prompts, set a smaller max_completion_length, or evaluate by sampling."
+            )
+        self.max_completion_length = max_completion_length
+        self.batch_size = batch_size
+        self.device = torch.device(device)
+        self._prompts = list(prompts)
+        self._prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        if not all(self._prompt_ids):
+            raise ValueError("A prompt has no tokens; give every prompt at least one.")
+        self._eos = tokenizer.eos_token_id
+        self._live = torch.tensor([token for token in range(self.vocab_size) if token != self._eos])  # (A,)
+        self.completion_ids = self._enumerate()
+        self.bad = torch.isin(self.completion_ids, torch.tensor(list(bad_token_ids))).any(dim=1).to(self.device)
+        self.rewards = self._score(tokenizer, reward, reward_tokenizer)
+        self._reference_log_probs = None if reference_model is None else self.log_probs(reference_model)
+
+    def _enumerate(self) -> torch.Tensor:
+        """All completions, (S, T), in the order of `log_probs`: shorter ones first, then lexicographic."""
+        length = self.max_completion_length
+        prefixes = torch.empty(1, 0, dtype=torch.long)
+        blocks = []
+        for depth in range(length):
+            last = torch.arange(self.vocab_size) if depth == length - 1 else torch.tensor([self._eos])
+            ended = torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], dim=1)
+            blocks.append(nn.functional.pad(ended, (0, length - 1 - depth), value=-1))
+            grown = self._live.repeat(len(prefixes))[:, None]
+            prefixes = torch.cat([prefixes.repeat_interleave(len(self._live), 0), grown], dim=1)
+        return torch.cat(blocks)
+
+    def _score(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Callable[[list[str]], torch.Tensor] | nn.Module,
+        reward_tokenizer: PreTrainedTokenizerBase | None,
+    ) -> torch.Tensor:
+        """Reward of every completion of every prompt, (P, S); equal texts are scored once."""
+        ids = [[token for token in row if token >= 0] for row in self.completion_ids.tolist()]
+        decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        completions = list(dict.fromkeys(decoded))
+        place = {completion: index for index, completion in enumerate(completions)}
+        index = torch.tensor([place[completion] for completion in decoded])  # (S,)
+        function = self._reward_of_model(reward, reward_tokenizer) if isinstance(reward, nn.Module) else reward
+        rewards = torch.empty(len(self._prompts), len(completions), dtype=torch.float64)
+        for row, prompt in enumerate(self._prompts):
+            for start in range(0, len(completions), self.batch_size):
+                texts = [prompt + completion for completion in completions[start : start + self.batch_size]]
+                batch = torch.as_tensor(function(texts))
+                if batch.shape != (len(texts),):
+                    raise ValueError(
+                        f"The reward of {len(texts)} texts has shape {tuple(batch.shape)}; return one number a text."
+                    )
+                rewards[row, start : start + len(texts)] = batch.detach().to("cpu", torch.float64)
+        if not rewards.isfinite().all():
+            raise ValueError("Some rewards are not finite; clip them in the reward function.")
+        return rewards[:, index].to(self.device)
+
+    @staticmethod
+    def _reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], torch.Tensor]:
+        """The reward function that TRL makes of a sequence-classification model."""
+
+        def function(texts: list[str]) -> torch.Tensor:
+            batch = tokenizer(
+                text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+            ).to(_device(model))
+            with _evaluating(model):
+                return model(**batch).logits[:, 0]
+
+        return function
+
+    def log_probs(self, model: nn.Module) -> torch.Tensor:
+        """
+        Log-probability of every completion under a model.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                Causal language model over the tokenizer's vocabulary. Its training mode is restored.
+
+        Returns:
+            `torch.Tensor` of shape `(P, S)`: log-probabilities in nats, float64, without gradient; they sum to one over
+            the completions of a prompt.
+
+        Raises:
+            ValueError: If the model's vocabulary has another size than the tokenizer's.
+        """
+        length, live = self.max_completion_length, len(self._live)
+        grids = [self._live] * (length - 1)
+        prefixes = torch.cartesian_prod(*grids).view(-1, length - 1) if grids else torch.empty(1, 0, dtype=torch.long)
+        results = []
+        with _evaluating(model):
+            for prompt in self._prompt_ids:
+                blocks = []
+                for prefix in prefixes.split(self.batch_size):  # (B, T - 1)
+                    ids = torch.cat([torch.tensor(prompt).expand(len(prefix), -1), prefix], dim=1).to(_device(model))
+                    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -length:]
+                    if logits.shape[-1] != self.vocab_size:
+                        raise ValueError(
+                            f"The model has {logits.shape[-1]} logits and the tokenizer {self.vocab_size} tokens; resize "
+                            "the model's embeddings to the tokenizer."
+                        )
+                    blocks.append(logits.to(self.device, torch.float64).log_softmax(dim=-1))
+                conditional = torch.cat(blocks)  # (A^(T - 1), T, V)
+                # The chain rule down the tree. Rows that share their first tokens agree there: the first of them is enough.
+                node = conditional.new_zeros(1)  # log-probability of every prefix of `depth` tokens, (A^depth,)
+                ended = []
+                for depth in range(length - 1):
+                    joint = node[:, None] + conditional[:: live ** (length - 1 - depth), depth]  # (A^depth, V)
+                    ended.append(joint[:, self._eos])
+                    node = joint[:, self._live.to(self.device)].flatten()
+                results.append(torch.cat([*ended, (node[:, None] + conditional[:, -1]).flatten()]))
+        return torch.stack(results)
+
+    def _log_prob_bad(self, log_prob: torch.Tensor) -> torch.Tensor:
+        """log P(bad) per prompt, (P,); -inf without bad completions."""
+        return log_prob.masked_fill(~self.bad, -torch.inf).logsumexp(dim=1)
+
+    def evaluate(self, policy: nn.Module) -> ExactReport:
+        """
+        Evaluate a policy.
+
+        Args:
+            policy ([`~transformers.PreTrainedModel`]):
+                Causal language model.
+
+        Returns:
+            [`ExactReport`]: the exact quantities.
+        """
+        log_prob = self.log_probs(policy)
+        expected_reward = _expectation(log_prob, self.rewards)
+        bad = self._log_prob_bad(log_prob)
+        kl = None
+        if self._reference_log_probs is not None:
+            kl = _expectation(log_prob, log_prob - self._reference_log_probs).mean().item()
+        return ExactReport(
+            expected_reward=expected_reward.mean().item(),
+            expected_reward_per_prompt=tuple(expected_reward.tolist()),
+            max_reward=self.rewards.amax(dim=1).mean().item(),
+            log_prob_bad=bad.logsumexp(dim=0).item() - math.log(len(bad)),
+            log_prob_bad_per_prompt=tuple(bad.tolist()),
+            entropy=-_expectation(log_prob, log_prob).mean().item(),
+            kl=kl,
+        )
+
+    def evaluate_proposal(
+        self, proposal: nn.Module, policy: nn.Module, beta: float, reward_cap: float = math.inf
+    ) -> ExactProposalReport:
+        """
+        Evaluate a proposal against the target that it is trained for.
+
+        Args:
+            proposal ([`~transformers.PreTrainedModel`]):
+                Causal language model q.
+            policy ([`~transformers.PreTrainedModel`]):
+                Causal language model p, the base of the target.
+            beta (`float`):
+                β of the target, `target_dist_beta`: negative to seek low rewards.
+            reward_cap (`float`, *optional*, defaults to `inf`):
+                Rewards above this count as this, in the target alone.
+
+        Returns:
+            [`ExactProposalReport`]: the exact quantities.
+        """
+        log_q = self.log_probs(proposal)
+        log_target = self.log_probs(policy) + beta * self.rewards.clamp(max=reward_cap)
+        log_z = log_target.logsumexp(dim=1)  # (P,)
+        log_target = log_target - log_z[:, None]
+        log_n = math.log(len(self._prompts))
+        second_moment = torch.where(log_target == -torch.inf, -torch.inf, 2 * log_target - log_q).logsumexp(dim=1)
+        return ExactProposalReport(
+            log_z=log_z.mean().item(),
+            kl_proposal_target=_expectation(log_q, log_q - log_target).mean().item(),
+            kl_target_proposal=_expectation(log_target, log_target - log_q).mean().item(),
+            ess_fraction=(-second_moment).exp().mean().item(),
+            expected_reward=_expectation(log_q, self.rewards).mean().item(),
+            log_prob_bad=self._log_prob_bad(log_q).logsumexp(dim=0).item() - log_n,
+            target_expected_reward=_expectation(log_target, self.rewards).mean().item(),
+            target_log_prob_bad=self._log_prob_bad(log_target).logsumexp(dim=0).item() - log_n,
+        )

@@ -1,0 +1,92 @@
+"""What the trainers refuse, each with one message that names what is wrong and the remedy."""
+
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import PretrainedConfig
+
+
+def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
+    """
+    Refuses a data set that no trainer here can use.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+            Data set of prompts; `None` passes.
+        name (`str`):
+            Its name in the message.
+
+    Raises:
+        `ValueError`: If it has no rows, no `"prompt"` column, or images.
+    """
+    if dataset is None:
+        return
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"`{name}` is empty; give it at least one row with a `prompt`.")
+    columns = dataset.column_names
+    if columns is None:  # a stream whose columns are not known before it is read
+        return
+    if "prompt" not in columns:
+        raise ValueError(
+            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; rename the column that "
+            "holds the prompts, e.g. `dataset.rename_column('question', 'prompt')`."
+        )
+    images = {"image", "images"} & set(columns)
+    if images:
+        raise ValueError(
+            f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove it, e.g. with "
+            "`dataset.remove_columns`."
+        )
+
+
+def check_prompt_lengths(
+    prompt_ids: list[list[int]], prompts: list[Any], config: PretrainedConfig, max_completion_length: int
+) -> None:
+    """
+    Refuses prompts that leave no room for a completion in the model's context.
+
+    Args:
+        prompt_ids (`list[list[int]]`):
+            Tokens of each prompt.
+        prompts (`list`):
+            The prompts, for the message.
+        config ([`~transformers.PretrainedConfig`]):
+            The model's configuration; one without `max_position_embeddings` sets no limit.
+        max_completion_length (`int`):
+            Tokens a completion may have.
+
+    Raises:
+        `ValueError`: If a prompt and a completion together exceed the context.
+    """
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return
+    for ids, prompt in zip(prompt_ids, prompts, strict=True):
+        if len(ids) + max_completion_length > context:
+            raise ValueError(
+                f"A prompt of {len(ids)} tokens and `max_completion_length={max_completion_length}` exceed the "
+                f"model's context of {context} tokens; shorten or drop the prompt that begins {str(prompt)[:60]!r}."
+            )
+
+
+def check_rewards(rewards_per_func: torch.Tensor, names: list[str]) -> None:
+    """
+    Refuses infinite rewards. NaN, TRL's mark of "no reward", passes: such samples are excluded.
+
+    Args:
+        rewards_per_func (`torch.Tensor` of shape `(B, F)`):
+            Rewards, one column a reward function.
+        names (`list[str]`):
+            Names of the reward functions.
+
+    Raises:
+        `ValueError`: If a reward is infinite.
+    """
+    infinite = rewards_per_func.isinf()
+    if infinite.any():
+        row, column = infinite.nonzero()[0].tolist()
+        raise ValueError(
+            f"The reward function '{names[column]}' returned {rewards_per_func[row, column].item()} for a completion; "
+            "rewards must be finite. Return `None` to exclude a sample, or clamp the reward."
+        )

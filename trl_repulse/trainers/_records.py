@@ -1,0 +1,164 @@
+"""What a trainer writes down of the completions it draws: the table that is logged, and the negative data."""
+
+import json
+import math
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+from accelerate.utils import gather_object
+from transformers import is_trackio_available, is_wandb_available
+from transformers.utils import is_rich_available
+
+from ._trl_bridge import print_prompt_completions_sample
+
+
+if TYPE_CHECKING:
+    from .reinforce_trainer import ReinforceTrainer, Samples
+
+
+NEGATIVES = "negatives.jsonl"
+
+
+def new_logs(size: int) -> dict[str, Any]:
+    """Empty columns of a completions table that keeps the latest `size` rows, as TRL lays them out."""
+    return {
+        "prompt": deque(maxlen=size),
+        "completion": deque(maxlen=size),
+        "rewards": defaultdict(lambda: deque(maxlen=size)),
+        "advantages": deque(maxlen=size),
+        "extra": defaultdict(lambda: deque(maxlen=size)),
+    }
+
+
+def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[str, Any], source: str) -> None:
+    """
+    Appends samples of all processes to a completions table and, if asked for, the bad ones to the negative data.
+
+    Args:
+        trainer ([`ReinforceTrainer`]):
+            Trainer that drew the samples; what its reward functions logged of them is flushed.
+        samples ([`Samples`]):
+            This process's samples.
+        logs (`dict`):
+            Table to append to. Its advantages are filled in later, by [`record_advantages`].
+        source (`str`):
+            `"policy"` or `"proposal"`: the model the samples were drawn from.
+    """
+    mode = "train" if trainer.model.training else "eval"
+    prompts, completions = gather_object(samples.prompts), gather_object(samples.completions)
+    logs["prompt"].extend(prompts)
+    logs["completion"].extend(completions)
+    for name, column in zip(trainer.reward_func_names, samples.rewards_per_func.T, strict=True):
+        logs["rewards"][name].extend(column.tolist())
+    logs["advantages"].extend([math.nan] * len(prompts))
+
+    # Sorted, so that all processes gather the same column at the same time
+    for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):
+        values = trainer._pending_extra_logs.get(column, [None] * len(samples.prompts))
+        logs["extra"][column].extend(gather_object(values))
+    trainer._pending_extra_logs.clear()
+    prefix = "" if source == "policy" else f"{source}/"
+    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
+        values = trainer._pending_metrics.get(name, [])
+        stats = torch.tensor([[sum(values), len(values)]], dtype=torch.float32, device=trainer.accelerator.device)
+        total, count = trainer.accelerator.gather(stats).sum(dim=0).tolist()
+        trainer._metrics[mode][prefix + name].append(total / count)
+    trainer._pending_metrics.clear()
+
+    if trainer.args.save_negatives and mode == "train":
+        rewards = trainer.accelerator.gather(samples.rewards).tolist()
+        if trainer.accelerator.is_main_process:
+            _append_negatives(trainer, source, prompts, completions, rewards)
+
+
+def _append_negatives(
+    trainer: "ReinforceTrainer", source: str, prompts: list, completions: list, rewards: list[float]
+) -> None:
+    path = Path(trainer.args.output_dir) / NEGATIVES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True):
+            if reward < trainer.args.bad_reward_threshold:  # False for NaN
+                row = {
+                    "step": trainer.state.global_step,
+                    "source": source,
+                    "prompt": prompt,
+                    "completion": completion,
+                    "reward": reward,
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def record_advantages(trainer: "ReinforceTrainer", rows: torch.Tensor, advantages: torch.Tensor) -> None:
+    """
+    Fills the latest generation batch's advantages into the policy's completions table.
+
+    Args:
+        trainer ([`ReinforceTrainer`]):
+            Trainer whose table is completed.
+        rows (`torch.Tensor`):
+            Places of the samples among this process's rows of the generation batch.
+        advantages (`torch.Tensor` of the same shape):
+            Their advantages.
+    """
+    if not trainer.log_completions:
+        return
+    rows = trainer.accelerator.gather(rows.flatten()).view(trainer.accelerator.num_processes, -1)
+    advantages = trainer.accelerator.gather(advantages.flatten()).view_as(rows)
+    column = trainer._logs["advantages"]
+    local = trainer._local_batch_rows
+    start = len(column) - local * trainer.accelerator.num_processes
+    for process in range(trainer.accelerator.num_processes):
+        for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
+            column[start + process * local + row] = advantage
+
+
+def show_completions(trainer: "ReinforceTrainer", logs: dict[str, Any], name: str) -> None:
+    """
+    Prints a completions table and sends it to wandb and trackio where the run reports to them, as TRL does.
+
+    Args:
+        trainer ([`ReinforceTrainer`]):
+            Trainer that logs; only its main process does anything.
+        logs (`dict`):
+            The table.
+        name (`str`):
+            Name of the table at the tracker.
+    """
+    if not (trainer.accelerator.is_main_process and trainer.log_completions) or not logs["prompt"]:
+        return
+    step = trainer.state.global_step
+    if is_rich_available():
+        print_prompt_completions_sample(
+            logs["prompt"],
+            logs["completion"],
+            logs["rewards"],
+            None,
+            step,
+            trainer.num_completions_to_print,
+            extra={"model": [name.split("_")[0]] * len(logs["prompt"]), **logs["extra"]},
+        )
+    table = pd.DataFrame(
+        {
+            "step": [step] * len(logs["prompt"]),
+            "prompt": logs["prompt"],
+            "completion": logs["completion"],
+            **logs["rewards"],
+            **logs["extra"],
+        }
+    )
+    if trainer.log_unique_prompts:
+        table = table[~table["prompt"].astype(str).duplicated()]
+    report_to = trainer.args.report_to or []
+    if "wandb" in report_to and is_wandb_available():
+        import wandb
+
+        if wandb.run is not None:
+            wandb.log({name: wandb.Table(dataframe=table)})
+    if "trackio" in report_to and is_trackio_available():
+        import trackio
+
+        trackio.log({name: trackio.Table(dataframe=table)})

@@ -1,0 +1,172 @@
+"""Every dependence on names of TRL and transformers that they do not promise to keep.
+
+Each entry says what it relies on, since which version, why, and what would let it go. `PINNED` lists the methods the
+trainers override or call; a test compares their signatures with the installed packages, so that an upgrade which moves
+one fails there and not in somebody's run.
+"""
+
+import contextlib
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import transformers.trainer
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+# `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
+# others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
+from trl import RLOOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import (
+    add_fused_lm_head,
+    create_model_from_path,
+    disable_dropout_in_model,
+    get_config_model_id,
+    nanstd,
+    pad,
+    print_prompt_completions_sample,
+    split_tensor_dict,
+    use_adapter,
+)
+
+
+__all__ = [
+    "PINNED",
+    "add_fused_lm_head",
+    "create_model_from_path",
+    "disable_dropout_in_model",
+    "disable_gradient_checkpointing",
+    "get_config_model_id",
+    "nanstd",
+    "pad",
+    "print_prompt_completions_sample",
+    "sampling_from",
+    "score_from_true_positions",
+    "split_tensor_dict",
+    "use_adapter",
+    "withheld_from_uploads",
+]
+
+# Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
+PINNED: dict[Any, tuple[str, ...]] = {
+    # Called: draws completions for a list of prompts, one each, and logs their lengths.
+    RLOOTrainer._generate: ("self", "prompts"),
+    # Overridden to name prompts that do not fit the model's context before anything is generated.
+    RLOOTrainer._tokenize_prompts: ("self", "prompts"),
+    # Called: gathered rewards, one column a reward function, NaN where a function returned `None`.
+    RLOOTrainer._calculate_rewards: ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    # Overridden: returns the dict that TRL shuffles and splits along the first dimension.
+    RLOOTrainer._generate_and_score_completions: ("self", "inputs"),
+    # Overridden, as TRL's own experimental trainers do.
+    RLOOTrainer._compute_loss: ("self", "model", "inputs"),
+    # Called for every log-probability of either model; more keyword parameters may follow.
+    RLOOTrainer._get_per_token_logps_and_entropies: (
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ),
+    # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
+    Trainer._prepare_for_training: ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
+    # Called with the second model and its folder: loads sharded weights and adapters alike.
+    Trainer._load_from_checkpoint: ("self", "resume_from_checkpoint", "model"),
+    # Overridden around `super()`: the second model is written before the checkpoint can be taken for complete.
+    Trainer._save_checkpoint: ("self", "model", "trial"),
+    Trainer.save_model: ("self", "output_dir", "_internal_call"),
+    # Overridden around `super()` to keep the proposal out of every upload.
+    Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
+}
+
+
+@contextlib.contextmanager
+def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Iterator[None]:
+    """Lets TRL's generation and reward hooks work on another model, with their metrics under `prefix`.
+
+    TRL (1.16) generates from `trainer.model_wrapped` and logs to `trainer._metrics[mode]`. Both are swapped inside the
+    context and restored whatever happens. Way out: a `model` argument on TRL's generation hook.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`]):
+            Trainer whose hooks are called inside the context.
+        engine (`torch.nn.Module`):
+            Model to sample from, wrapped as it was prepared.
+        prefix (`str`):
+            What the names of the metrics logged inside begin with, e.g. `"proposal/"`.
+    """
+    mode = "train" if trainer.model.training else "eval"
+    policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
+    trainer.model_wrapped, trainer._metrics[mode] = engine, defaultdict(list)
+    try:
+        yield
+    finally:
+        inner = trainer._metrics[mode]
+        trainer.model_wrapped, trainer._metrics[mode] = policy, metrics
+        # A running total over both models, not a mean: it keeps its own name.
+        if "num_tokens" in inner:
+            metrics["num_tokens"] = inner.pop("num_tokens")
+        for name, values in inner.items():
+            metrics[prefix + name].extend(values)
+
+
+def score_from_true_positions(model: PreTrainedModel) -> None:
+    """Makes a model's forward count positions from the first token that is not padding, as generation does.
+
+    TRL (1.16) scores left-padded rows without `position_ids`. Models with absolute positions (GPT-2) then give
+    log-probabilities that depend on the padding and are not those the completions were drawn with, which importance
+    weights do not forgive; with rotary positions nothing changes. Way out: TRL passing `position_ids`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model to hook; left as it is if its forward takes no `position_ids`.
+    """
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return
+
+    def add_position_ids(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        mask = kwargs.get("attention_mask")
+        if not kwargs.get("fused_lm_head") or mask is None or kwargs.get("position_ids") is not None:
+            return None
+        return args, kwargs | {"position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
+
+    model.register_forward_pre_hook(add_position_ids, with_kwargs=True)
+
+
+class _WithholdingApi:
+    """A Hub client whose folder uploads leave out what matches `patterns`."""
+
+    def __init__(self, api: Any, patterns: list[str]):
+        self._api = api
+        self._patterns = patterns
+
+    def upload_folder(self, *args: Any, ignore_patterns: list[str] | str | None = None, **kwargs: Any) -> Any:
+        given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
+        return self._api.upload_folder(*args, ignore_patterns=given + self._patterns, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
+
+
+@contextlib.contextmanager
+def withheld_from_uploads(patterns: list[str]) -> Iterator[None]:
+    """Keeps files out of every folder the Trainer uploads inside the context.
+
+    transformers (5.23) uploads `output_dir` and, with the `checkpoint` and `all_checkpoints` strategies, checkpoints,
+    through `transformers.trainer.hf_api`. Way out: an `ignore_patterns` argument of `Trainer.push_to_hub`. If the name
+    moves, this raises before anything is uploaded.
+
+    Args:
+        patterns (`list[str]`):
+            Glob patterns of paths relative to the uploaded folder; `*` crosses folders.
+    """
+    original = transformers.trainer.hf_api
+    transformers.trainer.hf_api = lambda: _WithholdingApi(original(), patterns)
+    try:
+        yield
+    finally:
+        transformers.trainer.hf_api = original

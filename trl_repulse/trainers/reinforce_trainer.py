@@ -1,0 +1,444 @@
+"""REINFORCE as the RePULSe paper runs it, on TRL's RLOO trainer.
+
+Axis letters: P prompts, N completions per prompt, B = P·N rows of a generation batch, L prompt tokens, T completion
+tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a unit is a prompt with all its
+completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
+"""
+
+import math
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import is_peft_model
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import RLOOTrainer
+
+from ..configs import ReinforceConfig
+from ..importance import sequence_log_prob
+from ..losses import compute_advantages, policy_gradient_loss
+from ..rewards.transforms import exponential_transform, indicator_transform
+from ._cards import amend_model_card
+from ._checks import check_dataset, check_prompt_lengths, check_rewards
+from ._records import record_advantages, record_samples
+from ._trl_bridge import (
+    disable_gradient_checkpointing,
+    get_config_model_id,
+    nanstd,
+    pad,
+    score_from_true_positions,
+    use_adapter,
+)
+
+
+RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
+
+
+@dataclass
+class Samples:
+    """
+    Completions drawn for the B local rows of a generation batch, with their rewards.
+
+    Args:
+        prompts (`list`): Prompts, text or messages, one a row.
+        completions (`list`): Completions in the same form.
+        prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, L)`): Left-padded prompts.
+        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`): Right-padded completions.
+        rewards (`torch.Tensor` of shape `(B,)`): Weighted rewards; NaN where no reward function gave one.
+        rewards_per_func (`torch.Tensor` of shape `(B_all, F)`): The functions' rewards of all processes' rows.
+    """
+
+    prompts: list
+    completions: list
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    rewards: torch.Tensor
+    rewards_per_func: torch.Tensor
+
+
+class ReinforceTrainer(RLOOTrainer):
+    """
+    Trainer for REINFORCE with the conventions of the RePULSe paper ([Reducing the Probability of Undesirable Outputs
+    in Language Models Using Probabilistic Inference](https://huggingface.co/papers/2510.21184)).
+
+    It differs from [`~trl.RLOOTrainer`] in what the paper's runs differ in: the completion's mean (not summed) token
+    log-probability, a choice of baseline, and reward transforms. The KL penalty (`beta`) enters the return as in
+    [`~trl.RLOOTrainer`]. On-policy, the log-probabilities that carry the gradient also serve the KL penalty, so no
+    second pass over the policy is made.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from trl_repulse import ReinforceConfig, ReinforceTrainer
+    >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
+
+    >>> trainer = ReinforceTrainer(
+    ...     model=policy_path(),
+    ...     reward_funcs=reward_model_path(),
+    ...     args=ReinforceConfig(output_dir="out", max_completion_length=2),
+    ...     train_dataset=load_prompts(),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config:
+            As for [`~trl.RLOOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text.
+        args ([`ReinforceConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+
+    Raises:
+        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; while training, if a prompt
+            does not fit the model's context or a reward is infinite.
+    """
+
+    _tag_names = ["trl", "trl-repulse", "reinforce"]
+    _name = "REINFORCE"
+    _paper = {
+        "title": "Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference",
+        "id": "2510.21184",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @inproceedings{zhao2025reducing,
+                title     = {{Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference}},
+                author    = {Stephen Zhao and Aidan Li and Rob Brekelmans and Roger Grosse},
+                year      = 2025,
+                booktitle = {Advances in Neural Information Processing Systems 38: Annual Conference on Neural Information Processing Systems 2025, NeurIPS 2025},
+            }"""),
+    }
+    _config_cls = ReinforceConfig
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: RewardFunc | list[RewardFunc],
+        args: ReinforceConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        **kwargs: Any,
+    ):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        check_dataset(train_dataset, "train_dataset")
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        for name, dataset in evals.items():
+            check_dataset(dataset, name)
+
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            **kwargs,
+        )
+
+        # Every update is made with the generations of the current policy: no ratio, no second pass.
+        generate_every = args.steps_per_generation * args.num_iterations
+        self._on_policy = args.gradient_accumulation_steps % generate_every == 0
+        for scored in (self.model, self.ref_model):
+            if scored is not None:
+                unwrapped = self.accelerator.unwrap_model(scored)
+                score_from_true_positions(
+                    unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+                )
+
+    # Sampling
+
+    def _tokenize_prompts(self, prompts: list):
+        tokenized = super()._tokenize_prompts(prompts)
+        check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length)
+        return tokenized
+
+    def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
+        """Draws one completion a row, scores it, and logs rewards."""
+        device = self.accelerator.device
+        prompts = [row["prompt"] for row in inputs]
+        prompt_ids, completion_ids, completions = self._generate(prompts)
+        rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        check_rewards(rewards_per_func, self.reward_func_names)
+
+        # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
+        rewards = (rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
+        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        self._log_rewards(rewards, rewards_per_func)
+        if self.reward_clip_range:
+            rewards = rewards.clamp(*self.reward_clip_range)
+
+        def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+            ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+            masks = [torch.ones_like(row) for row in ids]
+            multiple = self.pad_to_multiple_of
+            ids = pad(ids, self._tokenizer.pad_token_id, side, multiple).to(device)
+            return ids, pad(masks, 0, side, multiple).to(device)
+
+        samples = Samples(
+            prompts,
+            completions,
+            *padded(prompt_ids, "left"),
+            *padded(completion_ids, "right"),
+            rewards[self._local_rows(len(inputs))],
+            rewards_per_func,
+        )
+        if self.mask_truncated_completions:
+            ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+            complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
+            samples.completion_mask = samples.completion_mask * complete.unsqueeze(1)
+        return samples
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        mode = "train" if self.model.training else "eval"
+        samples = self._draw(inputs)
+        self._local_batch_rows = len(inputs)
+        record_samples(self, samples, self._logs, "policy")
+        n = self._unit_size(mode)
+        batch = {
+            "prompt_ids": samples.prompt_ids[::n],  # (U, L)
+            "prompt_mask": samples.prompt_mask[::n],  # (U, L)
+            "completion_ids": samples.completion_ids.view(-1, n, samples.completion_ids.size(1)),  # (U, n, T)
+            "completion_mask": samples.completion_mask.view(-1, n, samples.completion_ids.size(1)),  # (U, n, T)
+            "rewards": samples.rewards.view(-1, n),  # (U, n)
+            "rows": torch.arange(len(inputs), device=self.accelerator.device).view(-1, n),  # (U, n)
+        }
+        if self.beta != 0.0:
+            batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
+        if mode == "train" and not self._on_policy:
+            batch["old_log_p"] = self._score(self.model, batch, gradient=False)[0]  # (U, n, T)
+        if not self._credit_in_loss(mode):
+            log_p = batch.get("old_log_p")
+            if log_p is None and self.beta != 0.0:
+                log_p = self._score(self.model, batch, gradient=False)[0]
+            batch |= self._credit(batch, log_p)
+        return batch
+
+    def _num_generations(self, mode: str) -> int:
+        return self.num_generations if mode == "train" else self.num_generations_eval
+
+    def _unit_size(self, mode: str) -> int:
+        """n: all N completions of a prompt where each micro-batch of each process holds whole prompts, else 1."""
+        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
+        n = self._num_generations(mode)
+        return n if size % n == 0 else 1
+
+    def _credit_in_loss(self, mode: str) -> bool:
+        """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
+        whole = self._unit_size(mode) == self._num_generations(mode)
+        return whole and not self.normalize_advantages and (mode == "eval" or self._on_policy)
+
+    def _local_rows(self, rows: int) -> slice:
+        return slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
+
+    def _to_prompts(self, units: torch.Tensor, generations: int) -> torch.Tensor:
+        """(U, n, ...) of this process to (P, N, ...), over all processes where prompts are cut into units of one."""
+        if units.size(1) == generations:
+            return units
+        rows = self.accelerator.gather(units.flatten(0, 1))
+        return rows.view(-1, generations, *rows.shape[1:])
+
+    def _to_units(self, prompts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The inverse of [`_to_prompts`]: (P, N, ...) to this process's (U, n, ...)."""
+        if prompts.shape[:2] == like.shape[:2] and like.size(1) > 1:
+            return prompts
+        return prompts.flatten(0, 1)[self._local_rows(like.size(0) * like.size(1))].view(*like.shape[:2], *prompts.shape[2:])
+
+    # Scoring
+
+    def _score(
+        self,
+        model: torch.nn.Module,
+        batch: dict[str, torch.Tensor],
+        names: tuple[str, ...] = ("completion",),
+        gradient: bool = True,
+        **outputs: bool,
+    ) -> tuple[list[torch.Tensor] | torch.Tensor, ...]:
+        """
+        Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
+
+        Args:
+            model (`torch.nn.Module`):
+                Model to score with.
+            batch (`dict[str, torch.Tensor]`):
+                `prompt_ids` and `prompt_mask` of shape `(U, L)`; for each name, `{name}_ids` and `{name}_mask` of
+                shape `(U, n, T)`, where n and T may differ from name to name.
+            names (`tuple[str, ...]`):
+                Sets of completions to score.
+            gradient (`bool`):
+                Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size.
+            outputs:
+                `compute_entropy` and `compute_aux_loss`, as TRL's hook takes them.
+
+        Returns:
+            A `(U, n, T)` tensor of log-probabilities (nats) for each name, then the entropies of the first name's
+            tokens and the auxiliary loss, each `None` unless asked for.
+        """
+        width = max(batch[f"{name}_ids"].size(2) for name in names)  # T
+
+        def joined(kind: str, value: int) -> torch.Tensor:
+            parts = [batch[f"{name}_{kind}"] for name in names]
+            return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
+
+        ids, mask = joined("ids", self._tokenizer.pad_token_id), joined("mask", 0)  # (U, Σn, T)
+        n = ids.size(1)
+        input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(n, 0), ids.flatten(0, 1)], dim=1)
+        attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(n, 0), mask.flatten(0, 1)], dim=1)
+        if gradient:
+            log_p, entropy, aux_loss = self._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, width, **outputs
+            )
+        else:
+            size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+            with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
+                log_p, entropy, aux_loss = self._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, width, batch_size=size, **outputs
+                )
+        sizes = [batch[f"{name}_ids"].size(1) for name in names]
+        scores = [
+            part[..., : batch[f"{name}_ids"].size(2)]
+            for part, name in zip(log_p.view(-1, n, width).split(sizes, dim=1), names, strict=True)
+        ]
+        if entropy is not None:
+            entropy = entropy.view(-1, n, width)[:, : sizes[0], : scores[0].size(2)]
+        return *scores, entropy, aux_loss
+
+    def _reference_log_prob(self, batch: dict[str, torch.Tensor], name: str = "completion") -> torch.Tensor:
+        """Log-probability of each completion under the reference model, shape (U, n), nats."""
+        if self.ref_model is not None:
+            log_ref = self._score(self.ref_model, batch, (name,), gradient=False)[0]
+        else:  # an adapter over the reference, or beside a frozen copy of itself
+            model = self.accelerator.unwrap_model(self.model)
+            with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+                log_ref = self._score(self.model, batch, (name,), gradient=False)[0]
+        return sequence_log_prob(log_ref, batch[f"{name}_mask"])
+
+    # Credit
+
+    def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
+        """r': what the policy maximises instead of the reward r; r itself without a transform."""
+        args = self.args
+        if args.reward_transform == "exponential":
+            return exponential_transform(rewards, args.reward_transform_alpha, args.reward_transform_beta)
+        if args.reward_transform == "indicator":
+            return indicator_transform(rewards, args.reward_transform_alpha, args.reward_transform_threshold)
+        return rewards
+
+    def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
+        """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
+        if self.beta == 0.0:
+            return torch.zeros_like(batch[f"{name}rewards"])
+        return sequence_log_prob(log_p, batch[f"{name}completion_mask"]) - batch[f"{name}ref_log_prob"]
+
+    def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """
+        What each policy sample's log-probability is multiplied with in the loss.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units of policy samples with their rewards.
+            log_p (`torch.Tensor` of shape `(U, n, T)`, *optional*):
+                Log-probabilities under the sampling-time policy, detached; needed with a KL penalty.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `coefficients` and `returns`, each of shape `(U, n)`.
+        """
+        mode = "train" if self.model.training else "eval"
+        generations = self._num_generations(mode)
+        kl = self._kl(batch, log_p)
+        returns = self._transform(batch["rewards"]) - self.beta * kl
+        if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
+            advantages = torch.zeros_like(returns)
+        else:
+            advantages = compute_advantages(
+                self._to_prompts(returns, generations), self.args.baseline, self.args.baseline_constant
+            )
+            if self.normalize_advantages:
+                advantages = (advantages - advantages.mean()) / (nanstd(advantages) + 1e-4)
+            advantages = self._to_units(advantages, returns)
+
+        if self.beta != 0.0:
+            totals = torch.stack([kl.nansum(), batch["completion_mask"].sum()])
+            totals = self.accelerator.reduce(totals, reduction="sum")
+            self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1)).item())
+        self._log_mean("return", batch["rewards"] - self.beta * kl)
+        if self.args.reward_transform is not None:
+            self._log_mean("reward_transformed", self._transform(batch["rewards"]))
+            self._log_mean("return_transformed", returns)
+        record_advantages(self, batch["rows"], advantages)
+        return {"coefficients": advantages, "returns": returns}
+
+    # Loss
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        log_p, entropy, aux_loss = self._score(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        if "coefficients" not in inputs:
+            inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
+        loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))
+        return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
+
+    def _policy_loss(self, log_p, mask, coefficients, old_log_p) -> torch.Tensor:
+        return policy_gradient_loss(
+            log_p,
+            mask,
+            coefficients,
+            reduction=self.args.logprob_reduction,
+            old_log_p=old_log_p,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+
+    def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
+        mode = "train" if self.model.training else "eval"
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss
+            self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
+        mask = inputs["completion_mask"]
+        totals = self.accelerator.reduce(torch.stack([(entropy * mask).sum(), mask.sum()]), reduction="sum")
+        self._metrics[mode]["entropy"].append((totals[0] / totals[1].clamp(min=1)).item())
+        return loss
+
+    # Logging
+
+    def _log_mean(self, name: str, values: torch.Tensor) -> None:
+        """Logs the mean over all processes, without the samples that have no reward."""
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][name].append(self.accelerator.gather(values.detach()).nanmean().item())
+
+    def _log_rewards(self, rewards: torch.Tensor, rewards_per_func: torch.Tensor) -> None:
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
+        for name, column in zip(self.reward_func_names, rewards_per_func.T, strict=True):
+            metrics[f"rewards/{name}/mean"].append(column.nanmean().item())
+            metrics[f"rewards/{name}/std"].append(nanstd(column).item())
+        metrics["reward"].append(rewards.nanmean().item())
+        metrics["reward_std"].append(nanstd(rewards).item())
+        if self.args.bad_reward_threshold is not None:
+            scored = ~rewards.isnan()
+            bad = (rewards < self.args.bad_reward_threshold)[scored]
+            metrics["bad_fraction"].append(bad.float().mean().item() if len(bad) else math.nan)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            amend_model_card(Path(self.args.output_dir) / "README.md", self.args)

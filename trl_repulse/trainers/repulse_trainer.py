@@ -1,0 +1,430 @@
+"""RePULSe: REINFORCE on the policy's samples, and a learned proposal whose samples are pushed down.
+
+Axis letters as in `reinforce_trainer.py`: U units of n policy samples and m proposal samples, T completion tokens,
+V vocabulary.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..configs import RePULSeConfig
+from ..importance import (
+    effective_sample_size,
+    log_importance_weights,
+    log_z_estimate,
+    max_weight_share,
+    normalize_weights,
+)
+from ..losses import negative_coefficients
+from ..rewards.transforms import (
+    class_log_potential,
+    geometric_schedule,
+    indicator_log_potential,
+    tilted_log_potential,
+)
+from ._cards import write_proposal_card
+from ._proposal import build_proposal, proposal_coefficients, proposal_loss
+from ._records import new_logs, record_samples, show_completions
+from ._trl_bridge import sampling_from, split_tensor_dict, withheld_from_uploads
+from .reinforce_trainer import ReinforceTrainer, RewardFunc
+from .second_model import SecondModel
+
+
+# Folder of the proposal inside `output_dir` and inside each checkpoint, and what keeps it out of every upload.
+PROPOSAL_FOLDER = "proposal"
+_WITHHELD = [f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*", "negatives.jsonl", "*/negatives.jsonl"]
+# What a proposal update needs of a batch of its samples; everything else follows from the models.
+_DRAWN = (
+    "prompt_ids",
+    "prompt_mask",
+    "proposal_completion_ids",
+    "proposal_completion_mask",
+    "proposal_rewards",
+    "proposal_old_log_q",
+)
+
+
+class _UpdateProposalAfterPolicy(TrainerCallback):
+    """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
+
+    def __init__(self, trainer: "RePULSeTrainer"):
+        self._trainer = trainer
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._trainer.update_proposal(self._trainer.take_pending())
+
+
+class RePULSeTrainer(ReinforceTrainer):
+    """
+    Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
+    Inference](https://huggingface.co/papers/2510.21184)).
+
+    Beside the policy, a second language model, the *proposal*, learns to draw the policy's low-reward outputs: its
+    target is σ ∝ policy · exp(`target_dist_beta`·reward). At each step both models are sampled; the policy takes a
+    REINFORCE step on its own samples and lowers the log-probability of the proposal's, weighted by importance and by
+    `alpha`; the proposal takes a step of contrastive twist learning.
+
+    The proposal is saved to `output_dir/proposal` with a card that warns of it, is part of each checkpoint, and is
+    never uploaded with the policy.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse import RePULSeConfig, RePULSeTrainer
+    >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
+
+    >>> trainer = RePULSeTrainer(
+    ...     model=policy_path(),
+    ...     reward_funcs=reward_model_path(),
+    ...     args=RePULSeConfig(output_dir="out", max_completion_length=2, target_dist_beta=-1.0),
+    ...     train_dataset=load_prompts(),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config:
+            As for [`ReinforceTrainer`].
+        args ([`RePULSeConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Model the proposal starts from: a path, a model id, or a model. If `None`, a copy of the initial policy.
+            Must share the policy's vocabulary. With a `peft_config`, it gets an adapter of its own.
+
+    Raises:
+        `ValueError`: If the proposal is the policy itself or has another vocabulary; if a `proposal_model` is given
+            where the configuration builds none; else as [`ReinforceTrainer`].
+    """
+
+    _tag_names = ["trl", "trl-repulse", "repulse"]
+    _name = "RePULSe"
+    _config_cls = RePULSeConfig
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: RewardFunc | list[RewardFunc],
+        args: RePULSeConfig | None = None,
+        *positional: Any,
+        proposal_model: "str | PreTrainedModel | None" = None,
+        **kwargs: Any,
+    ):
+        if proposal_model is not None and args is not None and not args.has_proposal:
+            raise ValueError(
+                "`proposal_model` is given, but the configuration builds no proposal; set `alpha` above 0 and "
+                "`use_policy_as_proposal=False`, or leave `proposal_model` out."
+            )
+        if proposal_model is model and not isinstance(model, str):
+            raise ValueError(
+                "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
+            )
+        if proposal_model is None:
+            # Copied before TRL patches the policy's forward: the patch stays bound to the model it was made for.
+            has_proposal = args is None or args.has_proposal
+            proposal_model = copy.deepcopy(model) if has_proposal else None
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+        self.proposal: SecondModel | None = None
+        if not self.args.has_proposal:
+            return
+        module = build_proposal(
+            proposal_model, self, kwargs.get("peft_config"), kwargs.get("quantization_config")
+        )
+        learning_rate = self.args.proposal_learning_rate
+        self.proposal = SecondModel(
+            module, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
+        )
+        self._proposal_logs = new_logs(self.args.generation_batch_size)
+        self._pending: list[dict[str, torch.Tensor]] = []
+        self._proposal_loss_sum = 0.0
+        if self.args.proposal_update_order == "after":
+            self.add_callback(_UpdateProposalAfterPolicy(self))
+
+    # Sampling
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.proposal is None:
+            return batch
+        mode = "train" if self.model.training else "eval"
+        if mode == "train":
+            for _ in range(self.args.proposal_updates_per_step - 1):
+                chunks = split_tensor_dict(self._draw_proposals(inputs, batch), self.args.steps_per_generation)
+                self.update_proposal(chunks, advance_schedule=False)
+        batch |= self._draw_proposals(inputs, batch)
+        off_policy = mode == "train" and not self._on_policy
+        if off_policy or not self._whole(mode):
+            log_p = self._score(self.model, batch, ("proposal_completion",), gradient=False)[0]
+            log_q = self._score(self.proposal.engine, batch, ("proposal_completion",), gradient=False)[0]
+            batch |= {"proposal_old_log_p": log_p, "proposal_old_log_q": log_q}  # (U, m, T)
+            batch |= self._weigh(batch, log_p, log_q)
+            if not self._whole(mode):
+                batch |= self._contrast(batch, log_p, log_q, log_q)
+        return batch
+
+    def _draw_proposals(self, inputs: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Proposal samples for the prompts of a generation batch, in the units of its policy samples."""
+        mode = "train" if self.model.training else "eval"
+        m = self._num_proposals(mode) if self._whole(mode) else 1
+        rows = inputs
+        if m > 1 and m != self._num_generations(mode):
+            rows = [row for row in inputs[:: self._num_generations(mode)] for _ in range(m)]
+        with sampling_from(self, self.proposal.engine, f"{PROPOSAL_FOLDER}/"):
+            samples = self._draw(rows)
+        record_samples(self, samples, self._proposal_logs, "proposal")
+        width = samples.completion_ids.size(1)  # T
+        drawn = {
+            "prompt_ids": batch["prompt_ids"],
+            "prompt_mask": batch["prompt_mask"],
+            "proposal_completion_ids": samples.completion_ids.view(-1, m, width),  # (U, m, T)
+            "proposal_completion_mask": samples.completion_mask.view(-1, m, width),  # (U, m, T)
+            "proposal_rewards": samples.rewards.view(-1, m),  # (U, m)
+        }
+        if self.args.negative_loss == "reinforce" and self.beta != 0.0:
+            drawn["proposal_ref_log_prob"] = self._reference_log_prob(drawn, "proposal_completion")
+        return drawn
+
+    def _whole(self, mode: str) -> bool:
+        """Whether a unit holds all samples of its prompt."""
+        return self._unit_size(mode) == self._num_generations(mode)
+
+    def _num_proposals(self, mode: str) -> int:
+        configured = self.args.num_proposal_generations
+        return configured if mode == "train" and configured is not None else self._num_generations(mode)
+
+    # Credit
+
+    def _scheduled(self, name: str) -> float:
+        """`alpha` or `target_dist_beta` at this update."""
+        start, end = getattr(self.args, f"{name}_start"), getattr(self.args, name)
+        if start is None:
+            return end
+        last = max(self.state.max_steps - 1, 1)
+        return geometric_schedule(start, end, min(self.state.global_step / last, 1.0))
+
+    def _log_potential(self, rewards: torch.Tensor, beta: float | None = None) -> torch.Tensor:
+        """log φ of each sample, nats; the raw reward decides, never the transformed one."""
+        args = self.args
+        beta = self._scheduled("target_dist_beta") if beta is None else beta
+        if args.potential == "indicator":
+            return indicator_log_potential(rewards, args.bad_reward_threshold)
+        if args.potential == "class":
+            return class_log_potential(rewards, beta, args.target_class)
+        return tilted_log_potential(rewards, beta, args.reward_cap)
+
+    def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        credit = super()._credit(batch, log_p)
+        if self.args.use_policy_as_proposal and self.args.alpha > 0:
+            mode = "train" if self.model.training else "eval"
+            log_w = self._to_prompts(self._log_potential(batch["rewards"], self.args.reweighting_beta), self._num_generations(mode))
+            log_w = torch.where(log_w.isnan(), -torch.inf, log_w)
+            negative = self._negative_coefficients(self._negative_weights(log_w), None, None)
+            credit["coefficients"] = credit["coefficients"] + self._to_units(negative, batch["rewards"])
+        return credit
+
+    def _negative_weights(self, log_w: torch.Tensor) -> torch.Tensor:
+        """Weights of the negative term from log-weights, both (P, N); 0 for samples without a reward."""
+        if self.args.uniform_weights:
+            log_w = torch.where(log_w == -torch.inf, log_w, torch.zeros_like(log_w))
+        return normalize_weights(log_w)
+
+    def _weigh(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Importance weights of the proposal samples, and what the policy makes of them.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units of proposal samples with their rewards.
+            log_p, log_q (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the sampling-time models, detached.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and
+            `negative_coefficients` of the policy loss, each of shape `(U, m)`.
+        """
+        mode = "train" if self.model.training else "eval"
+        rewards, size = batch["proposal_rewards"], self._num_proposals(mode)
+        log_p, log_q = self._to_prompts(log_p, size), self._to_prompts(log_q, size)
+        mask = self._to_prompts(batch["proposal_completion_mask"], size)
+
+        def log_weights(beta: float | None) -> torch.Tensor:
+            log_potential = self._to_prompts(self._log_potential(rewards, beta), size)
+            return log_importance_weights(log_p, log_q, log_potential, mask)  # (P, N)
+
+        log_w = log_weights(None)
+        negative_log_w = log_w if self.args.reweighting_beta is None else log_weights(self.args.reweighting_beta)
+        negative = self._negative_coefficients(self._negative_weights(negative_log_w), batch, size)
+        self._log_importance(log_w)
+        return {
+            "proposal_w": self._to_units(normalize_weights(log_w), rewards),
+            "negative_coefficients": self._to_units(negative, rewards),
+        }
+
+    def _contrast(self, batch, log_p, log_q, log_q_now) -> dict[str, torch.Tensor]:
+        """Token-level coefficients of the proposal's loss, shape (U, m, T), from detached log-probabilities."""
+        mode = "train" if self.model.training else "eval"
+        size = self._num_proposals(mode)
+        whole = [self._to_prompts(x, size) for x in (log_q_now, log_q, log_p, batch["proposal_w"], batch["proposal_completion_mask"])]
+        coefficients = proposal_coefficients(self.args, *whole)
+        return {"proposal_coefficients": self._to_units(coefficients, batch["proposal_rewards"])}
+
+    # Losses
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.proposal is None:
+            return super()._compute_loss(model, inputs)
+        learn = self.model.training and self.args.proposal_update_order == "before"
+        name = "proposal_completion"
+
+        # Score: one policy pass over both models' samples, one proposal pass over its own
+        log_p, log_p_negative, entropy, aux_loss = self._score(
+            model, inputs, ("completion", name), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        old_log_p = inputs.get("old_log_p", log_p.detach())
+        sampled_log_p = inputs.get("proposal_old_log_p", log_p_negative.detach())
+        with self.proposal.gradient_sync(not learn or self.accelerator.sync_gradients):
+            log_q_now = self._score(self.proposal.engine, inputs, (name,), gradient=learn)[0]
+            sampled_log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
+
+            # Weigh, unless that was done when the samples were drawn
+            if "coefficients" not in inputs:
+                inputs = inputs | self._credit(inputs, old_log_p)
+            if "negative_coefficients" not in inputs:
+                inputs = inputs | self._weigh(inputs, sampled_log_p, sampled_log_q)
+            if "proposal_coefficients" not in inputs:
+                inputs = inputs | self._contrast(inputs, sampled_log_p, sampled_log_q, log_q_now.detach())
+
+            # Proposal loss
+            if learn:
+                self._learn(inputs, log_q_now, sampled_log_p, self.current_gradient_accumulation_steps)
+        if self.model.training and not learn:
+            self._pending.append({key: inputs[key] for key in _DRAWN if key in inputs})
+
+        # Policy loss
+        loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))
+        loss = loss + self._policy_loss(
+            log_p_negative,
+            inputs[f"{name}_mask"],
+            inputs["negative_coefficients"],
+            inputs.get("proposal_old_log_p"),
+        )
+        return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
+
+    # Proposal updates
+
+    def _learn(
+        self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor, micro_batches: int
+    ) -> None:
+        """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples."""
+        loss = proposal_loss(self, batch, log_q_now, log_p)
+        self.proposal.backward(loss / micro_batches)
+        self._log_mean(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
+
+    def update_proposal(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
+        """
+        One proposal update on samples already drawn, against the policy as it is now.
+
+        Args:
+            chunks (`list[dict[str, torch.Tensor]]`):
+                Micro-batches of proposal samples, each of whole prompts.
+            advance_schedule (`bool`, *optional*, defaults to `True`):
+                Whether the proposal's learning rate moves on, as it does once for each update of the policy.
+        """
+        name = "proposal_completion"
+        for i, chunk in enumerate(chunks):
+            with self.proposal.gradient_sync(i == len(chunks) - 1):
+                log_p = self._score(self.model, chunk, (name,), gradient=False)[0]
+                log_q_now = self._score(self.proposal.engine, chunk, (name,))[0]
+                log_q = chunk.get("proposal_old_log_q", log_q_now.detach())
+                batch = chunk | self._weigh(chunk, log_p, log_q)
+                batch |= self._contrast(batch, log_p, log_q, log_q_now.detach())
+                self._learn(batch, log_q_now, log_p, len(chunks))
+        self._step_proposal(advance_schedule)
+
+    def take_pending(self) -> list[dict[str, torch.Tensor]]:
+        """Micro-batches of the policy's update that the proposal has still to learn from; forgets them."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _step_proposal(self, advance_schedule: bool = True) -> None:
+        metrics = self._metrics["train"]
+        metrics[f"{PROPOSAL_FOLDER}/learning_rate"].append(self.proposal.optimizer.param_groups[0]["lr"])
+        metrics[f"{PROPOSAL_FOLDER}/grad_norm"].append(self.proposal.step())
+        if advance_schedule:
+            self.proposal.scheduler.step()
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if (
+            self.proposal is not None
+            and self.args.proposal_update_order == "before"
+            and self.accelerator.sync_gradients
+        ):
+            self._step_proposal()
+        return loss
+
+    # Logging
+
+    def _log_importance(self, log_w: torch.Tensor) -> None:
+        """Logs the diagnostics of the log-weights (P, N), over all processes."""
+        mode = "train" if self.model.training else "eval"
+        ess = self.accelerator.gather(effective_sample_size(log_w))
+        self._metrics[mode][f"{PROPOSAL_FOLDER}/ess"].append(ess.mean().item())
+        self._metrics[mode][f"{PROPOSAL_FOLDER}/ess_min"].append(ess.min().item())
+        self._log_mean(f"{PROPOSAL_FOLDER}/max_weight", max_weight_share(log_w))
+        log_z = log_z_estimate(log_w)
+        self._log_mean(f"{PROPOSAL_FOLDER}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if self.proposal is not None:
+            show_completions(self, self._proposal_logs, "proposal_completions")
+
+    # Saving, loading, pushing
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.proposal is not None:
+            self.proposal.prepare(self, max_steps)
+            if resume_from_checkpoint is not None:
+                folder = Path(resume_from_checkpoint) / PROPOSAL_FOLDER
+                if not folder.is_dir():
+                    raise ValueError(
+                        f"The checkpoint {resume_from_checkpoint} holds no proposal; resume from one that "
+                        "`RePULSeTrainer` wrote, or start anew with `model` set to that checkpoint."
+                    )
+                self._load_from_checkpoint(str(folder), self.proposal.module)
+                self.proposal.load_state(folder)
+        return prepared
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.proposal is not None and self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir) / PROPOSAL_FOLDER
+            self.proposal.module.save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+            name = self.args.hub_model_id or Path(self.args.output_dir).name
+            write_proposal_card(folder, name, self.args.potential, self.args.target_dist_beta)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model, trial):
+        # Before the policy's: a checkpoint that looks complete is complete
+        if self.proposal is not None and self.args.should_save and not self.args.save_only_model:
+            checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.proposal.save_state(checkpoint / PROPOSAL_FOLDER)
+        super()._save_checkpoint(model, trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with withheld_from_uploads(_WITHHELD):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Uploads the policy as [`~transformers.Trainer.push_to_hub`] does; the proposal and negative data stay."""
+        with withheld_from_uploads(_WITHHELD):
+            return super().push_to_hub(*args, **kwargs)

@@ -1,0 +1,171 @@
+"""A second trained model beside the one in a TRL trainer's hands."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel, Trainer, get_scheduler
+
+
+_TENSORS = "optimizer.safetensors"
+_STATE = "optimizer.json"
+
+
+class SecondModel:
+    """
+    A model trained beside a TRL trainer's own: its engine, optimizer, schedule, clipping, saving and loading.
+
+    The trainer keeps its policy as any TRL trainer does and drives this one through four calls: [`prepare`] once
+    training is set up, [`backward`] for each micro-batch inside [`gradient_sync`], [`step`] for each update.
+
+    Args:
+        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Model to train. Moved to the accelerator's device.
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator.
+        learning_rate (`float`):
+            Peak learning rate of this model's optimizer.
+
+    Raises:
+        `ValueError`: With DeepSpeed or FSDP, which do not train a second model yet.
+    """
+
+    def __init__(self, module: PreTrainedModel, accelerator: Accelerator, learning_rate: float):
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            raise ValueError(
+                f"A second model cannot be trained with {accelerator.distributed_type.value} yet; launch with one "
+                "process or with plain data parallelism (`distributed_type: MULTI_GPU`)."
+            )
+        self.module = module.to(accelerator.device)
+        self.engine: nn.Module = self.module
+        self.learning_rate = learning_rate
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler = None
+        self._accelerator = accelerator
+        self._scaler = None
+        self._max_grad_norm = 0.0
+
+    def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
+        """
+        Wraps the model as the trainer's is wrapped and builds optimizer and schedule from the trainer's arguments.
+
+        A second call, as by a second `trainer.train()`, keeps engine and optimizer and starts the schedule anew.
+
+        Args:
+            trainer ([`~transformers.Trainer`]):
+                Gives optimizer class, weight decay groups, schedule and clipping (`args.max_grad_norm`).
+            num_training_steps (`int`):
+                Number of updates of the trainer's own model; the schedule spans them.
+        """
+        args = trainer.args
+        if self.optimizer is None:
+            if args.activation_checkpointing:
+                kwargs = dict(args.activation_checkpointing_kwargs or {})
+                layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+                self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **layers)
+            self.engine = self._accelerator.prepare_model(self.module)
+            self.optimizer = self._create_optimizer(trainer)
+            if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
+                self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
+            self._max_grad_norm = args.max_grad_norm
+        self.scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=self.optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+
+    def _create_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
+        optimizer_cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, self.module)
+        decayed = set(trainer.get_decay_parameter_names(self.module))
+        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in trained if name in decayed], "weight_decay": trainer.args.weight_decay},
+            {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+        ]
+        return optimizer_cls(groups, **{**kwargs, "lr": self.learning_rate})
+
+    @contextlib.contextmanager
+    def gradient_sync(self, sync: bool) -> Iterator[None]:
+        """Context for one micro-batch's forward and backward; gradients cross processes only if `sync`."""
+        with contextlib.nullcontext() if sync else self._accelerator.no_sync(self.engine):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulates the gradient of a micro-batch's loss, already divided by the number of micro-batches."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def step(self) -> float:
+        """
+        Clips the accumulated gradient by norm, updates the parameters and clears the gradient.
+
+        Returns:
+            `float`: The gradient's norm before clipping.
+        """
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        norm = nn.utils.clip_grad_norm_(parameters, self._max_grad_norm if self._max_grad_norm > 0 else math.inf)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    def save_state(self, directory: str | Path) -> None:
+        """
+        Writes optimizer and schedule as safetensors and JSON, beside the weights that `module.save_pretrained` writes.
+
+        Args:
+            directory (`str` or `Path`):
+                Folder to write to; created if missing.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        state = self.optimizer.state_dict()
+        tensors, scalars = {}, {}
+        for index, slots in state["state"].items():
+            for name, value in slots.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{index}.{name}"] = value.contiguous()
+                else:
+                    scalars[f"{index}.{name}"] = value
+        rest = {
+            "param_groups": state["param_groups"],
+            "scalars": scalars,
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+        save_file(tensors, directory / _TENSORS)
+        (directory / _STATE).write_text(json.dumps(rest), encoding="utf-8")
+
+    def load_state(self, directory: str | Path) -> None:
+        """
+        Restores what [`save_state`] wrote; does nothing where a checkpoint was saved without optimizers.
+
+        Args:
+            directory (`str` or `Path`):
+                Folder [`save_state`] wrote to.
+        """
+        directory = Path(directory)
+        if not (directory / _STATE).exists():
+            return
+        rest = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        state: dict[int, dict] = {}
+        for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        self.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+        self.scheduler.load_state_dict(rest["scheduler"])
+        if self._scaler is not None and rest["scaler"]:
+            self._scaler.load_state_dict(rest["scaler"])
