@@ -50,10 +50,16 @@ REFUSED = [
     ("alpha_start", {"alpha_start": 0.0}),
     ("alpha_start", {"alpha": 0.0, "alpha_start": 1.0}),
     ("target_dist_beta_start", {"target_dist_beta_start": 5.0}),
-    ("target_dist_beta_start", {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0}),
+    (
+        "target_dist_beta_start",
+        {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0},
+    ),
     ("num_proposal_generations", {"num_proposal_generations": 1}),
     ("num_proposal_generations", {"alpha": 0.0, "num_proposal_generations": 4}),
-    ("num_proposal_generations", {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8}),
+    (
+        "num_proposal_generations",
+        {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
+    ),
     ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
     ("proposal_updates_per_step", {"use_policy_as_proposal": True, "proposal_updates_per_step": 2}),
     ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),

@@ -50,8 +50,8 @@ class RePULSeConfig(ReinforceConfig):
             What the policy does with the weighted proposal samples: `"push_down"` lowers their log-probability,
             `"reinforce"` applies REINFORCE to them (the paper found it harmful).
         negative_baseline (`str`, *optional*, defaults to `"none"`):
-            Baseline of `negative_loss="reinforce"`: `"none"`, the weighted mean return of the prompt's proposal
-            samples (`"proposal"`) or the mean return of its policy samples (`"policy"`).
+            Baseline of `negative_loss="reinforce"`: `"none"`, the mean return of the prompt's other proposal samples
+            (`"proposal"`) or of its policy samples (`"policy"`).
         reweighting_beta (`float`, *optional*):
             If set, the negative term's weights use this β instead of `target_dist_beta`, which the proposal keeps.
         uniform_weights (`bool`, *optional*, defaults to `False`):

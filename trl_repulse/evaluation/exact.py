@@ -19,6 +19,7 @@ Legend: P prompts, S enumerated completions, T tokens of the longest completion,
 not end a completion.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,27 +32,22 @@ from transformers import PreTrainedTokenizerBase
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
 
+Reward = Callable[[list[str]], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class ExactReport:
     """
-    Exact properties of a policy. Means over prompts weigh each prompt the same.
+    Exact properties of a policy. Means over prompts weigh each prompt the same; log-probabilities are in nats.
 
     Args:
-        expected_reward (`float`):
-            Mean over prompts of E[r], in reward units.
-        expected_reward_per_prompt (`tuple[float, ...]`):
-            E[r] of each prompt.
-        max_reward (`float`):
-            Mean over prompts of the largest reward of any completion: no policy can expect more.
-        log_prob_bad (`float`):
-            Log of the mean over prompts of P(bad), in nats.
-        log_prob_bad_per_prompt (`tuple[float, ...]`):
-            log P(bad) of each prompt, in nats.
-        entropy (`float`):
-            Mean over prompts of the entropy of the completion, in nats.
-        kl (`float` or `None`):
-            Mean over prompts of KL(policy || reference), in nats; `None` without a reference.
+        expected_reward (`float`): Mean over prompts of E[r].
+        expected_reward_per_prompt (`tuple[float, ...]`): E[r] of each prompt.
+        max_reward (`float`): Mean over prompts of the largest reward of any completion: no policy can expect more.
+        log_prob_bad (`float`): Log of the mean over prompts of P(bad).
+        log_prob_bad_per_prompt (`tuple[float, ...]`): log P(bad) of each prompt.
+        entropy (`float`): Mean over prompts of the entropy of the completion, in nats.
+        kl (`float` or `None`): Mean over prompts of KL(policy || reference), in nats; `None` without a reference.
     """
 
     expected_reward: float
@@ -69,22 +65,14 @@ class ExactProposalReport:
     Exact properties of a proposal q, against the target σ ∝ p · exp(β · min(r, reward_cap)) of a policy p.
 
     Args:
-        log_z (`float`):
-            Mean over prompts of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
-        kl_proposal_target (`float`):
-            Mean over prompts of KL(q || σ), in nats: how much the lower bound of log Z from q misses.
-        kl_target_proposal (`float`):
-            Mean over prompts of KL(σ || q), in nats: what contrastive twist learning descends.
-        ess_fraction (`float`):
-            Mean over prompts of 1 / E_q[(σ/q)²], in (0, 1]: effective sample size per draw from q, for many draws.
-        expected_reward (`float`):
-            Mean over prompts of E_q[r], in reward units.
-        log_prob_bad (`float`):
-            Log of the mean over prompts of q(bad), in nats.
-        target_expected_reward (`float`):
-            Mean over prompts of E_σ[r], in reward units.
-        target_log_prob_bad (`float`):
-            Log of the mean over prompts of σ(bad), in nats.
+        log_z (`float`): Mean over prompts of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
+        kl_proposal_target (`float`): Mean of KL(q || σ), in nats: how much the lower bound of log Z from q misses.
+        kl_target_proposal (`float`): Mean of KL(σ || q), in nats: what contrastive twist learning descends.
+        ess_fraction (`float`): Mean of 1 / E_q[(σ/q)²], in (0, 1]: effective samples per draw from q, for many draws.
+        expected_reward (`float`): Mean over prompts of E_q[r].
+        log_prob_bad (`float`): Log of the mean over prompts of q(bad).
+        target_expected_reward (`float`): Mean over prompts of E_σ[r].
+        target_log_prob_bad (`float`): Log of the mean over prompts of σ(bad).
     """
 
     log_z: float
@@ -110,8 +98,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:
+    """The reward function that TRL makes of a sequence-classification model."""
+
+    def reward(texts: list[str]) -> torch.Tensor:
+        device = next(model.parameters()).device
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        with _evaluating(model):
+            return model(**batch.to(device)).logits[:, 0]
+
+    return reward
 
 
 def _expectation(log_prob: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -131,47 +127,33 @@ class ExactEvaluator:
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the policy; its length is V. It must have an eos token.
-        prompts (`Sequence[str]`):
-            P plain-text prompts.
+        prompts (`Sequence[str]`): P plain-text prompts.
         reward (`Callable[[list[str]], torch.Tensor]` or `torch.nn.Module`):
             A function from texts (prompt + completion) to one reward each, or a sequence-classification model.
-        bad_token_ids (`Sequence[int]`):
-            Tokens whose presence, anywhere in a completion, makes it bad.
-        max_completion_length (`int`):
-            T, from 1 to 3.
+        bad_token_ids (`Sequence[int]`): Tokens whose presence, anywhere in a completion, makes it bad.
+        max_completion_length (`int`): T, from 1 to 3.
         reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer of the reward model; required if `reward` is a module.
         reference_model ([`~transformers.PreTrainedModel`], *optional*):
             Causal language model that `kl` is measured against, for instance the initial policy.
-        batch_size (`int`, *optional*, defaults to `512`):
-            Sequences per forward pass.
+        batch_size (`int`, *optional*, defaults to `512`): Sequences per forward pass.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`):
             Where results are kept and summed. Models stay on their own device.
 
     Attributes:
-        completion_ids (`torch.Tensor` of shape `(S, T)`):
-            The completions; -1 after the end.
-        bad (`torch.Tensor` of shape `(S,)`):
-            Whether a completion is bad.
-        rewards (`torch.Tensor` of shape `(P, S)`):
-            Reward of every completion of every prompt.
+        completion_ids (`torch.Tensor` of shape `(S, T)`): The completions; -1 after the end.
+        bad (`torch.Tensor` of shape `(S,)`): Whether a completion is bad.
+        rewards (`torch.Tensor` of shape `(P, S)`): Reward of every completion of every prompt.
 
     Raises:
         ValueError: If an argument is out of range, or if P times S exceeds 5,000,000.
-
-    Example:
-
-    ```python
-    >>> evaluator = ExactEvaluator(tokenizer, prompts, reward_model, bad_ids, 2, reward_tokenizer=tokenizer)
-    >>> evaluator.evaluate(policy).log_prob_bad
-    ```
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[str],
-        reward: Callable[[list[str]], torch.Tensor] | nn.Module,
+        reward: Reward | nn.Module,
         bad_token_ids: Sequence[int],
         max_completion_length: int,
         *,
@@ -180,91 +162,62 @@ class ExactEvaluator:
         batch_size: int = 512,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= max_completion_length <= 3:
-            raise ValueError(
-                f"max_completion_length is {max_completion_length}; set 1, 2 or 3, or evaluate by sampling."
-            )
-        if not prompts:
-            raise ValueError("prompts is empty; pass at least one prompt.")
+        if max_completion_length not in (1, 2, 3):
+            raise ValueError(f"max_completion_length is {max_completion_length}; set 1, 2 or 3, or use sampling.")
         if tokenizer.eos_token_id is None:
             raise ValueError("The tokenizer has no eos token; set tokenizer.eos_token.")
-        if isinstance(reward, nn.Module) and reward_tokenizer is None:
-            raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
+        if isinstance(reward, nn.Module):
+            if reward_tokenizer is None:
+                raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
+            reward = _reward_of_model(reward, reward_tokenizer)
         self.vocab_size = len(tokenizer)
-        live = self.vocab_size - 1
-        count = sum(live**depth for depth in range(max_completion_length - 1))
-        count += live ** (max_completion_length - 1) * self.vocab_size
+        count = sum((self.vocab_size - 1) ** depth for depth in range(max_completion_length + 1))
         if count * len(prompts) > MAX_ENUMERATED:
             raise ValueError(
-                f"{len(prompts)} prompts times {count} completions are more than {MAX_ENUMERATED} sequences; pass fewer "
-                "prompts, set a smaller max_completion_length, or evaluate by sampling."
+                f"{len(prompts)} prompts times {count} completions exceed {MAX_ENUMERATED} sequences; pass fewer prompts, "
+                "set a smaller max_completion_length, or evaluate by sampling."
             )
         self.max_completion_length = max_completion_length
         self.batch_size = batch_size
         self.device = torch.device(device)
         self._prompts = list(prompts)
-        self._prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        if not all(self._prompt_ids):
-            raise ValueError("A prompt has no tokens; give every prompt at least one.")
+        self._prompt_ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        if not self._prompt_ids or not all(map(len, self._prompt_ids)):
+            raise ValueError("Pass at least one prompt, and prompts of at least one token.")
         self._eos = tokenizer.eos_token_id
         self._live = torch.tensor([token for token in range(self.vocab_size) if token != self._eos])  # (A,)
         self.completion_ids = self._enumerate()
         self.bad = torch.isin(self.completion_ids, torch.tensor(list(bad_token_ids))).any(dim=1).to(self.device)
-        self.rewards = self._score(tokenizer, reward, reward_tokenizer)
+        self.rewards = self._score(tokenizer, reward)
         self._reference_log_probs = None if reference_model is None else self.log_probs(reference_model)
+
+    def _prefixes(self, length: int) -> torch.Tensor:
+        """All beginnings of `length` tokens without an eos, (A^length, length), in lexicographic order."""
+        return torch.tensor(list(itertools.product(self._live.tolist(), repeat=length)), dtype=torch.long)
 
     def _enumerate(self) -> torch.Tensor:
         """All completions, (S, T), in the order of `log_probs`: shorter ones first, then lexicographic."""
         length = self.max_completion_length
-        prefixes = torch.empty(1, 0, dtype=torch.long)
-        blocks = []
-        for depth in range(length):
-            last = torch.arange(self.vocab_size) if depth == length - 1 else torch.tensor([self._eos])
-            ended = torch.cat([prefixes.repeat_interleave(len(last), 0), last.repeat(len(prefixes))[:, None]], dim=1)
-            blocks.append(nn.functional.pad(ended, (0, length - 1 - depth), value=-1))
-            grown = self._live.repeat(len(prefixes))[:, None]
-            prefixes = torch.cat([prefixes.repeat_interleave(len(self._live), 0), grown], dim=1)
-        return torch.cat(blocks)
+        rows = [[*prefix, self._eos] for depth in range(length - 1) for prefix in self._prefixes(depth).tolist()]
+        rows += [[*prefix, last] for prefix in self._prefixes(length - 1).tolist() for last in range(self.vocab_size)]
+        return torch.tensor([row + [-1] * (length - len(row)) for row in rows])
 
-    def _score(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        reward: Callable[[list[str]], torch.Tensor] | nn.Module,
-        reward_tokenizer: PreTrainedTokenizerBase | None,
-    ) -> torch.Tensor:
+    def _score(self, tokenizer: PreTrainedTokenizerBase, reward: Reward) -> torch.Tensor:
         """Reward of every completion of every prompt, (P, S); equal texts are scored once."""
         ids = [[token for token in row if token >= 0] for row in self.completion_ids.tolist()]
         decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        completions = list(dict.fromkeys(decoded))
-        place = {completion: index for index, completion in enumerate(completions)}
+        place = {completion: index for index, completion in enumerate(dict.fromkeys(decoded))}
+        rewards = []
+        for prompt in self._prompts:
+            texts = [prompt + completion for completion in place]
+            for start in range(0, len(texts), self.batch_size):
+                batch = texts[start : start + self.batch_size]
+                values = torch.as_tensor(reward(batch)).detach().to("cpu", torch.float64)
+                if values.shape != (len(batch),) or not values.isfinite().all():
+                    raise ValueError(f"The reward of {len(batch)} texts is {values}; return one finite number a text.")
+                rewards.append(values)
         index = torch.tensor([place[completion] for completion in decoded])  # (S,)
-        function = self._reward_of_model(reward, reward_tokenizer) if isinstance(reward, nn.Module) else reward
-        rewards = torch.empty(len(self._prompts), len(completions), dtype=torch.float64)
-        for row, prompt in enumerate(self._prompts):
-            for start in range(0, len(completions), self.batch_size):
-                texts = [prompt + completion for completion in completions[start : start + self.batch_size]]
-                batch = torch.as_tensor(function(texts))
-                if batch.shape != (len(texts),):
-                    raise ValueError(
-                        f"The reward of {len(texts)} texts has shape {tuple(batch.shape)}; return one number a text."
-                    )
-                rewards[row, start : start + len(texts)] = batch.detach().to("cpu", torch.float64)
-        if not rewards.isfinite().all():
-            raise ValueError("Some rewards are not finite; clip them in the reward function.")
-        return rewards[:, index].to(self.device)
-
-    @staticmethod
-    def _reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], torch.Tensor]:
-        """The reward function that TRL makes of a sequence-classification model."""
-
-        def function(texts: list[str]) -> torch.Tensor:
-            batch = tokenizer(
-                text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-            ).to(_device(model))
-            with _evaluating(model):
-                return model(**batch).logits[:, 0]
-
-        return function
+        return torch.cat(rewards).view(len(self._prompts), -1)[:, index].to(self.device)
 
     def log_probs(self, model: nn.Module) -> torch.Tensor:
         """
@@ -281,32 +234,30 @@ class ExactEvaluator:
         Raises:
             ValueError: If the model's vocabulary has another size than the tokenizer's.
         """
-        length, live = self.max_completion_length, len(self._live)
-        grids = [self._live] * (length - 1)
-        prefixes = torch.cartesian_prod(*grids).view(-1, length - 1) if grids else torch.empty(1, 0, dtype=torch.long)
-        results = []
+        length, results, device = self.max_completion_length, [], next(model.parameters()).device
         with _evaluating(model):
             for prompt in self._prompt_ids:
                 blocks = []
-                for prefix in prefixes.split(self.batch_size):  # (B, T - 1)
-                    ids = torch.cat([torch.tensor(prompt).expand(len(prefix), -1), prefix], dim=1).to(_device(model))
+                for prefix in self._prefixes(length - 1).split(self.batch_size):  # (B, T - 1)
+                    ids = torch.cat([prompt.expand(len(prefix), -1), prefix], dim=1).to(device)
                     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -length:]
                     if logits.shape[-1] != self.vocab_size:
-                        raise ValueError(
-                            f"The model has {logits.shape[-1]} logits and the tokenizer {self.vocab_size} tokens; resize "
-                            "the model's embeddings to the tokenizer."
-                        )
+                        sizes = f"The model has {logits.shape[-1]} logits, the tokenizer {self.vocab_size} tokens"
+                        raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
                     blocks.append(logits.to(self.device, torch.float64).log_softmax(dim=-1))
-                conditional = torch.cat(blocks)  # (A^(T - 1), T, V)
-                # The chain rule down the tree. Rows that share their first tokens agree there: the first of them is enough.
-                node = conditional.new_zeros(1)  # log-probability of every prefix of `depth` tokens, (A^depth,)
-                ended = []
-                for depth in range(length - 1):
-                    joint = node[:, None] + conditional[:: live ** (length - 1 - depth), depth]  # (A^depth, V)
-                    ended.append(joint[:, self._eos])
-                    node = joint[:, self._live.to(self.device)].flatten()
-                results.append(torch.cat([*ended, (node[:, None] + conditional[:, -1]).flatten()]))
+                results.append(self._chain(torch.cat(blocks)))
         return torch.stack(results)
+
+    def _chain(self, conditional: torch.Tensor) -> torch.Tensor:
+        """Chain rule down the tree: log-probability of every completion, (S,), from `conditional`, (A^(T-1), T, V)."""
+        length, ended = self.max_completion_length, []
+        node = conditional.new_zeros(1)  # log-probability of every prefix of `depth` tokens, (A^depth,)
+        for depth in range(length - 1):
+            # Rows with the same first `depth` tokens agree here: the first of them is enough.
+            joint = node[:, None] + conditional[:: len(self._live) ** (length - 1 - depth), depth]  # (A^depth, V)
+            ended.append(joint[:, self._eos])
+            node = joint[:, self._live.to(self.device)].flatten()
+        return torch.cat([*ended, (node[:, None] + conditional[:, -1]).flatten()])
 
     def _log_prob_bad(self, log_prob: torch.Tensor) -> torch.Tensor:
         """log P(bad) per prompt, (P,); -inf without bad completions."""
@@ -317,8 +268,7 @@ class ExactEvaluator:
         Evaluate a policy.
 
         Args:
-            policy ([`~transformers.PreTrainedModel`]):
-                Causal language model.
+            policy ([`~transformers.PreTrainedModel`]): Causal language model.
 
         Returns:
             [`ExactReport`]: the exact quantities.
@@ -346,14 +296,10 @@ class ExactEvaluator:
         Evaluate a proposal against the target that it is trained for.
 
         Args:
-            proposal ([`~transformers.PreTrainedModel`]):
-                Causal language model q.
-            policy ([`~transformers.PreTrainedModel`]):
-                Causal language model p, the base of the target.
-            beta (`float`):
-                β of the target, `target_dist_beta`: negative to seek low rewards.
-            reward_cap (`float`, *optional*, defaults to `inf`):
-                Rewards above this count as this, in the target alone.
+            proposal ([`~transformers.PreTrainedModel`]): Causal language model q.
+            policy ([`~transformers.PreTrainedModel`]): Causal language model p, the base of the target.
+            beta (`float`): β of the target, `target_dist_beta`: negative to seek low rewards.
+            reward_cap (`float`, *optional*, defaults to `inf`): In the target, rewards above this count as this.
 
         Returns:
             [`ExactProposalReport`]: the exact quantities.

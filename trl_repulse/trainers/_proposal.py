@@ -10,7 +10,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
 from ..configs import RePULSeConfig
-from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss
+from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
 from ._trl_bridge import (
     add_fused_lm_head,
     create_model_from_path,
@@ -84,7 +84,7 @@ def proposal_coefficients(
     mask: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Token-level coefficients (w − w⁻_t) of CTL, or w alone without its second term; detached.
+    What a prompt's samples set against their weights in the proposal's loss; needs them together; detached.
 
     Args:
         args ([`RePULSeConfig`]):
@@ -97,8 +97,13 @@ def proposal_coefficients(
             1 at completion tokens.
 
     Returns:
-        `torch.Tensor` of shape `(P, N, T)`.
+        `torch.Tensor`: Of shape `(P, N, T)`, the token coefficients of CTL (w − w⁻_t, or w alone without its second
+        term); of shape `(P, N)`, SIXO's weights towards the policy. DPG needs none and gets `normalized_w` back.
     """
+    if args.proposal_loss == "dpg":
+        return normalized_w
+    if args.proposal_loss == "sixo":
+        return sixo_negative_weights(log_q, log_p, normalized_w, mask)
     return ctl_coefficients(
         log_q_now,
         log_q,
@@ -120,7 +125,7 @@ def proposal_loss(
         trainer ([`RePULSeTrainer`]):
             Trainer of both models.
         batch (`dict[str, torch.Tensor]`):
-            Units with `proposal_w` of shape `(U, m)` and, for CTL, `proposal_coefficients` of shape `(U, m, T)`.
+            Units with `proposal_w` of shape `(U, m)` and the `proposal_coefficients` of [`proposal_coefficients`].
         log_q_now (`torch.Tensor` of shape `(U, m, T)`):
             Log-probabilities (nats) under the proposal, carrying gradient.
         log_p (`torch.Tensor` of shape `(U, m, T)`):

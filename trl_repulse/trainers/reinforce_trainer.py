@@ -160,9 +160,7 @@ class ReinforceTrainer(RLOOTrainer):
         for scored in (self.model, self.ref_model):
             if scored is not None:
                 unwrapped = self.accelerator.unwrap_model(scored)
-                score_from_true_positions(
-                    unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
-                )
+                score_from_true_positions(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
 
     # Sampling
 
@@ -260,7 +258,9 @@ class ReinforceTrainer(RLOOTrainer):
         """The inverse of [`_to_prompts`]: (P, N, ...) to this process's (U, n, ...)."""
         if prompts.shape[:2] == like.shape[:2] and like.size(1) > 1:
             return prompts
-        return prompts.flatten(0, 1)[self._local_rows(like.size(0) * like.size(1))].view(*like.shape[:2], *prompts.shape[2:])
+        return prompts.flatten(0, 1)[self._local_rows(like.size(0) * like.size(1))].view(
+            *like.shape[:2], *prompts.shape[2:]
+        )
 
     # Scoring
 
@@ -307,7 +307,9 @@ class ReinforceTrainer(RLOOTrainer):
                 model, input_ids, attention_mask, width, **outputs
             )
         else:
-            size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+            size = (
+                self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+            )
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
                 log_p, entropy, aux_loss = self._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, width, batch_size=size, **outputs

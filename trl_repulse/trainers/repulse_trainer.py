@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -21,7 +20,7 @@ from ..importance import (
     max_weight_share,
     normalize_weights,
 )
-from ..losses import negative_coefficients
+from ..losses import negative_coefficients, negative_reinforce_coefficients
 from ..rewards.transforms import (
     class_log_potential,
     geometric_schedule,
@@ -134,9 +133,7 @@ class RePULSeTrainer(ReinforceTrainer):
         self.proposal: SecondModel | None = None
         if not self.args.has_proposal:
             return
-        module = build_proposal(
-            proposal_model, self, kwargs.get("peft_config"), kwargs.get("quantization_config")
-        )
+        module = build_proposal(proposal_model, self, kwargs.get("peft_config"), kwargs.get("quantization_config"))
         learning_rate = self.args.proposal_learning_rate
         self.proposal = SecondModel(
             module, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
@@ -223,19 +220,42 @@ class RePULSeTrainer(ReinforceTrainer):
         credit = super()._credit(batch, log_p)
         if self.args.use_policy_as_proposal and self.args.alpha > 0:
             mode = "train" if self.model.training else "eval"
-            log_w = self._to_prompts(self._log_potential(batch["rewards"], self.args.reweighting_beta), self._num_generations(mode))
+            rewards, size = batch["rewards"], self._num_generations(mode)
+            log_w = self._to_prompts(self._log_potential(rewards, self.args.reweighting_beta), size)  # (P, N)
             log_w = torch.where(log_w.isnan(), -torch.inf, log_w)
-            negative = self._negative_coefficients(self._negative_weights(log_w), None, None)
-            credit["coefficients"] = credit["coefficients"] + self._to_units(negative, batch["rewards"])
+            returns = self._to_prompts(credit["returns"], size)
+            negative = self._negative_coefficients(log_w, returns, returns)
+            credit["coefficients"] = credit["coefficients"] + self._to_units(negative, rewards)
         return credit
 
-    def _negative_weights(self, log_w: torch.Tensor) -> torch.Tensor:
-        """Weights of the negative term from log-weights, both (P, N); 0 for samples without a reward."""
-        if self.args.uniform_weights:
-            log_w = torch.where(log_w == -torch.inf, log_w, torch.zeros_like(log_w))
-        return normalize_weights(log_w)
+    def _negative_coefficients(
+        self, log_w: torch.Tensor, returns_negative: torch.Tensor | None, returns: torch.Tensor | None
+    ) -> torch.Tensor:
+        """
+        What the log-probabilities of weighted samples are multiplied with in the policy loss.
 
-    def _weigh(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, torch.Tensor]:
+        Args:
+            log_w (`torch.Tensor` of shape `(P, N)`):
+                Log-weights, −inf for samples without a reward.
+            returns_negative, returns (`torch.Tensor` of shape `(P, N)`, *optional*):
+                Returns of these samples and of the policy's, which `negative_loss="reinforce"` needs.
+
+        Returns:
+            `torch.Tensor` of shape `(P, N)`.
+        """
+        args, alpha = self.args, self._scheduled("alpha")
+        if args.uniform_weights:
+            log_w = torch.where(log_w == -torch.inf, log_w, torch.zeros_like(log_w))
+        normalized_w = normalize_weights(log_w)
+        if args.negative_loss == "push_down":
+            return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
+        return negative_reinforce_coefficients(
+            normalized_w, returns_negative, alpha, args.negative_baseline, returns, args.alpha_normalization
+        )
+
+    def _weigh(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_q: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """
         Importance weights of the proposal samples, and what the policy makes of them.
 
@@ -251,27 +271,37 @@ class RePULSeTrainer(ReinforceTrainer):
         """
         mode = "train" if self.model.training else "eval"
         rewards, size = batch["proposal_rewards"], self._num_proposals(mode)
-        log_p, log_q = self._to_prompts(log_p, size), self._to_prompts(log_q, size)
-        mask = self._to_prompts(batch["proposal_completion_mask"], size)
+        samples = [self._to_prompts(x, size) for x in (log_p, log_q, batch["proposal_completion_mask"])]
 
         def log_weights(beta: float | None) -> torch.Tensor:
             log_potential = self._to_prompts(self._log_potential(rewards, beta), size)
-            return log_importance_weights(log_p, log_q, log_potential, mask)  # (P, N)
+            return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, N)
 
         log_w = log_weights(None)
-        negative_log_w = log_w if self.args.reweighting_beta is None else log_weights(self.args.reweighting_beta)
-        negative = self._negative_coefficients(self._negative_weights(negative_log_w), batch, size)
         self._log_importance(log_w)
-        return {
-            "proposal_w": self._to_units(normalize_weights(log_w), rewards),
-            "negative_coefficients": self._to_units(negative, rewards),
-        }
+        weights = {"proposal_w": self._to_units(normalize_weights(log_w), rewards)}
+        if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
+            negative_log_w = log_w if self.args.reweighting_beta is None else log_weights(self.args.reweighting_beta)
+            returns = [None, None]
+            if self.args.negative_loss == "reinforce":
+                kl = self._kl(batch, log_p, "proposal_")
+                returns_negative = self._transform(rewards) - self.beta * kl
+                returns = [
+                    self._to_prompts(returns_negative, size),
+                    self._to_prompts(batch["returns"], self._num_generations(mode)),
+                ]
+            negative = self._negative_coefficients(negative_log_w, *returns)
+            weights["negative_coefficients"] = self._to_units(negative, rewards)
+        return weights
 
     def _contrast(self, batch, log_p, log_q, log_q_now) -> dict[str, torch.Tensor]:
-        """Token-level coefficients of the proposal's loss, shape (U, m, T), from detached log-probabilities."""
+        """What the proposal's loss needs of whole prompts, in units, from detached log-probabilities."""
         mode = "train" if self.model.training else "eval"
         size = self._num_proposals(mode)
-        whole = [self._to_prompts(x, size) for x in (log_q_now, log_q, log_p, batch["proposal_w"], batch["proposal_completion_mask"])]
+        whole = [
+            self._to_prompts(x, size)
+            for x in (log_q_now, log_q, log_p, batch["proposal_w"], batch["proposal_completion_mask"])
+        ]
         coefficients = proposal_coefficients(self.args, *whole)
         return {"proposal_coefficients": self._to_units(coefficients, batch["proposal_rewards"])}
 
@@ -313,7 +343,7 @@ class RePULSeTrainer(ReinforceTrainer):
             log_p_negative,
             inputs[f"{name}_mask"],
             inputs["negative_coefficients"],
-            inputs.get("proposal_old_log_p"),
+            None if self._on_policy else inputs.get("proposal_old_log_p"),
         )
         return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
 

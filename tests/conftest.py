@@ -1,0 +1,104 @@
+"""Tiny worlds for the trainer tests: real architectures built from configs, word-level tokenizers, no network."""
+
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the default tests run on CPU wherever they run
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+
+torch.set_num_threads(1)
+
+WORDS = ["the", "cat", "dog", "sat", "ran", "ate", "fish", "bad"]
+
+
+def build_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
+    """Word-level tokenizer whose tokens carry their leading space, so that texts concatenate as tokens do."""
+    tokens = ["<pad>", "<eos>", "<unk>", *words, *(f"Ġ{word}" for word in words)]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(architecture: str, vocab_size: int, seed: int = 0):
+    """A random causal language model of the given architecture, wide awake (large initial weights)."""
+    set_seed(seed)
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    if architecture == "gpt2":
+        config = GPT2Config(
+            vocab_size=vocab_size, n_embd=16, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3, **special
+        )
+        return GPT2LMHeadModel(config)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+        **special,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def architecture(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory, tokenizer):
+    """Folders of saved tiny models with their tokenizer, by architecture."""
+    folders = {}
+    for name in ("gpt2", "llama"):
+        folder = tmp_path_factory.mktemp(name)
+        build_model(name, len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        folders[name] = str(folder)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Prompts of unequal length: left padding matters."""
+    return Dataset.from_dict({"prompt": ["the cat", "the dog ran the cat ate", "fish", "the fish sat bad"]})
+
+
+def word_reward(completions, **kwargs):
+    """Reward of a text completion: fish +1, cat +0.3, bad −3, summed over its words."""
+    values = {"fish": 1.0, "cat": 0.3, "bad": -3.0}
+    return [sum(values.get(word, 0.0) for word in completion.split()) for completion in completions]
+
+
+@pytest.fixture(scope="session")
+def reward():
+    return word_reward

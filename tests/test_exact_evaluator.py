@@ -1,0 +1,288 @@
+# Copyright 2026 The trl-repulse authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_repulse.evaluation.exact import ExactEvaluator
+
+
+pytestmark = pytest.mark.exact
+
+PROMPTS = ["ab", "c", "dda"]  # three lengths
+BAD = [4, 5]
+
+
+def make_tokenizer():
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "a", "b", "c", "d", "<unk>"])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def make_config(vocab_size=7, **kwargs):
+    return GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        **kwargs,
+    )
+
+
+def make_policy(seed, **kwargs):
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(make_config(**kwargs)).eval()
+
+
+def letter_reward(texts):
+    """Depends on the prompt and on the order of the letters."""
+    return torch.tensor([sum((i + 1) * (ord(letter) - 98.5) for i, letter in enumerate(text)) for text in texts])
+
+
+def make_evaluator(length=2, **kwargs):
+    return ExactEvaluator(make_tokenizer(), PROMPTS, letter_reward, BAD, length, **kwargs)
+
+
+def naive_completions(length):
+    """Every completion, from the definition: nothing follows an eos."""
+    return [
+        sequence
+        for size in range(1, length + 1)
+        for sequence in itertools.product(range(7), repeat=size)
+        if 1 not in sequence[:-1] and (size == length or sequence[-1] == 1)
+    ]
+
+
+@torch.no_grad()
+def naive_log_prob(model, prompt_ids, completion):
+    logits = model(torch.tensor([[*prompt_ids, *completion]])).logits[0].double().log_softmax(dim=-1)
+    return sum(logits[len(prompt_ids) + i - 1, token].item() for i, token in enumerate(completion))
+
+
+class TestEnumeration:
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    def test_completions_match_definition(self, length):
+        rows = [tuple(token for token in row if token >= 0) for row in make_evaluator(length).completion_ids.tolist()]
+        assert len(rows) == len(set(rows))
+        assert set(rows) == set(naive_completions(length))
+
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    @pytest.mark.parametrize("batch_size", [5, 512])
+    def test_log_probs_equal_naive_scoring_and_sum_to_one(self, length, batch_size):
+        evaluator, policy = make_evaluator(length, batch_size=batch_size), make_policy(0)
+        log_probs = evaluator.log_probs(policy)
+        assert log_probs.dtype == torch.float64
+        torch.testing.assert_close(log_probs.exp().sum(dim=1), torch.ones(3).double(), atol=1e-6, rtol=0)
+        for row, prompt in enumerate(PROMPTS):
+            prompt_ids = make_tokenizer()(prompt)["input_ids"]
+            for column, completion in list(enumerate(evaluator.completion_ids.tolist()))[:: 1 if length < 3 else 7]:
+                completion = [token for token in completion if token >= 0]
+                expected = naive_log_prob(policy, prompt_ids, completion)
+                assert log_probs[row, column].item() == pytest.approx(expected, abs=1e-4)
+
+    def test_rewards_are_of_text_without_special_tokens(self):
+        evaluator = make_evaluator(2)
+        for column, completion in enumerate(evaluator.completion_ids.tolist()):
+            text = "".join(" abcd "[token - 1] for token in completion if 2 <= token <= 5)
+            expected = letter_reward([prompt + text for prompt in PROMPTS])
+            torch.testing.assert_close(evaluator.rewards[:, column], expected.double())
+
+    def test_reward_model_is_scored_as_in_trl(self):
+        tokenizer = make_tokenizer()
+        torch.manual_seed(3)
+        model = GPT2ForSequenceClassification(make_config(num_labels=1)).train()
+        evaluator = ExactEvaluator(tokenizer, PROMPTS, model, BAD, 2, reward_tokenizer=tokenizer, batch_size=10)
+        assert model.training
+        model.eval()
+        for column in range(0, evaluator.completion_ids.shape[0], 5):
+            completion = [token for token in evaluator.completion_ids[column].tolist() if token >= 0]
+            for row, prompt in enumerate(PROMPTS):
+                text = prompt + tokenizer.decode(completion, skip_special_tokens=True)
+                with torch.no_grad():
+                    expected = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0].item()
+                assert evaluator.rewards[row, column].item() == pytest.approx(expected, abs=1e-5)
+
+    def test_equal_texts_are_scored_once(self):
+        seen = []
+
+        def reward(texts):
+            seen.extend(texts)
+            return torch.zeros(len(texts))
+
+        evaluator = ExactEvaluator(make_tokenizer(), PROMPTS, reward, BAD, 2)
+        assert len(seen) == len(set(seen)) < evaluator.rewards.numel()
+
+
+class TestEvaluate:
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    def test_report_equals_naive_sums(self, length):
+        policy, reference = make_policy(0), make_policy(1)
+        evaluator = make_evaluator(length, reference_model=reference)
+        report = evaluator.evaluate(policy)
+        rewards, bad, entropy, kl = [], [], [], []
+        for prompt in PROMPTS:
+            ids = make_tokenizer()(prompt)["input_ids"]
+            completions = naive_completions(length)
+            log_p = [naive_log_prob(policy, ids, completion) for completion in completions]
+            log_0 = [naive_log_prob(reference, ids, completion) for completion in completions]
+            prob = [math.exp(value) for value in log_p]
+            texts = [prompt + "".join(" abcd "[t - 1] for t in c if 2 <= t <= 5) for c in completions]
+            rewards.append(sum(p * r for p, r in zip(prob, letter_reward(texts).tolist(), strict=True)))
+            bad.append(sum(p for p, c in zip(prob, completions, strict=True) if {*c} & {*BAD}))
+            entropy.append(-sum(p * lp for p, lp in zip(prob, log_p, strict=True)))
+            kl.append(sum(p * (lp - l0) for p, lp, l0 in zip(prob, log_p, log_0, strict=True)))
+        assert report.expected_reward == pytest.approx(sum(rewards) / 3, abs=1e-4)
+        assert report.expected_reward_per_prompt == pytest.approx(rewards, abs=1e-4)
+        assert report.log_prob_bad == pytest.approx(math.log(sum(bad) / 3), abs=1e-4)
+        assert report.log_prob_bad_per_prompt == pytest.approx([math.log(value) for value in bad], abs=1e-4)
+        assert report.entropy == pytest.approx(sum(entropy) / 3, abs=1e-4)
+        assert report.kl == pytest.approx(sum(kl) / 3, abs=1e-4)
+        assert report.max_reward >= report.expected_reward
+
+    def test_sampling_agrees(self):
+        policy, evaluator = make_policy(0), make_evaluator(2)
+        torch.manual_seed(0)
+        ids = torch.tensor([make_tokenizer()("ab")["input_ids"]]).repeat(20_000, 1)
+        with torch.no_grad():
+            for _ in range(2):
+                probs = policy(ids).logits[:, -1].softmax(dim=-1)
+                ids = torch.cat([ids, torch.multinomial(probs, 1)], dim=1)
+        first, second = ids[:, -2], ids[:, -1]
+        bad = torch.isin(first, torch.tensor(BAD)) | ((first != 1) & torch.isin(second, torch.tensor(BAD)))
+        exact = math.exp(evaluator.evaluate(policy).log_prob_bad_per_prompt[0])
+        assert bad.double().mean().item() == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 20_000))
+
+    def test_kl_to_itself_is_zero_and_absent_without_reference(self):
+        policy = make_policy(0)
+        assert make_evaluator(2, reference_model=policy).evaluate(policy).kl == 0.0
+        assert make_evaluator(2).evaluate(policy).kl is None
+
+    def test_tiny_probabilities_keep_their_logarithm(self):
+        policy = make_policy(0)
+        policy.lm_head = torch.nn.Linear(16, 7)
+        with torch.no_grad():
+            policy.lm_head.bias[torch.tensor(BAD)] = -1000.0
+        assert -1050 < make_evaluator(2).evaluate(policy).log_prob_bad < -900
+
+    def test_no_bad_tokens(self):
+        evaluator = ExactEvaluator(make_tokenizer(), PROMPTS, letter_reward, [], 1)
+        assert evaluator.evaluate(make_policy(0)).log_prob_bad == -math.inf
+
+    def test_report_is_frozen(self):
+        report = make_evaluator(1).evaluate(make_policy(0))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            report.kl = 0.0
+
+    def test_modes_of_submodules_are_restored_and_dropout_is_off(self):
+        policy = make_policy(0, resid_pdrop=0.5)
+        evaluator = make_evaluator(2)
+        expected = evaluator.log_probs(policy)
+        policy.train()
+        policy.transformer.h[0].eval()  # a part frozen by its owner
+        torch.testing.assert_close(evaluator.log_probs(policy), expected)
+        assert policy.training and policy.transformer.h[1].training and not policy.transformer.h[0].training
+        assert not evaluator.log_probs(policy).requires_grad
+
+    def test_fused_head_of_trl(self):
+        policy, evaluator = make_policy(0), make_evaluator(2)
+        expected = evaluator.log_probs(policy)
+        add_fused_lm_head(policy, temperature=1.0)
+        torch.testing.assert_close(evaluator.log_probs(policy), expected)
+
+
+class TestEvaluateProposal:
+    def test_policy_as_its_own_proposal_at_beta_zero(self):
+        policy = make_policy(0)
+        report = make_evaluator(2).evaluate_proposal(policy, policy, beta=0.0)
+        assert report.log_z == pytest.approx(0.0, abs=1e-6)
+        assert report.kl_proposal_target == pytest.approx(0.0, abs=1e-6)
+        assert report.kl_target_proposal == pytest.approx(0.0, abs=1e-6)
+        assert report.ess_fraction == pytest.approx(1.0, abs=1e-6)
+
+    @pytest.mark.parametrize("reward_cap", [math.inf, -2.0])
+    def test_equals_direct_sums(self, reward_cap):
+        evaluator, policy, proposal = make_evaluator(2), make_policy(0), make_policy(1)
+        report = evaluator.evaluate_proposal(proposal, policy, beta=-0.5, reward_cap=reward_cap)
+        p, q, r = evaluator.log_probs(policy).exp(), evaluator.log_probs(proposal).exp(), evaluator.rewards
+        weight = p * (-0.5 * r.clamp(max=reward_cap)).exp()
+        z = weight.sum(dim=1, keepdim=True)
+        sigma = weight / z
+        assert report.log_z == pytest.approx(z.log().mean().item())
+        assert report.kl_proposal_target == pytest.approx((q * (q / sigma).log()).sum(dim=1).mean().item())
+        assert report.kl_target_proposal == pytest.approx((sigma * (sigma / q).log()).sum(dim=1).mean().item())
+        assert report.ess_fraction == pytest.approx((1 / (sigma**2 / q).sum(dim=1)).mean().item())
+        assert report.expected_reward == pytest.approx((q * r).sum(dim=1).mean().item())
+        assert report.target_expected_reward == pytest.approx((sigma * r).sum(dim=1).mean().item())
+        assert report.log_prob_bad == pytest.approx(q[:, evaluator.bad].sum(dim=1).mean().log().item())
+        assert report.target_log_prob_bad == pytest.approx(sigma[:, evaluator.bad].sum(dim=1).mean().log().item())
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("length", [0, 4])
+    def test_length(self, length):
+        with pytest.raises(ValueError, match="set 1, 2 or 3"):
+            make_evaluator(length)
+
+    def test_too_many_sequences(self):
+        with pytest.raises(ValueError, match="pass fewer prompts"):
+            ExactEvaluator(make_tokenizer(), PROMPTS * 10_000, letter_reward, BAD, 3)
+
+    def test_reward_model_without_tokenizer(self):
+        with pytest.raises(ValueError, match="reward_tokenizer"):
+            ExactEvaluator(make_tokenizer(), PROMPTS, make_policy(0), BAD, 1)
+
+    def test_vocabulary_of_another_size(self):
+        with pytest.raises(ValueError, match="resize"):
+            make_evaluator(1).log_probs(make_policy(0, vocab_size=9))
+
+    def test_no_prompts(self):
+        with pytest.raises(ValueError, match="at least one prompt"):
+            ExactEvaluator(make_tokenizer(), [], letter_reward, BAD, 1)
+
+    def test_prompt_without_tokens(self):
+        with pytest.raises(ValueError, match="at least one token"):
+            ExactEvaluator(make_tokenizer(), ["a", ""], letter_reward, BAD, 1)
+
+    def test_no_eos(self):
+        tokenizer = make_tokenizer()
+        tokenizer.eos_token = None
+        with pytest.raises(ValueError, match="eos"):
+            ExactEvaluator(tokenizer, PROMPTS, letter_reward, BAD, 1)
+
+    def test_reward_of_wrong_shape(self):
+        with pytest.raises(ValueError, match="one finite number a text"):
+            ExactEvaluator(make_tokenizer(), PROMPTS, lambda texts: torch.zeros(len(texts), 2), BAD, 1)
+
+    def test_infinite_reward(self):
+        with pytest.raises(ValueError, match="one finite number a text"):
+            ExactEvaluator(make_tokenizer(), PROMPTS, lambda texts: torch.full((len(texts),), math.nan), BAD, 1)

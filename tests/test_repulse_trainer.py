@@ -1,0 +1,417 @@
+"""RePULSeTrainer as a user meets it: directions, passes, logs, files, resume, what would be uploaded."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.trainer
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, __version__
+from trl_repulse.evaluation.exact import ExactEvaluator
+
+from .conftest import build_model
+
+
+pytestmark = pytest.mark.trainer
+
+BAD = 18  # " bad"
+
+
+@pytest.fixture
+def make(tmp_path, model_dirs, prompts, reward):
+    def make(trainer_cls=RePULSeTrainer, model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
+        config_cls = RePULSeConfig if trainer_cls is RePULSeTrainer else ReinforceConfig
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "max_steps": 2,
+            "per_device_train_batch_size": 16,
+            "num_generations": 4,
+            "max_completion_length": 2,
+            "beta": 0.0,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+        }
+        if config_cls is RePULSeConfig:
+            settings |= {"target_dist_beta": -2.0, "alpha": 1.0}
+        model = model_dirs.get(model, model) if isinstance(model, str) else model
+        return trainer_cls(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=config_cls(**(settings | kwargs)),
+            train_dataset=dataset,
+            **(extra or {}),
+        )
+
+    return make
+
+
+@pytest.fixture
+def evaluator(tokenizer, prompts, reward):
+    return ExactEvaluator(tokenizer, prompts["prompt"], lambda texts: torch.tensor(reward(texts)), [BAD], 2)
+
+
+def same_parameters(one, other):
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_policy_loses_and_proposal_gains_bad_outputs(make, evaluator, architecture):
+    trainer = make(model=architecture, max_steps=25)
+    start = evaluator.evaluate(trainer.model)
+    trainer.train()
+    policy, proposal = evaluator.evaluate(trainer.model), evaluator.evaluate(trainer.proposal.module)
+    assert policy.log_prob_bad < start.log_prob_bad - 1
+    assert policy.expected_reward > start.expected_reward + 0.2
+    assert proposal.log_prob_bad > start.log_prob_bad + 0.5
+    assert proposal.expected_reward < start.expected_reward - 0.5
+
+
+def test_the_negative_term_does_the_work(make, evaluator):
+    """With the same number of updates REINFORCE leaves more bad outputs: the direction above is not its alone."""
+    ends = {}
+    for alpha in (0.0, 4.0):
+        trainer = make(max_steps=40, alpha=alpha, seed=3)
+        trainer.train()
+        ends[alpha] = evaluator.evaluate(trainer.model)
+    assert ends[4.0].log_prob_bad < ends[0.0].log_prob_bad - 0.5
+
+
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo"])
+def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
+    trainer = make(max_steps=25, proposal_loss=loss, learning_rate=1e-5, proposal_learning_rate=1e-2)
+    start = evaluator.evaluate(trainer.proposal.module)
+    trainer.train()
+    end = evaluator.evaluate(trainer.proposal.module)
+    assert end.expected_reward < start.expected_reward - 0.3
+    assert end.log_prob_bad > start.log_prob_bad
+
+
+VARIANTS = {
+    "policy as proposal": {"use_policy_as_proposal": True},
+    "indicator": {"potential": "indicator", "bad_reward_threshold": -1.0},
+    "class": {"potential": "class", "target_dist_beta": 4.0, "target_class": 0},
+    "prefix": {"proposal_parameterization": "prefix"},
+    "more proposal samples": {"num_proposal_generations": 8},
+    "fewer proposal samples": {"num_proposal_generations": 2},
+    "two proposal updates": {"proposal_updates_per_step": 2},
+    "after": {"proposal_update_order": "after"},
+    "uniform weights": {"uniform_weights": True},
+    "reweighting": {"reweighting_beta": -1.0},
+    "reward cap": {"reward_cap": 0.0},
+    "negative reinforce": {"negative_loss": "reinforce", "negative_baseline": "policy", "beta": 0.1},
+    "schedules": {"alpha_start": 0.1, "target_dist_beta_start": -0.2},
+    "transform": {"reward_transform": "exponential", "reward_transform_alpha": 0.1},
+    "sum": {"logprob_reduction": "sum", "alpha_normalization": "none"},
+    "reused": {"num_iterations": 2},
+    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    "cut prompts": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    "after, accumulated": {
+        "proposal_update_order": "after",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+    },
+    "checkpointing": {"gradient_checkpointing": True},
+    "normalized advantages": {"normalize_advantages": True, "beta": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_train_both_models(make, model_dirs, name):
+    trainer = make(**VARIANTS[name])
+    initial = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    trainer.train()
+    assert not same_parameters(trainer.model, initial)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == 2 and all(torch.isfinite(torch.tensor(losses)))
+    if trainer.proposal is None:
+        assert name == "policy as proposal"
+    else:
+        assert not same_parameters(trainer.proposal.module, initial)
+        assert all(torch.isfinite(p).all() for p in trainer.proposal.module.parameters())
+
+
+def test_schedules_move_geometrically(make):
+    trainer = make(alpha=1.0, alpha_start=0.01, target_dist_beta=-4.0, target_dist_beta_start=-1.0, max_steps=3)
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append((trainer._scheduled("alpha"), trainer._scheduled("target_dist_beta")))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert [a for a, _ in seen] == pytest.approx([0.01, 0.1, 1.0])
+    assert [b for _, b in seen] == pytest.approx([-1.0, -2.0, -4.0])
+
+
+def test_no_redundant_passes(make):
+    """On-policy: one policy pass over both sample sets, one proposal pass, one reference pass; nothing else."""
+    trainer = make(max_steps=1, beta=0.1)
+    names = {id(trainer.model): "policy", id(trainer.ref_model): "reference", id(trainer.proposal.module): "proposal"}
+    passes, rows = Counter(), Counter()
+    hook = trainer._get_per_token_logps_and_entropies
+
+    def count(model, input_ids, *args, **kwargs):
+        name = names[id(trainer.accelerator.unwrap_model(model))]
+        passes[name] += 1
+        rows[name] += len(input_ids)
+        return hook(model, input_ids, *args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = count
+    trainer.train()
+    assert passes == {"policy": 1, "reference": 1, "proposal": 1}
+    assert rows == {"policy": 32, "reference": 16, "proposal": 16}
+
+
+@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"use_policy_as_proposal": True}])
+def test_no_second_model_where_none_is_needed(make, kwargs, tmp_path):
+    trainer = make(**kwargs)
+    assert trainer.proposal is None
+    trainer.train()
+    trainer.save_model()
+    assert not (tmp_path / "out" / "proposal").exists()
+    assert not [key for log in trainer.state.log_history for key in log if key.startswith("proposal/")]
+
+
+def test_samples_come_from_the_proposal_and_not_from_the_policy(make, model_dirs, architecture):
+    """TRL's patched forward stays bound to the model it was made for; a copy of a patched policy would sample it."""
+    policy = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
+    trainer = make(model=policy, extra={"processing_class": AutoTokenizer.from_pretrained(model_dirs[architecture])})
+    head = torch.nn.Linear(trainer.proposal.module.config.hidden_size, 19)  # says " bad" whatever it reads
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.fill_(-100.0)[BAD] = 100.0
+    trainer.proposal.module.lm_head = head
+    inputs = [row for row in trainer.train_dataset for _ in range(4)]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(inputs)
+    assert (batch["proposal_completion_ids"] == BAD).all()
+    assert not (batch["completion_ids"] == BAD).all()
+    log_q = trainer._score(trainer.proposal.engine, batch, ("proposal_completion",), gradient=False)[0]
+    assert log_q.abs().max() < 1e-3
+
+
+def test_logs(make):
+    trainer = make(beta=0.1, bad_reward_threshold=-1.0, reward_transform="indicator", reward_transform_threshold=-1.0)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    expected = {
+        *("reward", "reward_std", "reward_transformed", "return", "return_transformed", "kl", "entropy"),
+        *("completions/mean_length", "bad_fraction", "proposal/reward", "proposal/bad_fraction", "proposal/ess"),
+        *("proposal/ess_min", "proposal/max_weight", "proposal/log_z", "proposal/loss", "proposal/grad_norm"),
+        *("proposal/learning_rate", "proposal/completions/mean_length", "rewards/word_reward/mean", "grad_norm"),
+        *("proposal/rewards/word_reward/mean", "num_tokens"),
+    }
+    assert expected <= set(log)
+    assert 1 <= log["proposal/ess_min"] <= log["proposal/ess"] <= 4
+    assert 0.25 <= log["proposal/max_weight"] <= 1
+    assert 0 <= log["bad_fraction"] <= 1
+    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    assert tokens == sorted(tokens)
+
+
+def test_completions_tables(make, capsys):
+    trainer = make(log_completions=True, max_steps=1)
+    trainer.train()
+    assert len(trainer._logs["prompt"]) == len(trainer._proposal_logs["prompt"]) == 16
+    advantages = torch.tensor(list(trainer._logs["advantages"])).view(4, 4)
+    rewards = torch.tensor(list(trainer._logs["rewards"]["word_reward"])).view(4, 4)
+    torch.testing.assert_close(advantages, rewards - (rewards.sum(1, keepdim=True) - rewards) / 3)
+    printed = capsys.readouterr().out
+    assert printed.count("Step 1") >= 2 and "proposal" in printed
+
+
+def test_negatives_are_appended(make, tmp_path):
+    make(save_negatives=True, bad_reward_threshold=-1.0, max_steps=2).train()
+    rows = [json.loads(line) for line in (tmp_path / "out" / "negatives.jsonl").read_text().splitlines()]
+    assert rows and all(row["reward"] < -1 and "bad" in row["completion"] for row in rows)
+    assert {row["source"] for row in rows} == {"policy", "proposal"}
+    assert set(rows[0]) == {"step", "source", "prompt", "completion", "reward"}
+
+
+def test_files(make, tmp_path):
+    trainer = make(save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    out = tmp_path / "out"
+    for folder in (out, out / "checkpoint-1", out / "checkpoint-2"):
+        policy = AutoModelForCausalLM.from_pretrained(folder)
+        proposal = AutoModelForCausalLM.from_pretrained(folder / "proposal")
+        assert not same_parameters(policy, proposal)
+        card = ModelCard.load(folder / "proposal" / "README.md")
+        assert "Do not deploy" in card.text and "not-for-deployment" in card.data.tags
+        AutoTokenizer.from_pretrained(folder / "proposal")
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(out), trainer.model)
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(out / "proposal"), trainer.proposal.module)
+    card = ModelCard.load(out / "README.md")
+    assert {"trl", "trl-repulse", "repulse"} <= set(card.data.tags)
+    assert "zhao2025reducing" in card.text and "2510.21184" in card.text
+    assert f"TRL-RePULSe: {__version__}" in card.text and "`target_dist_beta` | -2.0" in card.text
+
+
+def test_resume_continues_both_models_bit_for_bit(make, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear", "beta": 0.1}
+    whole = make(**settings, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    resumed = make(**settings, output_dir=str(tmp_path / "resumed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert same_parameters(whole.model, resumed.model)
+    assert same_parameters(whole.proposal.module, resumed.proposal.module)
+    # The proposal's own state took part: without it the run ends elsewhere
+    (tmp_path / "whole" / "checkpoint-2" / "proposal" / "optimizer.json").unlink()
+    forgetful = make(**settings, output_dir=str(tmp_path / "forgetful"))
+    forgetful.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert not same_parameters(whole.proposal.module, forgetful.proposal.module)
+
+
+def test_resume_without_a_proposal_is_refused(make, tmp_path):
+    make(alpha=0.0, save_strategy="steps", save_steps=1, max_steps=1).train()
+    with pytest.raises(ValueError, match="holds no proposal"):
+        make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_the_proposal_never_leaves_with_the_policy(make, monkeypatch, strategy, tmp_path):
+    left = set()
+
+    class Job:
+        def done(self):
+            return True
+
+    class Api:
+        def create_repo(self, *args, **kwargs):
+            return type("Url", (), {"repo_id": "me/out"})
+
+        def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=None, **kwargs):
+            files = [p.relative_to(folder_path).as_posix() for p in Path(folder_path).rglob("*") if p.is_file()]
+            kept = filter_repo_objects(files, ignore_patterns=ignore_patterns)
+            left.update(str(Path(path_in_repo) / name) for name in kept)
+            return Job()
+
+    monkeypatch.setattr(transformers.trainer, "hf_api", Api)
+    trainer = make(
+        push_to_hub=True,
+        hub_strategy=strategy,
+        hub_model_id="me/out",
+        save_strategy="steps",
+        save_steps=1,
+        save_negatives=True,
+        bad_reward_threshold=-1.0,
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert (tmp_path / "out" / "proposal" / "model.safetensors").exists()
+    assert "model.safetensors" in left and "README.md" in left
+    assert not [name for name in left if "proposal" in name or "negatives" in name]
+    if strategy == "all_checkpoints":
+        assert "checkpoint-1/model.safetensors" in left
+
+
+def test_evaluation_loop(make, prompts):
+    trainer = make(
+        extra={"eval_dataset": prompts},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=16,
+        max_steps=1,
+    )
+    before = [p.clone() for p in trainer.proposal.module.parameters()]
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_reward", "eval_proposal/reward", "eval_proposal/ess"} <= set(metrics)
+    assert all(torch.equal(p, q) for p, q in zip(before, trainer.proposal.module.parameters(), strict=True))
+    trainer.train()
+
+
+def test_peft(make, tmp_path):
+    from peft import AutoPeftModelForCausalLM, LoraConfig
+
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, lora_dropout=0.1)
+    trainer = make(extra={"peft_config": config}, beta=0.1, gradient_checkpointing=True)
+    start = {name: p.clone() for name, p in trainer.proposal.module.named_parameters()}
+    trainer.train()
+    trainer.save_model()
+    changed = {name for name, p in trainer.proposal.module.named_parameters() if not torch.equal(p, start[name])}
+    assert changed and all("lora_" in name for name in changed)
+    policy = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    proposal = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "proposal")
+    assert not same_parameters(policy, proposal)
+
+
+def test_proposal_model_given(make, model_dirs, tokenizer):
+    trainer = make(extra={"proposal_model": build_model("llama", len(tokenizer), seed=5)})
+    assert type(trainer.proposal.module).__name__ == "LlamaForCausalLM"
+    trainer.train()
+    assert type(make(extra={"proposal_model": model_dirs["llama"]}).proposal.module).__name__ == "LlamaForCausalLM"
+
+
+def test_refused_models(make, model_dirs, tokenizer):
+    policy = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    with pytest.raises(ValueError, match="is the policy itself"):
+        make(model=policy, extra={"proposal_model": policy, "processing_class": tokenizer})
+    with pytest.raises(ValueError, match="vocabulary of 30 tokens"):
+        make(extra={"proposal_model": build_model("gpt2", 30)})
+    with pytest.raises(ValueError, match="builds no proposal"):
+        make(alpha=0.0, extra={"proposal_model": model_dirs["gpt2"]})
+
+
+def test_refused_data(make):
+    with pytest.raises(ValueError, match="no column `prompt`, only question"):
+        make(dataset=Dataset.from_dict({"question": ["a"]}))
+    with pytest.raises(ValueError, match="is empty"):
+        make(dataset=Dataset.from_dict({"prompt": []}))
+    with pytest.raises(ValueError, match="exceed the model's context of 32 tokens"):
+        make(dataset=Dataset.from_dict({"prompt": ["the cat " * 20] * 4})).train()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_infinite_rewards_are_refused(make, value):
+    def broken(completions, **kwargs):
+        return [value] * len(completions)
+
+    with pytest.raises(ValueError, match="'broken' returned .*inf"):
+        make(reward_funcs=broken).train()
+
+
+def test_samples_without_a_reward_take_part_in_nothing(make):
+    def partial(completions, reward=None, **kwargs):
+        return [None if "cat" in c else float(len(c)) for c in completions]
+
+    trainer = make(reward_funcs=partial, max_steps=3)
+    trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert all(torch.isfinite(p).all() for p in trainer.proposal.module.parameters())
+
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = make(reward_funcs=nothing, weight_decay=0.0)
+    start = [p.clone() for p in trainer.model.parameters()]
+    trainer.train()  # no reward at all: no push at all
+    assert all(torch.equal(p, q) for p, q in zip(start, trainer.model.parameters(), strict=True))
+
+
+def test_reinforce_trainer(make, evaluator):
+    trainer = make(ReinforceTrainer, max_steps=20)
+    start = evaluator.evaluate(trainer.model).expected_reward
+    trainer.train()
+    assert evaluator.evaluate(trainer.model).expected_reward > start + 0.2
+    for settings in ({"baseline": "none"}, {"baseline": "constant", "baseline_constant": 0.5}):
+        make(ReinforceTrainer, max_steps=1, **settings).train()
+
+
+def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
+    monkeypatch.chdir(tmp_path)
+    trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
+    assert isinstance(trainer.args, RePULSeConfig) and trainer.proposal is not None

@@ -1,0 +1,211 @@
+"""The trainers' losses and gradients against the formulas, on recorded completions.
+
+Reference values are computed here from plain forward passes, one unpadded row at a time, and written out with explicit
+sums, so that nothing of the library's losses, weights, padding or batching takes part in them.
+"""
+
+import math
+
+import pytest
+import torch
+
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+
+from .conftest import build_model
+
+
+pytestmark = pytest.mark.trainer
+
+N = 4
+PROMPTS = ["the cat", "the dog ran the cat ate"]
+# Token ids of recorded completions; 1 is eos. Lengths differ, one is empty but for eos.
+POLICY = [[[12, 13, 14], [18, 1], [1], [17, 17, 11]], [[11, 15, 1], [17, 12, 13], [18, 18, 18], [14, 1]]]
+PROPOSAL = [[[18, 13, 1], [18, 17], [13, 14, 15], [18, 18, 1]], [[11, 1], [18, 1], [12, 18, 13], [16, 16, 16]]]
+
+
+def rows_log_p(model, tokenizer, prompt, completion):
+    """Log-probabilities of one completion's tokens, from one unpadded forward."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion])
+    log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    return log_p[-len(completion) :]
+
+
+def reference_loss(policy, proposal, ref, tokenizer, reward, args):
+    """(policy loss, proposal loss) of Algorithm 1 on the recorded completions, written out."""
+    policy_loss, proposal_loss = 0.0, 0.0
+    rows = len(PROMPTS) * N
+    for prompt, ours, theirs in zip(PROMPTS, POLICY, PROPOSAL, strict=True):
+        texts = [tokenizer.decode(c, skip_special_tokens=True) for c in ours]
+        log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in ours]
+        kls = [(lp.detach() - rows_log_p(ref, tokenizer, prompt, c)).sum() for lp, c in zip(log_ps, ours, strict=True)]
+        returns = [r - args.beta * kl for r, kl in zip(reward(texts), kls, strict=True)]
+        for i in range(N):
+            baseline = sum(returns[j] for j in range(N) if j != i) / (N - 1)
+            length = log_ps[i].mean() if args.logprob_reduction == "mean" else log_ps[i].sum()
+            policy_loss = policy_loss - (returns[i] - baseline).detach() * length / rows
+        if args.alpha == 0:
+            continue
+
+        texts = [tokenizer.decode(c, skip_special_tokens=True) for c in theirs]
+        log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in theirs]
+        log_qs = [rows_log_p(proposal, tokenizer, prompt, c) for c in theirs]
+        unnormalised = [
+            math.exp(lp.sum().item() + args.target_dist_beta * r - lq.sum().item())
+            for lp, lq, r in zip(log_ps, log_qs, reward(texts), strict=True)
+        ]
+        w = [u / sum(unnormalised) for u in unnormalised]
+        for i in range(N):
+            length = log_ps[i].mean() if args.logprob_reduction == "mean" else log_ps[i].sum()
+            alpha = args.alpha / N if args.alpha_normalization == "samples" else args.alpha
+            policy_loss = policy_loss + alpha * w[i] * length / len(PROMPTS)
+            for t in range(len(theirs[i])):
+                # Σ_{u≤t} log p + log ψ_t − Σ_{u≤t} log q; a shorter completion contributes its whole prefix, ψ = 1
+                scores = []
+                for lp, lq in zip(log_ps, log_qs, strict=True):
+                    psi = (lq[t] - lp[t]).item() if t < len(lp) else 0.0
+                    scores.append(math.exp(lp[: t + 1].sum().item() + psi - lq[: t + 1].sum().item()))
+                w_minus = scores[i] / sum(scores)
+                twist = log_qs[i][t] - log_ps[i][t].detach()
+                proposal_loss = proposal_loss - (w[i] - w_minus) * twist / len(theirs[i]) / rows
+    return policy_loss, proposal_loss
+
+
+class Recorded:
+    """Mixin that replaces sampling by the recorded completions."""
+
+    def _generate(self, prompts):
+        table = PROPOSAL if getattr(self, "proposal", None) is not None and self._sampling_proposal() else POLICY
+        seen = dict.fromkeys(PROMPTS, 0)
+        completions = []
+        for prompt in prompts:
+            completions.append(table[PROMPTS.index(prompt)][seen[prompt]])
+            seen[prompt] += 1
+        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+        return [self.processing_class(p)["input_ids"] for p in prompts], completions, texts
+
+    def _sampling_proposal(self):
+        return self.model_wrapped is self.proposal.engine
+
+
+class RecordedRePULSe(Recorded, RePULSeTrainer):
+    pass
+
+
+class RecordedReinforce(Recorded, ReinforceTrainer):
+    pass
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer, reward):
+    """Runs one update on the recorded completions and returns losses and gradients of both models."""
+    from datasets import Dataset
+
+    def run(architecture, batch_size=8, accumulation=1, trainer_cls=RecordedRePULSe, **kwargs):
+        config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
+        args = config_cls(
+            output_dir=str(tmp_path / "run"),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            max_steps=1,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            num_generations=N,
+            max_completion_length=3,
+            max_grad_norm=0.0,
+            learning_rate=1e-9,
+            shuffle_dataset=False,
+            **kwargs,
+        )
+        policy = build_model(architecture, len(tokenizer), seed=0)
+        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
+        reference = build_model(architecture, len(tokenizer), seed=2)
+        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
+        extra = {}
+        proposal = None
+        if config_cls is RePULSeConfig and args.has_proposal:
+            proposal = extra["proposal_model"] = build_model(architecture, len(tokenizer), seed=1)
+        trainer = trainer_cls(
+            model=policy,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tokenizer,
+            **extra,
+        )
+        grads = {}
+
+        def keep(name, module):
+            grads[name] = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+        if proposal is not None:
+            step = trainer.proposal.step
+            trainer.proposal.step = lambda: (keep("proposal", proposal), step())[1]
+        original = trainer._get_grad_norm
+        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), original(model, grad_norm))[1]
+        trainer.train()
+        return trainer, policy, proposal, reference, grads, args
+
+    return run
+
+
+def assert_gradients(loss, module, actual):
+    expected = torch.autograd.grad(loss, list(module.parameters()), allow_unused=True, retain_graph=True)
+    for e, a in zip(expected, actual, strict=True):
+        e = torch.zeros_like(a) if e is None else e
+        torch.testing.assert_close(a, e, atol=2e-6, rtol=2e-4)
+
+
+CASES = {
+    "published": {},
+    "eq4": {"alpha_normalization": "none", "logprob_reduction": "sum"},
+    "no KL": {"beta": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batches", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+def test_one_update_is_algorithm_1(run, tokenizer, reward, architecture, case, batches):
+    """Whole prompts in one micro-batch (weights from the pass with gradient) and cut ones (at sampling time) agree."""
+    settings = {"alpha": 2.0, "target_dist_beta": -0.7, "beta": 0.3, **CASES[case]}
+    trainer, policy, proposal, reference, grads, args = run(architecture, *batches, **settings)
+    policy_loss, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
+    assert_gradients(policy_loss, policy, grads["policy"])
+    assert_gradients(proposal_loss, proposal, grads["proposal"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(policy_loss.item(), abs=2e-5)
+    assert trainer.state.log_history[0]["proposal/loss"] == pytest.approx(proposal_loss.item(), abs=2e-5)
+
+
+def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward):
+    """Negative control: the reference with the sign of β turned round does not match."""
+    settings = {"alpha": 2.0, "target_dist_beta": -0.7, "beta": 0.3}
+    _, policy, proposal, reference, grads, args = run("gpt2", **settings)
+    args.target_dist_beta = 0.7
+    policy_loss, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
+    with pytest.raises(AssertionError):
+        assert_gradients(policy_loss, policy, grads["policy"])
+    with pytest.raises(AssertionError):
+        assert_gradients(proposal_loss, proposal, grads["proposal"])
+
+
+@pytest.mark.parametrize("batches", [(8, 1), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+def test_reinforce_is_the_first_term_alone(run, tokenizer, reward, batches):
+    for trainer_cls, settings in ((RecordedReinforce, {}), (RecordedRePULSe, {"alpha": 0.0})):
+        _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=trainer_cls, beta=0.3, **settings)
+        args.alpha = 0.0
+        policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
+        assert_gradients(policy_loss, policy, grads["policy"])
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_reused_generations_start_from_the_same_gradient(run, tokenizer, reward, iterations):
+    """Off-policy (generations serve several updates): at the first update the ratio is 1 and the gradient that of on-policy."""
+    settings = {"alpha": 2.0, "target_dist_beta": -0.7, "beta": 0.3, "num_iterations": iterations}
+    trainer, policy, proposal, reference, grads, args = run("gpt2", **settings)
+    assert trainer._on_policy == (iterations == 1)
+    policy_loss, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
+    assert_gradients(policy_loss, policy, grads["policy"])
+    assert_gradients(proposal_loss, proposal, grads["proposal"])

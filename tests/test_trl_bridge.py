@@ -1,0 +1,92 @@
+"""What we rely on in TRL and transformers: an upgrade that moves it fails here."""
+
+import inspect
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers.trainer
+from huggingface_hub.utils import filter_repo_objects
+from trl import RLOOTrainer
+
+from trl_repulse.trainers import _trl_bridge as bridge
+
+from .conftest import build_model
+
+
+@pytest.mark.parametrize("method", bridge.PINNED, ids=lambda method: method.__qualname__)
+def test_pinned_signatures(method):
+    expected = bridge.PINNED[method]
+    actual = tuple(inspect.signature(method).parameters)
+    assert actual[: len(expected)] == expected
+    assert getattr(inspect.unwrap(method), "__qualname__", "") == method.__qualname__
+
+
+def test_pinned_signatures_would_notice_a_change():
+    def _generate(self, prompts_and_more):
+        raise AssertionError
+
+    assert tuple(inspect.signature(_generate).parameters) != bridge.PINNED[RLOOTrainer._generate]
+
+
+def test_what_the_hooks_return():
+    # Three values from the generation hook, one tensor from the reward hook, three from the scoring hook
+    assert "return prompt_ids, completion_ids, completions" in inspect.getsource(RLOOTrainer._generate)
+    assert "rewards_per_func = gather(rewards_per_func)" in inspect.getsource(RLOOTrainer._calculate_rewards)
+    assert "return logps, entropies, aux_loss" in inspect.getsource(RLOOTrainer._get_per_token_logps_and_entropies)
+
+
+def test_true_positions_make_scores_independent_of_padding(tokenizer, architecture):
+    model = build_model(architecture, len(tokenizer)).eval()
+    bridge.add_fused_lm_head(model)
+    ids = torch.randint(3, len(tokenizer), (2, 5))
+
+    def score(padding):
+        padded = torch.cat([torch.zeros(2, padding, dtype=torch.long), ids], dim=1)
+        mask = (torch.arange(padding + 5) >= padding).long().expand(2, -1)
+        labels = padded.masked_fill(mask == 0, -100)
+        return model(input_ids=padded, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs[:, -4:]
+
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        if architecture == "gpt2":  # the defect that makes the hook necessary; if this fails, the hook can go
+            assert (score(3) - expected).abs().max() > 1e-2
+        bridge.score_from_true_positions(model)
+        torch.testing.assert_close(score(0), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(score(3), expected, atol=1e-5, rtol=0)
+
+
+def test_sampling_from_restores_after_an_error():
+    metrics = {"train": defaultdict(list, reward=[1.0])}
+    trainer = SimpleNamespace(model=SimpleNamespace(training=True), model_wrapped="policy", _metrics=metrics)
+    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "proposal", "proposal/"):
+        assert trainer.model_wrapped == "proposal"
+        trainer._metrics["train"]["reward"].append(-5.0)
+        trainer._metrics["train"]["num_tokens"] = [7]
+        raise RuntimeError
+    assert trainer.model_wrapped == "policy"
+    assert dict(trainer._metrics["train"]) == {"reward": [1.0], "num_tokens": [7], "proposal/reward": [-5.0]}
+
+
+def test_withheld_from_uploads(monkeypatch):
+    uploads = []
+
+    class Api:
+        def upload_folder(self, **kwargs):
+            uploads.append(kwargs)
+
+        def whoami(self):
+            return "me"
+
+    monkeypatch.setattr(transformers.trainer, "hf_api", Api)
+    with bridge.withheld_from_uploads(["proposal/*"]):
+        api = transformers.trainer.hf_api()
+        api.upload_folder(folder_path="x", ignore_patterns=["_*"])
+        api.upload_folder(folder_path="x", ignore_patterns="_*")
+        api.upload_folder(folder_path="x")
+        assert api.whoami() == "me"
+    assert [upload["ignore_patterns"] for upload in uploads] == [["_*", "proposal/*"]] * 2 + [["proposal/*"]]
+    assert transformers.trainer.hf_api is Api
+    kept = filter_repo_objects(["config.json", "proposal/a/b.json"], ignore_patterns=["proposal/*"])
+    assert list(kept) == ["config.json"]

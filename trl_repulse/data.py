@@ -1,0 +1,145 @@
+"""Prompts from a file or from the Hugging Face Hub."""
+
+import csv
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, IterableDataset, load_dataset
+
+from .trainers._checks import check_dataset
+
+
+LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+# A name that ends like this is taken for a file even where there is none, and not for a data set on the Hub.
+_FILE_SUFFIXES = (*LOCAL_SUFFIXES, ".arrow", ".gz", ".md", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip", ".zst")
+
+
+def load_prompts(
+    path_or_name: str | Path, split: str = "train", config: str | None = None, streaming: bool = False
+) -> Dataset | IterableDataset:
+    """
+    Loads prompts, and refuses what a trainer could not use with one line that says what to mend.
+
+    A prompt is plain text, or a conversation: a list of messages `{"role": ..., "content": ...}`. A file has one
+    prompt a row in the column `"prompt"`; its other columns are kept, and reach custom reward functions. A `.json` file
+    is a list of rows or has one row a line. CSV holds plain text only.
+
+    Args:
+        path_or_name (`str` or `Path`):
+            A `.jsonl`, `.json`, `.csv` or `.parquet` file, or what [`~datasets.load_dataset`] takes: the name of a data
+            set on the Hugging Face Hub, or a folder.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split to load. A file has one, `"train"`.
+        config (`str`, *optional*):
+            Configuration of a data set on the Hub.
+        streaming (`bool`, *optional*, defaults to `False`):
+            Whether to stream. A file is read whole all the same. Rows that are streamed from the Hub are not checked.
+
+    Returns:
+        [`~datasets.Dataset`], or [`~datasets.IterableDataset`] if `streaming`: rows with a `"prompt"`.
+
+    Raises:
+        `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if there is no row
+            or no column `"prompt"`; if a prompt is empty, or neither text nor messages.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.data import load_prompts
+
+    >>> prompts = load_prompts("prompts.jsonl")
+    >>> prompts[0]["prompt"]
+    ```
+    """
+    name, path = str(path_or_name), Path(path_or_name).expanduser()
+    named_as_file = path.suffix.lower() in _FILE_SUFFIXES or name.startswith(("/", "./", "../", "~"))
+    if path.is_file() or (named_as_file and not path.is_dir()):
+        dataset = _load_file(path, split)
+        return dataset.to_iterable_dataset() if streaming else dataset
+    dataset = load_dataset(name, config, split=split, streaming=streaming)
+    check_dataset(dataset, name)
+    if isinstance(dataset, Dataset):
+        _check_prompts(dataset["prompt"], name)
+    return dataset
+
+
+def _load_file(path: Path, split: str) -> Dataset:
+    readable = f"{', '.join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]}"
+    if not path.is_file():
+        raise ValueError(f"There is no file `{path}`; give the path of a {readable} file of prompts.")
+    if path.suffix.lower() not in LOCAL_SUFFIXES:
+        raise ValueError(f"`{path}` has the suffix '{path.suffix}'; convert it to a {readable} file.")
+    if split != "train":
+        raise ValueError(f"`{path}` is one file with one split, 'train', and has no split '{split}'; ask for 'train'.")
+    try:
+        rows = _read_rows(path)
+    except (UnicodeDecodeError, csv.Error, pa.ArrowInvalid) as error:
+        kind = path.suffix[1:].lower()
+        raise ValueError(f"`{path}` cannot be read as {kind} ({error}); mend the file, or its suffix.") from error
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    # Before Arrow meets the column: it refuses text beside messages, without saying where
+    _check_prompts(columns.get("prompt", []), str(path))
+    try:
+        dataset = Dataset.from_dict(columns)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ValueError(f"A column of `{path}` mixes types ({error}); give each column one type.") from error
+    check_dataset(dataset, str(path))
+    return dataset
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    if suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+        for number, row in enumerate(rows, 1):
+            if None in row:
+                raise ValueError(
+                    f"Row {number} of `{path}` has more fields than the header; put text that holds a comma in quotes."
+                )
+        return rows
+    text = path.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        rows = [*enumerate(_parse(text, f"`{path}`"), 1)]
+    else:  # split at "\n" alone: JSON strings may hold other line separators
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [(number, _parse(line, f"Line {number} of `{path}`")) for number, line in lines]
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f'Row {number} of `{path}` is not an object; write each row as {{"prompt": ...}}.')
+    return [row for _, row in rows]
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not valid JSON ({error}); write one object a line.") from error
+
+
+def _check_prompts(prompts: Iterable[Any], name: str) -> None:
+    """Raises `ValueError` naming the first row whose prompt is empty, no text and no conversation, or of another kind."""
+    kind = None
+    for number, prompt in enumerate(prompts, 1):
+        where = f"Row {number} of `{name}`"
+        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
+            raise ValueError(f"{where} has an empty `prompt`; fill it in or drop the row.")
+        messages = isinstance(prompt, list) and all(_is_message(message) for message in prompt)
+        if not (isinstance(prompt, str) or messages):
+            raise ValueError(
+                f"{where} has a `prompt` that is neither text nor a list of messages "
+                '{"role": ..., "content": ...} with text in both; write it as one or the other.'
+            )
+        kind = kind or type(prompt)
+        if type(prompt) is not kind:
+            raise ValueError(f"{where} differs in kind from row 1; make every `prompt` text, or every one messages.")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

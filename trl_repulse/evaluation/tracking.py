@@ -1,0 +1,269 @@
+"""Exact evaluation along a training run, and what is written down of it."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..trainers import ReinforceTrainer, RePULSeTrainer
+from .exact import ExactEvaluator
+
+
+class TrackingCallback(TrainerCallback):
+    """
+    Counts what a training run spends: updates, completions drawn, seconds.
+
+    Add it with `trainer.add_callback`. The counts are those of one call of `trainer.train()`; a run resumed from a
+    checkpoint counts from where it resumes.
+
+    Args:
+        trainer ([`~trl_repulse.ReinforceTrainer`]):
+            Trainer to follow.
+
+    Attributes:
+        samples (`int`):
+            Completions drawn so far for training, from policy and proposal, by all processes.
+        updates (`int`):
+            Updates of the policy so far; includes those before the checkpoint a run was resumed from.
+        seconds (`float`):
+            Time spent in training so far, without the time spent in this callback.
+    """
+
+    def __init__(self, trainer: ReinforceTrainer):
+        self.trainer = trainer
+        self.updates = 0
+        self._proposal = trainer.proposal if isinstance(trainer, RePULSeTrainer) else None
+        self._micro_batches = 0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def samples(self) -> int:
+        args = self.trainer.args
+        rounds = math.ceil(self._micro_batches / (args.steps_per_generation * args.num_iterations))
+        a_round = args.generation_batch_size
+        if self._proposal is not None:
+            prompts = args.generation_batch_size // args.num_generations
+            draws = args.num_proposal_generations or args.num_generations
+            a_round += prompts * draws * args.proposal_updates_per_step
+        return rounds * a_round
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def _pause(self) -> None:
+        self._seconds, self._since = self.seconds, None
+
+    def _resume(self) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.updates = state.global_step
+        self._micro_batches, self._seconds = 0, 0.0
+        self._resume()
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._micro_batches += 1
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._micro_batches += 1
+        self.updates = state.global_step
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._pause()
+
+
+class ExactTrackingCallback(TrackingCallback):
+    """
+    Evaluates policy and proposal exactly at the start of training, every few updates, and at the end.
+
+    The main process alone evaluates, so each process has to hold whole models: one process, or plain data parallelism.
+
+    Args:
+        evaluator ([`ExactEvaluator`]):
+            Evaluator over the prompts of interest; with a `reference_model`, the divergence from it is tracked too.
+        trainer ([`~trl_repulse.ReinforceTrainer`]):
+            Trainer to follow.
+        every (`int`, *optional*, defaults to `10`):
+            Updates between two evaluations.
+
+    Attributes:
+        history (`list[dict]`):
+            One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`, and
+            `"proposal"`, which is `None` where the trainer has none. A model's entry has `"expected_reward"` (in reward
+            units), `"log_prob_bad"` (nats) and `"kl"` (to the reference, nats; `None` without one).
+
+    Raises:
+        `ValueError`: If `every` is less than 1.
+
+    Example:
+
+    ```python
+    >>> tracking = ExactTrackingCallback(evaluator, trainer, every=10)
+    >>> trainer.add_callback(tracking)
+    >>> trainer.train()
+    >>> tracking.history[-1]["policy"]["log_prob_bad"]
+    ```
+    """
+
+    def __init__(self, evaluator: ExactEvaluator, trainer: ReinforceTrainer, every: int = 10):
+        if every < 1:
+            raise ValueError(f"`every={every}` must be at least 1: the number of updates between two evaluations.")
+        super().__init__(trainer)
+        self.evaluator = evaluator
+        self.every = every
+        self.history: list[dict[str, Any]] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.history = []
+        self._record()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if self.updates % self.every == 0:
+            self._record()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Anew, even if the last update was just evaluated: the Trainer may have gone back to its best checkpoint
+        if self.history and self.history[-1]["update"] == self.updates:
+            self.history.pop()
+        self._record()
+        super().on_train_end(args, state, control, **kwargs)
+
+    def _record(self) -> None:
+        if not self.trainer.is_world_process_zero():
+            return
+        self._pause()
+        entry = {
+            "update": self.updates,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "policy": self._evaluate(self.trainer.accelerator.unwrap_model(self.trainer.model)),
+            "proposal": None if self._proposal is None else self._evaluate(self._proposal.module),
+        }
+        self.history.append(entry)
+        self._resume()
+
+    def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
+        report = self.evaluator.evaluate(model)
+        return {
+            "expected_reward": report.expected_reward,
+            "log_prob_bad": report.log_prob_bad,
+            "kl": report.kl,
+        }
+
+
+def write_results(
+    path: str | Path,
+    method: str,
+    seed: int,
+    callback: TrackingCallback,
+    settings: dict[str, Any],
+    metrics: dict[str, Any] | None = None,
+) -> None:
+    """
+    Writes a finished run as JSON.
+
+    The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (each with
+    `expected_reward`, `log_prob_bad` in nats and `kl` in nats, of the policy), `seconds`, `metrics`, `history` and
+    `settings`. Without exact evaluation `initial` and `final` are null and `history` is empty. Numbers that are not
+    finite become null, which keeps the file strict JSON.
+
+    Args:
+        path (`str` or `Path`):
+            File to write; its folder is created if missing.
+        method (`str`):
+            Name of the method.
+        seed (`int`):
+            Seed of the run.
+        callback ([`TrackingCallback`] or [`ExactTrackingCallback`]):
+            Callback that followed the run.
+        settings (`dict`):
+            Hyper-parameters of the run; values that JSON does not know are written as text.
+        metrics (`dict`, *optional*):
+            The metrics logged last.
+    """
+    history = callback.history if isinstance(callback, ExactTrackingCallback) else []
+    results = {
+        "method": method,
+        "seed": seed,
+        "samples": callback.samples,
+        "policy_updates": callback.updates,
+        "initial": history[0]["policy"] if history else None,
+        "final": history[-1]["policy"] if history else None,
+        "seconds": callback.seconds,
+        "metrics": metrics or {},
+        "history": history,
+        "settings": settings,
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_finite(results), indent=2, default=str, allow_nan=False, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same, with `None` for each float that is not finite."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = None) -> str:
+    """
+    Lays out where a run started and where it ended.
+
+    Args:
+        callback ([`TrackingCallback`] or [`ExactTrackingCallback`]):
+            Callback that followed the run.
+        metrics (`dict`, *optional*):
+            Metrics logged last; shown where there is no exact evaluation.
+
+    Returns:
+        `str`: a table of several lines. With exact evaluation, at the start and at the end: the policy's expected
+        reward, exact log P(bad) and KL to the reference, the samples drawn, and the seconds of training. Without, the
+        samples, the seconds and the metrics.
+    """
+    rows = [("samples drawn", "0", f"{callback.samples:,}"), ("seconds", "0.0", f"{callback.seconds:.1f}")]
+    if isinstance(callback, ExactTrackingCallback):
+        start, end = callback.history[0]["policy"], callback.history[-1]["policy"]
+        shown = {
+            "expected reward": "expected_reward",
+            "exact log P(bad), nats": "log_prob_bad",
+            "KL to reference, nats": "kl",
+        }
+        exact = [(name, _number(start[key]), _number(end[key])) for name, key in shown.items()]
+        rows = [("", "start", "end"), *exact, *rows]
+    else:
+        rows = [("", "end"), *((name, end) for name, _, end in rows)]
+        rows += [(name, _number(value)) for name, value in (metrics or {}).items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,226 @@
+"""Importance weights of proposal samples against the target σ(s) ∝ p(s) φ(s), and what they say about the proposal.
+
+Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats.
+
+The contract: for each prompt, the N completions are drawn independently from the proposal q, and `log_w` is
+log p(s) + log φ(s) − log q(s), unnormalised, so that the mean of w over samples estimates Z = E_p[φ] without bias and
+the normalised weights give a consistent estimate of any expectation under σ. A sample of weight 0 has `log_w` −inf;
+a sample that could not be scored is given the same, so that nothing ever depends on it.
+"""
+
+import math
+from typing import Literal
+
+import torch
+
+
+Reduction = Literal["mean", "sum"]
+
+
+def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """
+    Refuse a tensor whose shape is not the one given, before broadcasting hides the mistake.
+
+    Args:
+        name (`str`):
+            Name of the argument, for the message.
+        tensor (`torch.Tensor`):
+            Tensor to check.
+        shape (`tuple[int, ...]`):
+            Shape it must have; −1 accepts any size.
+
+    Raises:
+        `ValueError`: If number or sizes of the axes differ.
+    """
+    actual = tuple(tensor.shape)
+    if len(actual) != len(shape) or any(want not in (-1, got) for got, want in zip(actual, shape, strict=True)):
+        expected = "(" + ", ".join("any" if size == -1 else str(size) for size in shape) + ")"
+        raise ValueError(f"`{name}` has shape {actual} but {expected} is needed; reshape or unsqueeze it first.")
+
+
+def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """
+    Values at the positions that count and 0 elsewhere, whatever stood there (also −inf or NaN).
+
+    Args:
+        values (`torch.Tensor`):
+            Values of shape (P, N, T).
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), bool or numeric; positions where it is 0 do not count.
+
+    Returns:
+        `torch.Tensor`:
+            Values of shape (P, N, T), in float32 if they came in half precision (the sums that follow need it).
+            Gradient flows to `values` at the positions that count.
+
+    Raises:
+        `ValueError`: If the shapes are not (P, N, T) both.
+    """
+    require_shape("log-probabilities", values, (-1, -1, -1))
+    require_shape("mask", mask, tuple(values.shape))
+    return values.masked_fill(mask == 0, 0.0).to(torch.promote_types(values.dtype, torch.float32))
+
+
+def sequence_log_prob(log_p: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """
+    Log-probability of each completion: the sum over its tokens.
+
+    Args:
+        log_p (`torch.Tensor`):
+            Log-probabilities of the completion tokens, of shape (P, N, T), in nats.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+
+    Returns:
+        `torch.Tensor`:
+            Log-probabilities of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
+    """
+    return zero_masked(log_p, mask).sum(dim=-1)
+
+
+def reduce_log_probs(log_p: torch.Tensor, mask: torch.Tensor, reduction: Reduction = "mean") -> torch.Tensor:
+    """
+    One number ℓ per completion from its token log-probabilities.
+
+    The derivation of Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184) gives the sum; the published
+    hyper-parameters belong to the mean over the completion's own tokens.
+
+    Args:
+        log_p (`torch.Tensor`):
+            Values of shape (P, N, T), in nats.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` over the tokens of each completion or `"sum"`.
+
+    Returns:
+        `torch.Tensor`:
+            Values of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
+
+    Raises:
+        `ValueError`: If `reduction` is neither of the two.
+    """
+    total = sequence_log_prob(log_p, mask)
+    if reduction == "sum":
+        return total
+    if reduction == "mean":
+        return total / (mask != 0).sum(dim=-1).clamp(min=1)
+    raise ValueError(f"`reduction` must be 'mean' or 'sum', got {reduction!r}.")
+
+
+def log_importance_weights(
+    log_p: torch.Tensor, log_q: torch.Tensor, log_potential: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Log importance weights log w = Σ_t log p + log φ − Σ_t log q of proposal samples (before Eq. 4's normalisation).
+
+    Args:
+        log_p (`torch.Tensor`):
+            Log-probabilities of the completion tokens under the policy, of shape (P, N, T), in nats.
+        log_q (`torch.Tensor`):
+            The same under the model that drew the completions, as it was then, of shape (P, N, T), in nats.
+        log_potential (`torch.Tensor`):
+            log φ of each completion, of shape (P, N), in nats. NaN marks a sample without a reward.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+
+    Returns:
+        `torch.Tensor`:
+            `log_w` of shape (P, N), in nats, detached; −inf where `log_potential` is NaN or −inf.
+
+    Raises:
+        `ValueError`: If the shapes do not fit together.
+    """
+    require_shape("log_q", log_q, tuple(log_p.shape))
+    require_shape("log_potential", log_potential, tuple(log_p.shape[:-1]))
+    log_w = (sequence_log_prob(log_p, mask) + log_potential - sequence_log_prob(log_q, mask)).detach()
+    return torch.where(log_potential.isnan() | (log_potential == -torch.inf), -torch.inf, log_w)
+
+
+def _check_log_w(log_w: torch.Tensor) -> None:
+    require_shape("log_w", log_w, (-1, -1))
+    if bool((log_w.isnan() | (log_w == torch.inf)).any()):
+        raise ValueError(
+            "`log_w` holds NaN or +inf, which no weight can stand for. Look for NaN log-probabilities (a model that "
+            "diverged) or an infinite log potential; to leave a sample out, set its `log_w` to -inf or its reward to NaN."
+        )
+
+
+def normalize_weights(log_w: torch.Tensor) -> torch.Tensor:
+    """
+    Weights that sum to 1 within each prompt, the w of Eq. 4.
+
+    Args:
+        log_w (`torch.Tensor`):
+            Log-weights of shape (P, N), in nats; −inf for a sample of weight 0.
+
+    Returns:
+        `torch.Tensor`:
+            `normalized_w` of shape (P, N), probabilities over each prompt's samples. A prompt whose samples all weigh
+            −inf gets zeros: its samples push nothing. Gradient flows to `log_w` if it carries any.
+
+    Raises:
+        `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
+    """
+    _check_log_w(log_w)
+    dead = (log_w == -torch.inf).all(dim=-1, keepdim=True)  # (P, 1)
+    return log_w.masked_fill(dead, 0.0).softmax(dim=-1).masked_fill(dead, 0.0)
+
+
+def effective_sample_size(log_w: torch.Tensor) -> torch.Tensor:
+    """
+    Effective sample size (Σw)² / Σw² of each prompt's weights.
+
+    Args:
+        log_w (`torch.Tensor`):
+            Log-weights of shape (P, N), in nats.
+
+    Returns:
+        `torch.Tensor`:
+            Of shape (P,), in samples, from 1 (one sample bears all the weight) to N; 0 if all weights are −inf.
+
+    Raises:
+        `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
+    """
+    sum_of_squares = normalize_weights(log_w).square().sum(dim=-1)
+    return torch.where(sum_of_squares > 0, 1.0 / sum_of_squares, 0.0)
+
+
+def max_weight_share(log_w: torch.Tensor) -> torch.Tensor:
+    """
+    Largest normalised weight of each prompt.
+
+    Args:
+        log_w (`torch.Tensor`):
+            Log-weights of shape (P, N), in nats.
+
+    Returns:
+        `torch.Tensor`:
+            Of shape (P,), a share from 1/N to 1; 0 if all weights are −inf.
+
+    Raises:
+        `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
+    """
+    return normalize_weights(log_w).amax(dim=-1)
+
+
+def log_z_estimate(log_w: torch.Tensor) -> torch.Tensor:
+    """
+    Estimate of log Z = log E_p[φ] per prompt: the log of the mean weight, on average a lower bound.
+
+    Samples of weight −inf count in the mean. That is right for weights that are 0; samples left out for want of a reward
+    cannot be told from them here, and lower the estimate.
+
+    Args:
+        log_w (`torch.Tensor`):
+            Log-weights of shape (P, N), in nats.
+
+    Returns:
+        `torch.Tensor`:
+            Of shape (P,), in nats; −inf if all weights are −inf.
+
+    Raises:
+        `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
+    """
+    _check_log_w(log_w)
+    return log_w.logsumexp(dim=-1) - math.log(log_w.shape[-1])

@@ -1,0 +1,295 @@
+"""Losses of the policy: REINFORCE on its own samples, and the negative term on the proposal's.
+
+Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. A sample's
+coefficient is the factor of the gradient of its ℓ (its reduced log-probability) in the direction of ascent: an advantage
+for policy samples, −α·w for proposal samples. With coefficients made at sampling time, one forward pass over both kinds
+and one `policy_gradient_loss` make a training step, whatever micro-batch a sample ends up in.
+
+Returns and advantages are in `returns.py` and the proposal's losses in `proposal_losses.py`; both can be imported from
+here too.
+"""
+
+from typing import Literal
+
+import torch
+
+from .importance import Reduction, reduce_log_probs, require_shape, sequence_log_prob
+from .proposal_losses import (
+    Parameterization,
+    ctl_coefficients,
+    ctl_loss,
+    dpg_loss,
+    log_ratio_loss,
+    sixo_loss,
+    sixo_negative_weights,
+)
+from .returns import Baseline, compute_advantages, kl_penalized_returns, kl_token_rewards
+
+
+__all__ = [
+    "AlphaNormalization",
+    "Baseline",
+    "NegativeBaseline",
+    "Parameterization",
+    "Reduction",
+    "compute_advantages",
+    "ctl_coefficients",
+    "ctl_loss",
+    "dpg_loss",
+    "kl_penalized_returns",
+    "kl_token_rewards",
+    "log_ratio_loss",
+    "negative_coefficients",
+    "negative_loss",
+    "negative_reinforce_coefficients",
+    "negative_reinforce_loss",
+    "policy_gradient_loss",
+    "reduce_log_probs",
+    "reinforce_loss",
+    "repulse_loss",
+    "sixo_loss",
+    "sixo_negative_weights",
+]
+
+AlphaNormalization = Literal["samples", "none"]
+NegativeBaseline = Literal["none", "proposal", "policy"]
+
+
+def policy_gradient_loss(
+    log_p: torch.Tensor,
+    mask: torch.Tensor,
+    coefficients: torch.Tensor,
+    reduction: Reduction = "mean",
+    denominator: float | torch.Tensor | None = None,
+    old_log_p: torch.Tensor | None = None,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> torch.Tensor:
+    """
+    Policy-gradient loss Σ −c·ℓ / denominator, ℓ being the token mean or sum of a sample's log-probabilities.
+
+    With `old_log_p`, for samples used again after the policy moved: −min(ρ·c, clip(ρ)·c) with the sequence-level
+    ρ = p/p_old, over the completion's length if `reduction` is `"mean"`. At ρ = 1 the *gradient* is that of the loss
+    above; the *value* is not (−c over that length instead of −c·ℓ).
+
+    Args:
+        log_p (`torch.Tensor`):
+            Log-probabilities of shape (P, N, T), in nats. Samples whose groups were cut apart fit as (B, 1, T).
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+        coefficients (`torch.Tensor`):
+            Coefficients of shape (P, N), detached here. A sample of coefficient 0 adds exactly 0.
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` or `"sum"` over a completion's tokens.
+        denominator (`float` or `torch.Tensor`, *optional*):
+            What the sum over samples is divided by, P·N by default. To add up micro-batches, give the whole batch's.
+        old_log_p (`torch.Tensor`, *optional*):
+            Log-probabilities at sampling time, of shape (P, N, T), in nats, detached here.
+        epsilon_low, epsilon_high (`float`, *optional*, defaults to `0.2`):
+            The ratio is clipped to [1 − epsilon_low, 1 + epsilon_high].
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_p`.
+
+    Raises:
+        `ValueError`: If the shapes do not fit together or `reduction` is unknown.
+    """
+    require_shape("coefficients", coefficients, tuple(log_p.shape[:-1]))
+    c = coefficients.detach()
+    reduced = reduce_log_probs(log_p, mask, reduction)  # (P, N)
+    if old_log_p is None:
+        gains = torch.where(c != 0, c * reduced, 0.0)
+    else:
+        require_shape("old_log_p", old_log_p, tuple(log_p.shape))
+        log_ratio = sequence_log_prob(log_p, mask) - sequence_log_prob(old_log_p.detach(), mask)
+        ratio = log_ratio.detach().exp()
+        clipped = ((c > 0) & (ratio > 1 + epsilon_high)) | ((c < 0) & (ratio < 1 - epsilon_low))
+        surrogate = torch.where(
+            clipped,
+            ratio.clamp(1 - epsilon_low, 1 + epsilon_high),
+            log_ratio.masked_fill(clipped | (c == 0), 0.0).exp(),
+        )
+        length = (mask != 0).sum(dim=-1)
+        scale = length.clamp(min=1) if reduction == "mean" else torch.ones_like(length)
+        gains = torch.where((c != 0) & (length > 0), c * surrogate / scale, 0.0)
+    return -gains.sum() / (gains.numel() if denominator is None else denominator)
+
+
+def reinforce_loss(
+    log_p: torch.Tensor,
+    mask: torch.Tensor,
+    returns: torch.Tensor,
+    baseline: Baseline = "leave_one_out",
+    constant: float = 0.0,
+    reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """
+    REINFORCE on policy samples: the mean over P·N of −A·ℓ, the first term of Eq. 4.
+
+    Args:
+        log_p, mask, reduction:
+            As for [`policy_gradient_loss`]; whole groups.
+        returns, baseline, constant:
+            As for [`compute_advantages`].
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_p`.
+    """
+    return policy_gradient_loss(log_p, mask, compute_advantages(returns, baseline, constant), reduction)
+
+
+def negative_coefficients(
+    normalized_w: torch.Tensor, alpha: float, alpha_normalization: AlphaNormalization = "samples"
+) -> torch.Tensor:
+    """
+    Coefficients of proposal samples that make [`policy_gradient_loss`], divided by P·N, the term α·[`negative_loss`].
+
+    Args:
+        normalized_w (`torch.Tensor`):
+            Weights of shape (P, N), summing to 1 (or all 0) within each whole prompt.
+        alpha (`float`):
+            Weight of the term.
+        alpha_normalization (`str`, *optional*, defaults to `"samples"`):
+            `"samples"`: −α·w, the convention of the published α, which is Eq. 4 with α / N. `"none"`: −α·N·w, Eq. 4
+            itself, whose fixed point does not depend on N.
+
+    Returns:
+        `torch.Tensor`: Coefficients of shape (P, N), detached.
+
+    Raises:
+        `ValueError`: If `alpha_normalization` is unknown.
+    """
+    require_shape("normalized_w", normalized_w, (-1, -1))
+    if alpha_normalization not in ("samples", "none"):
+        raise ValueError(f"`alpha_normalization` must be 'samples' or 'none', got {alpha_normalization!r}.")
+    factor = normalized_w.shape[1] if alpha_normalization == "none" else 1
+    return -alpha * factor * normalized_w.detach()
+
+
+def negative_loss(
+    log_p_neg: torch.Tensor,
+    mask_neg: torch.Tensor,
+    normalized_w: torch.Tensor,
+    alpha_normalization: AlphaNormalization = "samples",
+    reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """
+    The second term of Eq. 4 without its α: w·ℓ of proposal samples, averaged over P and summed over N (`"none"`) or
+    averaged over it (`"samples"`). Minimising it takes probability off the target. A prompt of zero weights adds 0.
+
+    Args:
+        log_p_neg, mask_neg, reduction:
+            Policy log-probabilities of proposal samples, as for [`policy_gradient_loss`]; whole groups.
+        normalized_w, alpha_normalization:
+            As for [`negative_coefficients`].
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_p_neg`.
+    """
+    coefficients = negative_coefficients(normalized_w, 1.0, alpha_normalization)
+    return policy_gradient_loss(log_p_neg, mask_neg, coefficients, reduction)
+
+
+def negative_reinforce_coefficients(
+    normalized_w: torch.Tensor,
+    returns_neg: torch.Tensor,
+    alpha: float,
+    baseline: NegativeBaseline = "none",
+    returns: torch.Tensor | None = None,
+    alpha_normalization: AlphaNormalization = "samples",
+) -> torch.Tensor:
+    """
+    Coefficients α·w·(R − b) of negative-REINFORCE, a variant which the RePULSe paper found harmful.
+
+    Args:
+        normalized_w, alpha, alpha_normalization:
+            As for [`negative_coefficients`].
+        returns_neg (`torch.Tensor`):
+            Returns of the proposal samples, of shape (P, N); NaN leaves a sample out.
+        baseline (`str`, *optional*, defaults to `"none"`):
+            b. `"proposal"`: mean return of the prompt's other proposal samples, *unweighted* (`"expectation"` in the
+            research code). `"policy"`: mean return of its policy samples (`"other_expectation"`). `"none"`: 0.
+        returns (`torch.Tensor`, *optional*):
+            Returns of the policy samples, of shape (P, any), for `"policy"`. If all of a prompt's are NaN, it gets 0.
+
+    Returns:
+        `torch.Tensor`: Coefficients of shape (P, N), detached.
+
+    Raises:
+        `ValueError`: If `baseline` is unknown, `"policy"` lacks `returns`, or `"proposal"` has N = 1.
+    """
+    require_shape("returns_neg", returns_neg, tuple(normalized_w.shape))
+    if baseline == "policy":
+        if returns is None:
+            raise ValueError("`baseline='policy'` needs `returns`, the returns of the policy samples.")
+        require_shape("returns", returns, (returns_neg.shape[0], -1))
+        advantages = compute_advantages(returns_neg - returns.nanmean(dim=1, keepdim=True), "none")
+    elif baseline in ("none", "proposal"):
+        advantages = compute_advantages(returns_neg, "none" if baseline == "none" else "leave_one_out")
+    else:
+        raise ValueError(f"`baseline` must be 'none', 'proposal' or 'policy', got {baseline!r}.")
+    return -negative_coefficients(normalized_w, alpha, alpha_normalization) * advantages
+
+
+def negative_reinforce_loss(
+    log_p_neg: torch.Tensor,
+    mask_neg: torch.Tensor,
+    normalized_w: torch.Tensor,
+    returns_neg: torch.Tensor,
+    baseline: NegativeBaseline = "none",
+    returns: torch.Tensor | None = None,
+    alpha_normalization: AlphaNormalization = "samples",
+    reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """
+    Negative-REINFORCE, −w·(R − b)·ℓ of proposal samples, which replaces [`negative_loss`].
+
+    Args:
+        log_p_neg, mask_neg, reduction:
+            As for [`negative_loss`].
+        normalized_w, returns_neg, baseline, returns, alpha_normalization:
+            As for [`negative_reinforce_coefficients`].
+
+    Returns:
+        `torch.Tensor`: Scalar, without α. Gradient flows to `log_p_neg`.
+    """
+    coefficients = negative_reinforce_coefficients(
+        normalized_w, returns_neg, 1.0, baseline, returns, alpha_normalization
+    )
+    return policy_gradient_loss(log_p_neg, mask_neg, coefficients, reduction)
+
+
+def repulse_loss(
+    log_p: torch.Tensor,
+    mask: torch.Tensor,
+    returns: torch.Tensor,
+    log_p_neg: torch.Tensor,
+    mask_neg: torch.Tensor,
+    normalized_w: torch.Tensor,
+    alpha: float,
+    baseline: Baseline = "leave_one_out",
+    constant: float = 0.0,
+    alpha_normalization: AlphaNormalization = "samples",
+    reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """
+    The policy's loss, Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184): REINFORCE + α · negative term.
+
+    With `reduction="sum"`, `alpha_normalization="none"` and exact weights, its expected gradient is that of
+    −E_p[R] + α·log E_p[φ]. The defaults are the published conventions, which differ from that by 1/N and 1/length.
+
+    Args:
+        log_p, mask, returns, baseline, constant:
+            Policy samples, as for [`reinforce_loss`].
+        log_p_neg, mask_neg, normalized_w, alpha_normalization:
+            Proposal samples, as for [`negative_loss`]; their N may differ.
+        alpha (`float`):
+            Weight of the negative term.
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` or `"sum"` over a completion's tokens, in both terms.
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_p` and `log_p_neg`.
+    """
+    reinforce = reinforce_loss(log_p, mask, returns, baseline, constant, reduction)
+    return reinforce + alpha * negative_loss(log_p_neg, mask_neg, normalized_w, alpha_normalization, reduction)

@@ -1,0 +1,270 @@
+"""Losses that teach the proposal q to follow the target σ(s) ∝ p(s) φ(s).
+
+Axis letters: P prompts, N completions per prompt, T completion tokens, V vocabulary. Log-probabilities are in nats.
+
+All of them are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation, Eq. 7
+of [RePULSe](https://huggingface.co/papers/2510.21184)): per token, or of the whole prefix. Functions that need whole
+groups of N give detached coefficients or weights; the losses that take these may be called on groups cut apart, as
+(B, 1, T), with the whole batch's denominator. A prompt whose weights are all 0 pushes nothing.
+"""
+
+from typing import Literal
+
+import torch
+
+from .importance import Reduction, normalize_weights, reduce_log_probs, require_shape, sequence_log_prob, zero_masked
+
+
+Parameterization = Literal["token", "prefix"]
+
+
+def _log_twist(
+    log_q_now: torch.Tensor, log_p: torch.Tensor, mask: torch.Tensor, parameterization: Parameterization
+) -> torch.Tensor:
+    """log ψ_t of shape (P, N, T), nats, 0 where masked; gradient flows to `log_q_now` alone."""
+    require_shape("log_p", log_p, tuple(log_q_now.shape))
+    log_psi = zero_masked(log_q_now, mask) - zero_masked(log_p.detach(), mask)
+    if parameterization == "token":
+        return log_psi
+    if parameterization == "prefix":
+        return zero_masked(log_psi.cumsum(dim=-1), mask)
+    raise ValueError(f"`parameterization` must be 'token' or 'prefix', got {parameterization!r}.")
+
+
+def _mean_over_samples(
+    values: torch.Tensor, mask: torch.Tensor, reduction: Reduction, denominator: float | torch.Tensor | None
+) -> torch.Tensor:
+    per_sample = reduce_log_probs(values, mask, reduction)  # (P, N)
+    return per_sample.sum() / (per_sample.numel() if denominator is None else denominator)
+
+
+def ctl_coefficients(
+    log_q_now: torch.Tensor,
+    log_q: torch.Tensor,
+    log_p: torch.Tensor,
+    normalized_w: torch.Tensor,
+    mask: torch.Tensor,
+    second_term: bool = True,
+    parameterization: Parameterization = "token",
+) -> torch.Tensor:
+    """
+    Coefficients w − w⁻_t of contrastive twist learning (CTL, Eq. 6), from whole groups.
+
+    w⁻_t is the softmax over the prompt's N samples of Σ_{u≤t} log p + log ψ_t − Σ_{u≤t} log q, log ψ being 0 after a
+    sample's end:
+
+    - `"token"`, log ψ_t = log q_now(s_t|s_<t) − log p(s_t|s_<t). The exponent is Σ_{u<t} (log p − log q) + log q_now,t −
+      log q_t up to a sample's end, and the whole Σ (log p − log q) after it.
+    - `"prefix"`, log ψ_t = Σ_{u≤t} of the same. The exponent is Σ_{u≤t} (log q_now − log q) up to a sample's end and the
+      whole Σ (log p − log q) after it. That follows the research code; with completions of different lengths the weights
+      of ended samples are then of another kind than those of running ones, and the gradient is no longer that of a KL.
+
+    Args:
+        log_q_now (`torch.Tensor`):
+            Log-probabilities under the proposal as it is now, of shape (P, N, T), in nats. Equal to `log_q` at the first
+            update after sampling, so that the coefficients can be made when sampling; later they are those of a
+            proposal that has stood still.
+        log_q (`torch.Tensor`):
+            The same under the proposal that drew the completions, of shape (P, N, T), in nats.
+        log_p (`torch.Tensor`):
+            The same under the policy, of shape (P, N, T), in nats.
+        normalized_w (`torch.Tensor`):
+            Weights w of shape (P, N), of the whole completions, summing to 1 (or all 0) within each prompt.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+        second_term (`bool`, *optional*, defaults to `True`):
+            Whether w⁻_t is subtracted. Without it the coefficients are w.
+        parameterization (`str`, *optional*, defaults to `"token"`):
+            `"token"` or `"prefix"`.
+
+    Returns:
+        `torch.Tensor`:
+            Coefficients of shape (P, N, T), detached; 0 where masked and in prompts whose weights are all 0.
+
+    Raises:
+        `ValueError`: If N is 1 with the second term (w and w⁻ would cancel), shapes do not fit together, or a
+            log-probability that counts is NaN.
+    """
+    require_shape("log_q", log_q, tuple(log_q_now.shape))
+    require_shape("log_p", log_p, tuple(log_q_now.shape))
+    require_shape("normalized_w", normalized_w, tuple(log_q_now.shape[:-1]))
+    if parameterization not in ("token", "prefix"):
+        raise ValueError(f"`parameterization` must be 'token' or 'prefix', got {parameterization!r}.")
+    running = mask != 0
+    now, then, p = (zero_masked(x, mask).detach() for x in (log_q_now, log_q, log_p))
+    w = normalized_w.detach().unsqueeze(-1).to(now.dtype)  # (P, N, 1)
+    if not second_term:
+        return w * running
+    prompts, samples, tokens = now.shape
+    if samples < 2:
+        raise ValueError("CTL's second term needs N >= 2 completions per prompt: draw more, or drop the second term.")
+    drift = (p - then).cumsum(dim=-1)
+    if parameterization == "token":
+        before = torch.cat([torch.zeros_like(drift[..., :1]), drift[..., :-1]], dim=-1)[..., :tokens]
+        log_w_negative = before + (now - then)
+    else:
+        log_w_negative = torch.where(running, (now - then).cumsum(dim=-1), drift)
+    by_position = log_w_negative.transpose(1, 2).reshape(prompts * tokens, samples)
+    w_negative = normalize_weights(by_position).reshape(prompts, tokens, samples).transpose(1, 2)
+    alive = (w > 0).any(dim=1, keepdim=True)  # (P, 1, 1)
+    return torch.where(running & alive, w - w_negative, 0.0)
+
+
+def log_ratio_loss(
+    log_q_now: torch.Tensor,
+    log_p: torch.Tensor,
+    coefficients: torch.Tensor,
+    mask: torch.Tensor,
+    parameterization: Parameterization = "token",
+    reduction: Reduction = "mean",
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Loss of given token coefficients c: Σ over samples of the token mean of −c_t·log ψ_t, over a denominator.
+
+    Args:
+        log_q_now (`torch.Tensor`):
+            Log-probabilities under the proposal, of shape (P, N, T), in nats. Cut groups fit as (B, 1, T).
+        log_p (`torch.Tensor`):
+            The same under the policy, of shape (P, N, T), in nats; detached here.
+        coefficients (`torch.Tensor`):
+            From [`ctl_coefficients`], of shape (P, N, T); detached here. Where 0 they add exactly 0.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+        parameterization (`str`, *optional*, defaults to `"token"`):
+            `"token"` or `"prefix"`, as the coefficients were made.
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` or `"sum"` over a completion's tokens; the published losses take the mean.
+        denominator (`float` or `torch.Tensor`, *optional*):
+            P·N by default. To add up micro-batches, give the whole batch's.
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_q_now`.
+    """
+    require_shape("coefficients", coefficients, tuple(log_q_now.shape))
+    c = coefficients.detach()
+    log_psi = _log_twist(log_q_now, log_p, mask, parameterization)
+    return _mean_over_samples(torch.where(c != 0, -c * log_psi, 0.0), mask, reduction, denominator)
+
+
+def ctl_loss(
+    log_q_now: torch.Tensor,
+    log_q: torch.Tensor,
+    log_p: torch.Tensor,
+    normalized_w: torch.Tensor,
+    mask: torch.Tensor,
+    second_term: bool = True,
+    parameterization: Parameterization = "token",
+    reduction: Reduction = "mean",
+) -> torch.Tensor:
+    """
+    Contrastive twist learning (Eq. 6) on whole groups: [`log_ratio_loss`] of [`ctl_coefficients`], over P·N.
+
+    Its gradient is a policy gradient with coefficients w − w⁻_t. If a prompt's samples are all the same, these cancel.
+
+    Args:
+        log_q_now, log_q, log_p, normalized_w, mask, second_term, parameterization:
+            As for [`ctl_coefficients`].
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` or `"sum"` over a completion's tokens.
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_q_now`.
+    """
+    coefficients = ctl_coefficients(log_q_now, log_q, log_p, normalized_w, mask, second_term, parameterization)
+    return log_ratio_loss(log_q_now, log_p, coefficients, mask, parameterization, reduction)
+
+
+def sixo_negative_weights(
+    log_q: torch.Tensor, log_p: torch.Tensor, normalized_w: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Weights that turn proposal samples into approximate policy samples, softmax_N(Σ_t log p − Σ_t log q).
+
+    Args:
+        log_q, log_p, normalized_w, mask:
+            As for [`ctl_coefficients`]; whole groups, at sampling time.
+
+    Returns:
+        `torch.Tensor`: Weights of shape (P, N), detached; 0 in prompts whose `normalized_w` are all 0.
+    """
+    require_shape("log_q", log_q, tuple(log_p.shape))
+    require_shape("normalized_w", normalized_w, tuple(log_p.shape[:-1]))
+    weights = normalize_weights((sequence_log_prob(log_p, mask) - sequence_log_prob(log_q, mask)).detach())
+    return weights * (normalized_w > 0).any(dim=1, keepdim=True)
+
+
+def sixo_loss(
+    log_q_now: torch.Tensor,
+    log_p: torch.Tensor,
+    normalized_w: torch.Tensor,
+    normalized_w_negative: torch.Tensor,
+    mask: torch.Tensor,
+    reduction: Reduction = "mean",
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    SIXO: at each token, tell samples of σ from samples of p with log ψ_t as the logit, the latter approximated.
+
+    The token mean of −w·log sigmoid(log ψ_t) − w⁰·log sigmoid(−log ψ_t), with log ψ_t = log q_now − log p of the token.
+
+    Args:
+        log_q_now, log_p, mask, reduction, denominator:
+            As for [`log_ratio_loss`].
+        normalized_w (`torch.Tensor`):
+            Weights w of shape (P, N), towards σ; detached here.
+        normalized_w_negative (`torch.Tensor`):
+            Weights w⁰ of shape (P, N) from [`sixo_negative_weights`], towards p; detached here.
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_q_now`.
+    """
+    require_shape("normalized_w", normalized_w, tuple(log_q_now.shape[:-1]))
+    require_shape("normalized_w_negative", normalized_w_negative, tuple(log_q_now.shape[:-1]))
+    log_psi = _log_twist(log_q_now, log_p, mask, "token")
+    positive, negative = (w.detach().unsqueeze(-1) for w in (normalized_w, normalized_w_negative))
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return _mean_over_samples(
+        -positive * log_sigmoid(log_psi) - negative * log_sigmoid(-log_psi), mask, reduction, denominator
+    )
+
+
+def dpg_loss(
+    log_q_all: torch.Tensor,
+    log_p_all: torch.Tensor,
+    tokens: torch.Tensor,
+    normalized_w: torch.Tensor,
+    mask: torch.Tensor,
+    reduction: Reduction = "mean",
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Distributional policy gradient: the token mean of −w·(log ψ_t(s_t) − Σ_v q_now(v)·log ψ_t(v)), q_now detached.
+
+    The sum over the vocabulary is exact and its gradient is 0 when `log_q_all` is normalised, so the gradient is that of
+    −w·log q: identical samples keep being reinforced, unlike with CTL.
+
+    Args:
+        log_q_all (`torch.Tensor`):
+            Log-probabilities of the whole vocabulary under the proposal as it is now, of shape (P, N, T, V), in nats.
+        log_p_all (`torch.Tensor`):
+            The same under the policy, of shape (P, N, T, V), in nats; detached here.
+        tokens (`torch.Tensor`):
+            Token ids of shape (P, N, T), integer; any value where masked.
+        normalized_w, mask, reduction, denominator:
+            As for [`sixo_loss`].
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_q_all`.
+    """
+    require_shape("mask", mask, tuple(log_q_all.shape[:-1]))
+    require_shape("log_p_all", log_p_all, (*mask.shape, log_q_all.shape[-1]))
+    require_shape("tokens", tokens, tuple(mask.shape))
+    require_shape("normalized_w", normalized_w, tuple(mask.shape[:-1]))
+    masked = mask == 0
+    log_q_all = log_q_all.masked_fill(masked.unsqueeze(-1), 0.0)
+    log_psi = log_q_all - log_p_all.detach().masked_fill(masked.unsqueeze(-1), 0.0)  # (P, N, T, V)
+    log_psi = log_psi.masked_fill(log_q_all == -torch.inf, 0.0)  # tokens that cannot be drawn weigh 0 in the sum
+    expected = (log_q_all.detach().softmax(dim=-1) * log_psi).sum(dim=-1)
+    taken = log_psi.gather(-1, tokens.masked_fill(masked, 0).unsqueeze(-1)).squeeze(-1)
+    return _mean_over_samples(-normalized_w.detach().unsqueeze(-1) * (taken - expected), mask, reduction, denominator)
