@@ -21,7 +21,6 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
 from trl_repulse.data import load_prompts
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.tracking import ExactTrackingCallback, TrackingCallback, format_table, write_results
 from trl_repulse.plots import plot_training
 
@@ -49,7 +48,6 @@ def parse(argv: list[str]) -> tuple[RePULSeScriptArguments, RePULSeConfig, Model
             raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
     model_init_kwargs = {
         "revision": model_args.model_revision,
-        "trust_remote_code": args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
@@ -58,16 +56,9 @@ def parse(argv: list[str]) -> tuple[RePULSeScriptArguments, RePULSeConfig, Model
 
 
 def track_exactly(trainer: RePULSeTrainer, prompts: list[str], every: int) -> ExactTrackingCallback:
-    evaluator = ExactEvaluator(
-        trainer.processing_class,
-        prompts,
-        trainer.reward_funcs[0],
-        embedded.bad_token_ids(trainer.processing_class),
-        trainer.max_completion_length,
-        reward_tokenizer=trainer.reward_processing_classes[0],
-        reference_model=AutoModelForCausalLM.from_pretrained(embedded.policy_path()),
-    )
-    return ExactTrackingCallback(evaluator, trainer, every)
+    bad = embedded.bad_token_ids(trainer.processing_class)
+    initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    return ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial, every)
 
 
 def report(trainer: RePULSeTrainer, tracking: TrackingCallback) -> None:

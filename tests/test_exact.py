@@ -197,7 +197,10 @@ def test_leave_one_out_is_unbiased():
     log_p = world.raw_log_prob(table)[0][pairs]  # (pairs, 2, T)
     mask, reward = world.mask[0][pairs], world.reward[0][pairs]
     losses = torch.stack(
-        [reinforce_loss(log_p[n : n + 1], mask[n : n + 1], reward[n : n + 1], reduction="sum") for n in range(len(pairs))]
+        [
+            reinforce_loss(log_p[n : n + 1], mask[n : n + 1], reward[n : n + 1], reduction="sum")
+            for n in range(len(pairs))
+        ]
     )
     actual = torch.autograd.grad((pair_prob * losses).sum(), table)[0]
 
@@ -215,7 +218,14 @@ def test_repulse_loss_is_the_sum_of_its_terms(world):
     def whole(table):
         log_p = world.raw_log_prob(table)[:, :5]
         return repulse_loss(
-            log_p, *own, world.sample(table), world.draw(world.mask), w, ALPHA, alpha_normalization="none", reduction="sum"
+            log_p,
+            *own,
+            world.sample(table),
+            world.draw(world.mask),
+            w,
+            ALPHA,
+            alpha_normalization="none",
+            reduction="sum",
         )
 
     def one_pass(table):

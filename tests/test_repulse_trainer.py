@@ -1,5 +1,6 @@
 """RePULSeTrainer as a user meets it: directions, passes, logs, files, resume, what would be uploaded."""
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.trainer
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -68,7 +69,9 @@ def same_parameters(one, other):
 
 
 def test_policy_loses_and_proposal_gains_bad_outputs(make, evaluator, architecture):
-    trainer = make(model=architecture, max_steps=25)
+    trainer = make(
+        model=architecture, max_steps=40, target_dist_beta=-5.0, learning_rate=3e-3, proposal_learning_rate=2e-2
+    )
     start = evaluator.evaluate(trainer.model)
     trainer.train()
     policy, proposal = evaluator.evaluate(trainer.model), evaluator.evaluate(trainer.proposal.module)
@@ -261,8 +264,15 @@ def test_files(make, tmp_path):
     assert f"TRL-RePULSe: {__version__}" in card.text and "`target_dist_beta` | -2.0" in card.text
 
 
-def test_resume_continues_both_models_bit_for_bit(make, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear", "beta": 0.1}
+def test_resume_continues_both_models_bit_for_bit(make, tmp_path, prompts):
+    settings = {
+        "dataset": concatenate_datasets([prompts] * 4),  # 4 updates an epoch
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+        "lr_scheduler_type": "linear",
+        "beta": 0.1,
+    }
     whole = make(**settings, output_dir=str(tmp_path / "whole"))
     whole.train()
     resumed = make(**settings, output_dir=str(tmp_path / "resumed"))
@@ -413,5 +423,7 @@ def test_reinforce_trainer(make, evaluator):
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(RePULSeConfig, use_cpu=True, bf16=False)
+    monkeypatch.setattr(RePULSeTrainer, "_config_cls", staticmethod(on_cpu))
     trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert isinstance(trainer.args, RePULSeConfig) and trainer.proposal is not None

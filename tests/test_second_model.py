@@ -27,7 +27,7 @@ def trainer(tmp_path, tokenizer):
 
 
 def build(trainer, vocab_size, learning_rate=1e-2):
-    second = SecondModel(build_model("gpt2", vocab_size), Accelerator(cpu=True), learning_rate)
+    second = SecondModel(build_model("gpt2", vocab_size).eval(), Accelerator(cpu=True), learning_rate)
     second.prepare(trainer, num_training_steps=10)
     return second
 

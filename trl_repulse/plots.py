@@ -12,7 +12,7 @@ _PANELS = {
     "expected_reward": ("Expected reward", "reward"),
     "log_prob_bad": ("Exact log P(bad)", "nats"),
 }
-_AXES = {"samples": "samples drawn (policy + proposal)", "update": "policy updates"}
+_AXES = {"samples": "samples drawn", "update": "policy updates"}
 _INK, _FAINT = "#333333", "#dddddd"
 
 
@@ -40,6 +40,8 @@ def plot_training(
     except ImportError as error:
         raise ImportError("Figures need matplotlib; get it with `pip install trl-repulse[plots]`.") from error
 
+    both = any(entry["proposal"] is not None for entry in history)
+    axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
@@ -54,7 +56,7 @@ def plot_training(
             panel.plot(*points[-1], "o", color=colour, markersize=4.5)
         panel.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
         panel.set_ylabel(unit, color=_INK)
-        panel.set_xlabel(_AXES[x], color=_INK)
+        panel.set_xlabel(axis, color=_INK)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         panel.margins(x=0.02, y=0.08)
@@ -64,7 +66,8 @@ def plot_training(
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[["left", "bottom"]].set_color("#999999")
         panel.tick_params(colors=_INK, labelsize=9, length=3)
-    axes[0].legend(frameon=False, fontsize=9, labelcolor=_INK)
+    if both:
+        axes[0].legend(frameon=False, fontsize=9, labelcolor=_INK)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor="white")

@@ -3,12 +3,15 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..trainers import ReinforceTrainer, RePULSeTrainer
+from ..trainers._checks import check_prompt_lengths
 from .exact import ExactEvaluator
 
 
@@ -111,7 +114,7 @@ class ExactTrackingCallback(TrackingCallback):
     Example:
 
     ```python
-    >>> tracking = ExactTrackingCallback(evaluator, trainer, every=10)
+    >>> tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad_token_ids)
     >>> trainer.add_callback(tracking)
     >>> trainer.train()
     >>> tracking.history[-1]["policy"]["log_prob_bad"]
@@ -125,6 +128,59 @@ class ExactTrackingCallback(TrackingCallback):
         self.evaluator = evaluator
         self.every = every
         self.history: list[dict[str, Any]] = []
+
+    @classmethod
+    def from_trainer(
+        cls,
+        trainer: ReinforceTrainer,
+        prompts: Sequence[str],
+        bad_token_ids: Sequence[int],
+        reference_model: PreTrainedModel | None = None,
+        every: int = 10,
+    ) -> "ExactTrackingCallback":
+        """
+        Builds the evaluator from the trainer's own tokenizer, reward model and completion length.
+
+        Args:
+            trainer ([`~trl_repulse.ReinforceTrainer`]):
+                Trainer to follow. Its reward is one reward model.
+            prompts (`Sequence[str]`):
+                Plain-text prompts to evaluate on.
+            bad_token_ids (`Sequence[int]`):
+                Tokens whose presence, anywhere in a completion, makes it bad.
+            reference_model ([`~transformers.PreTrainedModel`], *optional*):
+                Model that `"kl"` is measured against, for instance the initial policy.
+            every (`int`, *optional*, defaults to `10`):
+                Updates between two evaluations.
+
+        Returns:
+            [`ExactTrackingCallback`]: to be added with `trainer.add_callback`.
+
+        Raises:
+            `ValueError`: If the reward is not one model, if a prompt is too long for the policy's context or is no
+                text, or if there are too many completions to enumerate.
+        """
+        reward, tokenizer = trainer.reward_funcs[0], trainer.processing_class
+        if len(trainer.reward_funcs) != 1 or not isinstance(reward, nn.Module):
+            raise ValueError(
+                "Exact tracking needs `reward_funcs` to be one reward model; build `ExactEvaluator` for others."
+            )
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
+        length = trainer.max_completion_length
+        check_prompt_lengths(
+            [tokenizer(prompt)["input_ids"] for prompt in prompts], prompts, trainer.model.config, length
+        )
+        evaluator = ExactEvaluator(
+            tokenizer,
+            prompts,
+            reward,
+            bad_token_ids,
+            length,
+            reward_tokenizer=trainer.reward_processing_classes[0],
+            reference_model=reference_model,
+        )
+        return cls(evaluator, trainer, every)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
