@@ -1,5 +1,6 @@
 """What we rely on in TRL and transformers: an upgrade that moves it fails here."""
 
+import copy
 import inspect
 from collections import defaultdict
 from types import SimpleNamespace
@@ -55,6 +56,21 @@ def test_true_positions_make_scores_independent_of_padding(tokenizer, architectu
         bridge.score_from_true_positions(model)
         torch.testing.assert_close(score(0), expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(score(3), expected, atol=1e-5, rtol=0)
+
+
+def test_copies_run_their_own_weights(tokenizer, architecture):
+    model = build_model(architecture, len(tokenizer)).eval()
+    bridge.add_fused_lm_head(model)
+    copied, trap = bridge.copy_unpatched(model), copy.deepcopy(model)
+    ids = torch.tensor([[4, 5, 6]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        for other in (copied, trap):
+            for p in other.parameters():
+                p.zero_()
+        assert copied(input_ids=ids).logits.abs().max() == 0
+        assert torch.equal(trap(input_ids=ids).logits, expected)  # the trap: zeroed, and yet it answers
+    assert bridge.copy_unpatched("path") == "path"
 
 
 def test_sampling_from_restores_after_an_error():

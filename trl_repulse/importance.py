@@ -142,7 +142,7 @@ def _check_log_w(log_w: torch.Tensor) -> None:
     if bool((log_w.isnan() | (log_w == torch.inf)).any()):
         raise ValueError(
             "`log_w` holds NaN or +inf, which no weight can stand for. Look for NaN log-probabilities (a model that "
-            "diverged) or an infinite log potential; to leave a sample out, set its `log_w` to -inf or its reward to NaN."
+            "diverged) or an infinite potential; to leave a sample out, set its `log_w` to -inf or its reward to NaN."
         )
 
 
@@ -208,8 +208,8 @@ def log_z_estimate(log_w: torch.Tensor) -> torch.Tensor:
     """
     Estimate of log Z = log E_p[φ] per prompt: the log of the mean weight, on average a lower bound.
 
-    Samples of weight −inf count in the mean. That is right for weights that are 0; samples left out for want of a reward
-    cannot be told from them here, and lower the estimate.
+    Samples of weight −inf count in the mean. That is right for weights that are 0; samples left out for want of a
+    reward cannot be told from them here, and lower the estimate.
 
     Args:
         log_w (`torch.Tensor`):

@@ -1,9 +1,9 @@
 """Losses of the policy: REINFORCE on its own samples, and the negative term on the proposal's.
 
 Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. A sample's
-coefficient is the factor of the gradient of its ℓ (its reduced log-probability) in the direction of ascent: an advantage
-for policy samples, −α·w for proposal samples. With coefficients made at sampling time, one forward pass over both kinds
-and one `policy_gradient_loss` make a training step, whatever micro-batch a sample ends up in.
+coefficient is the factor of the gradient of its ℓ (its reduced log-probability) in the direction of ascent: an
+advantage for policy samples, −α·w for proposal samples. With coefficients made at sampling time, one forward pass over
+both kinds and one `policy_gradient_loss` make a training step, whatever micro-batch a sample ends up in.
 
 Returns and advantages are in `returns.py` and the proposal's losses in `proposal_losses.py`; both can be imported from
 here too.

@@ -2,10 +2,10 @@
 
 Axis letters: P prompts, N completions per prompt, T completion tokens, V vocabulary. Log-probabilities are in nats.
 
-All of them are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation, Eq. 7
-of [RePULSe](https://huggingface.co/papers/2510.21184)): per token, or of the whole prefix. Functions that need whole
-groups of N give detached coefficients or weights; the losses that take these may be called on groups cut apart, as
-(B, 1, T), with the whole batch's denominator. A prompt whose weights are all 0 pushes nothing.
+All of them are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation of
+[RePULSe](https://huggingface.co/papers/2510.21184), Eq. 7): per token, or of the whole prefix. Functions that need
+whole groups of N give detached coefficients or weights; the losses that take these may be called on groups cut apart,
+shaped (B, 1, T), with the whole batch's denominator. A prompt whose weights are all 0 pushes nothing.
 """
 
 from typing import Literal
@@ -53,16 +53,17 @@ def ctl_coefficients(
     w⁻_t is the softmax over the prompt's N samples of Σ_{u≤t} log p + log ψ_t − Σ_{u≤t} log q, log ψ being 0 after a
     sample's end:
 
-    - `"token"`, log ψ_t = log q_now(s_t|s_<t) − log p(s_t|s_<t). The exponent is Σ_{u<t} (log p − log q) + log q_now,t −
-      log q_t up to a sample's end, and the whole Σ (log p − log q) after it.
-    - `"prefix"`, log ψ_t = Σ_{u≤t} of the same. The exponent is Σ_{u≤t} (log q_now − log q) up to a sample's end and the
-      whole Σ (log p − log q) after it. That follows the research code; with completions of different lengths the weights
-      of ended samples are then of another kind than those of running ones, and the gradient is no longer that of a KL.
+    - `"token"`, log ψ_t = log q_now(s_t|s_<t) − log p(s_t|s_<t). The exponent is Σ_{u<t} (log p − log q) + log q_now,t
+      − log q_t up to a sample's end, and the whole Σ (log p − log q) after it.
+    - `"prefix"`, log ψ_t = Σ_{u≤t} of the same. The exponent is Σ_{u≤t} (log q_now − log q) up to a sample's end and
+      the whole Σ (log p − log q) after it. That follows the research code; with completions of different lengths the
+      weights of ended samples are then of another kind than those of running ones, and the gradient is no longer that
+      of a KL.
 
     Args:
         log_q_now (`torch.Tensor`):
-            Log-probabilities under the proposal as it is now, of shape (P, N, T), in nats. Equal to `log_q` at the first
-            update after sampling, so that the coefficients can be made when sampling; later they are those of a
+            Log-probabilities under the proposal as it is now, of shape (P, N, T), in nats. Equal to `log_q` at the
+            first update after sampling, so that the coefficients can be made when sampling; later they are those of a
             proposal that has stood still.
         log_q (`torch.Tensor`):
             The same under the proposal that drew the completions, of shape (P, N, T), in nats.
@@ -206,7 +207,8 @@ def sixo_loss(
     """
     SIXO: at each token, tell samples of σ from samples of p with log ψ_t as the logit, the latter approximated.
 
-    The token mean of −w·log sigmoid(log ψ_t) − w⁰·log sigmoid(−log ψ_t), with log ψ_t = log q_now − log p of the token.
+    The token mean of −w·log sigmoid(log ψ_t) − w⁰·log sigmoid(−log ψ_t), with log ψ_t = log q_now − log p of the
+    token.
 
     Args:
         log_q_now, log_p, mask, reduction, denominator:
@@ -241,8 +243,8 @@ def dpg_loss(
     """
     Distributional policy gradient: the token mean of −w·(log ψ_t(s_t) − Σ_v q_now(v)·log ψ_t(v)), q_now detached.
 
-    The sum over the vocabulary is exact and its gradient is 0 when `log_q_all` is normalised, so the gradient is that of
-    −w·log q: identical samples keep being reinforced, unlike with CTL.
+    The sum over the vocabulary is exact and its gradient is 0 when `log_q_all` is normalised, so the gradient is that
+    of −w·log q: identical samples keep being reinforced, unlike with CTL.
 
     Args:
         log_q_all (`torch.Tensor`):

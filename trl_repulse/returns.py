@@ -1,7 +1,7 @@
 """Returns of sampled completions (reward less a KL penalty) and their advantages.
 
-Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. Everything here is
-made at sampling time and detached.
+Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. Everything here
+is made at sampling time and detached.
 """
 
 from typing import Literal
@@ -37,8 +37,8 @@ def kl_token_rewards(
     Returns:
         `torch.Tensor`:
             Token rewards of shape (P, N, T), 0 where masked, detached. An empty completion has no token to carry its
-            reward: all 0. The log-ratio is formed in the precision of the log-probabilities, the rest in the reward's if
-            that is higher.
+            reward: all 0. The log-ratio is formed in the precision of the log-probabilities, the rest in the reward's
+            if that is higher.
 
     Raises:
         `ValueError`: If the shapes do not fit together.
@@ -67,8 +67,8 @@ def kl_penalized_returns(
 
     Returns:
         `torch.Tensor`:
-            Returns of shape (P, N), detached; NaN where the reward is. An empty completion keeps its reward, unlike the
-            sum of its token rewards.
+            Returns of shape (P, N), detached; NaN where the reward is. An empty completion keeps its reward, unlike
+            the sum of its token rewards.
 
     Raises:
         `ValueError`: If the shapes do not fit together.
@@ -93,8 +93,8 @@ def compute_advantages(
 
     Returns:
         `torch.Tensor`:
-            Advantages of shape (P, N), detached. A sample left out gets 0 and is in no other sample's baseline; the only
-            sample left of a prompt gets 0 under `"leave_one_out"`.
+            Advantages of shape (P, N), detached. A sample left out gets 0 and is in no other sample's baseline; the
+            only sample left of a prompt gets 0 under `"leave_one_out"`.
 
     Raises:
         `ValueError`: If N is 1 under `"leave_one_out"`, a return is infinite, or `baseline` is unknown.

@@ -1,8 +1,8 @@
 """What is done to a raw reward: transforms for the policy's return, potentials for the target, schedules.
 
-Every function works element by element on any shape, here written (P, N): P prompts, N completions per prompt. NaN marks
-a sample without a reward and stays NaN throughout. Transforms act on the reward before the KL term, and never on the
-reward that potentials or an evaluation see. Gradient, should the reward carry any, flows.
+Every function works element by element on any shape, here written (P, N): P prompts, N completions per prompt. NaN
+marks a sample without a reward and stays NaN throughout. Transforms act on the reward before the KL term, and never on
+the reward that potentials or an evaluation see. Gradient, should the reward carry any, flows.
 """
 
 import math
@@ -16,8 +16,8 @@ def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> to
     """
     Transformed reward r' = r − α·exp(β·r), which punishes low rewards ever more steeply.
 
-    A baseline of [RePULSe](https://huggingface.co/papers/2510.21184). The exponential overflows to −inf for rewards far
-    below the usual range (β·r > 88 in float32): cap or scale such rewards first.
+    A baseline of [RePULSe](https://huggingface.co/papers/2510.21184). The exponential overflows to −inf for rewards
+    far below the usual range (β·r > 88 in float32): cap or scale such rewards first.
 
     Args:
         reward (`torch.Tensor`):
@@ -84,8 +84,8 @@ def tilted_log_potential(reward: torch.Tensor, beta: float, reward_cap: float | 
     """
     Potential of the tilted target σ(s) ∝ p(s)·exp(β·min(r, cap)).
 
-    The paper writes exp(−β·r) with β > 0; here, as in the published commands, β carries the sign: negative leans towards
-    low rewards.
+    The paper writes exp(−β·r) with β > 0; here, as in the published commands, β carries the sign: negative leans
+    towards low rewards.
 
     Args:
         reward (`torch.Tensor`):

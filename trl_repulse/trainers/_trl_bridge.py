@@ -6,9 +6,10 @@ one fails there and not in somebody's run.
 """
 
 import contextlib
+import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import transformers.trainer
@@ -35,6 +36,7 @@ from trl.trainer.utils import (
 __all__ = [
     "PINNED",
     "add_fused_lm_head",
+    "copy_unpatched",
     "create_model_from_path",
     "disable_dropout_in_model",
     "disable_gradient_checkpointing",
@@ -137,23 +139,44 @@ def score_from_true_positions(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(add_position_ids, with_kwargs=True)
 
 
+def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:
+    """A copy of a model without the forward that an earlier trainer may have put on it.
+
+    `add_fused_lm_head` (TRL 1.16) and accelerate set `model.forward`, closed over the forward of the very model they
+    patch: a copy with that attribute would run the original's weights without a word. Way out: TRL patching classes.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `str`):
+            Model to copy; a path or id comes back as it is.
+
+    Returns:
+        [`~transformers.PreTrainedModel`] or `str`: The copy, whose forward is its class's own.
+    """
+    copied = copy.deepcopy(model)
+    if isinstance(copied, nn.Module):
+        for module in copied.modules():
+            if isinstance(module, PreTrainedModel):
+                module.__dict__.pop("forward", None)
+    return copied
+
+
 class _WithholdingApi:
     """A Hub client whose folder uploads leave out what matches `patterns`."""
 
-    def __init__(self, api: Any, patterns: list[str]):
+    def __init__(self, api: Any, patterns: Sequence[str]):
         self._api = api
         self._patterns = patterns
 
     def upload_folder(self, *args: Any, ignore_patterns: list[str] | str | None = None, **kwargs: Any) -> Any:
         given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
-        return self._api.upload_folder(*args, ignore_patterns=given + self._patterns, **kwargs)
+        return self._api.upload_folder(*args, ignore_patterns=[*given, *self._patterns], **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._api, name)
 
 
 @contextlib.contextmanager
-def withheld_from_uploads(patterns: list[str]) -> Iterator[None]:
+def withheld_from_uploads(patterns: Sequence[str]) -> Iterator[None]:
     """Keeps files out of every folder the Trainer uploads inside the context.
 
     transformers (5.23) uploads `output_dir` and, with the `checkpoint` and `all_checkpoints` strategies, checkpoints,
@@ -161,7 +184,7 @@ def withheld_from_uploads(patterns: list[str]) -> Iterator[None]:
     moves, this raises before anything is uploaded.
 
     Args:
-        patterns (`list[str]`):
+        patterns (`Sequence[str]`):
             Glob patterns of paths relative to the uploaded folder; `*` crosses folders.
     """
     original = transformers.trainer.hf_api

@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import RLOOTrainer
 
 from ..configs import ReinforceConfig
@@ -25,7 +25,7 @@ from ..losses import compute_advantages, policy_gradient_loss
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
 from ._checks import check_dataset, check_prompt_lengths, check_rewards
-from ._records import record_advantages, record_samples
+from ._records import NEGATIVES, record_advantages, record_samples
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -33,8 +33,12 @@ from ._trl_bridge import (
     pad,
     score_from_true_positions,
     use_adapter,
+    withheld_from_uploads,
 )
 
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
@@ -116,10 +120,12 @@ class ReinforceTrainer(RLOOTrainer):
             }"""),
     }
     _config_cls = ReinforceConfig
+    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along
+    _withheld = (NEGATIVES, f"*/{NEGATIVES}")
 
     def __init__(
         self,
-        model: "str | PreTrainedModel",
+        model: "str | PreTrainedModel | PeftModel",
         reward_funcs: RewardFunc | list[RewardFunc],
         args: ReinforceConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
@@ -132,7 +138,9 @@ class ReinforceTrainer(RLOOTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        **kwargs: Any,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
     ):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -151,7 +159,9 @@ class ReinforceTrainer(RLOOTrainer):
             processing_class,
             reward_processing_classes,
             callbacks,
-            **kwargs,
+            optimizers,
+            quantization_config,
+            peft_config,
         )
 
         # Every update is made with the generations of the current policy: no ratio, no second pass.
@@ -255,12 +265,11 @@ class ReinforceTrainer(RLOOTrainer):
         return rows.view(-1, generations, *rows.shape[1:])
 
     def _to_units(self, prompts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The inverse of [`_to_prompts`]: (P, N, ...) to this process's (U, n, ...)."""
-        if prompts.shape[:2] == like.shape[:2] and like.size(1) > 1:
+        """The inverse of [`_to_prompts`]: (P, N, ...) to this process's (U, n, ...), (U, n) being the shape of `like`."""
+        if prompts.size(1) == like.size(1):
             return prompts
-        return prompts.flatten(0, 1)[self._local_rows(like.size(0) * like.size(1))].view(
-            *like.shape[:2], *prompts.shape[2:]
-        )
+        local = prompts.flatten(0, 1)[self._local_rows(like.numel())]
+        return local.view(*like.shape, *prompts.shape[2:])
 
     # Scoring
 
@@ -444,3 +453,12 @@ class ReinforceTrainer(RLOOTrainer):
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
             amend_model_card(Path(self.args.output_dir) / "README.md", self.args)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with withheld_from_uploads(self._withheld):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Uploads the policy as [`~transformers.Trainer.push_to_hub`] does; a proposal and negative data stay."""
+        with withheld_from_uploads(self._withheld):
+            return super().push_to_hub(*args, **kwargs)

@@ -4,12 +4,12 @@ Axis letters as in `reinforce_trainer.py`: U units of n policy samples and m pro
 V vocabulary.
 """
 
-import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..configs import RePULSeConfig
@@ -30,14 +30,16 @@ from ..rewards.transforms import (
 from ._cards import write_proposal_card
 from ._proposal import build_proposal, proposal_coefficients, proposal_loss
 from ._records import new_logs, record_samples, show_completions
-from ._trl_bridge import sampling_from, split_tensor_dict, withheld_from_uploads
+from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
 from .second_model import SecondModel
 
 
-# Folder of the proposal inside `output_dir` and inside each checkpoint, and what keeps it out of every upload.
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+# Folder of the proposal inside `output_dir` and inside each checkpoint.
 PROPOSAL_FOLDER = "proposal"
-_WITHHELD = [f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*", "negatives.jsonl", "*/negatives.jsonl"]
 # What a proposal update needs of a batch of its samples; everything else follows from the models.
 _DRAWN = (
     "prompt_ids",
@@ -105,15 +107,27 @@ class RePULSeTrainer(ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
+    _withheld = (*ReinforceTrainer._withheld, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
 
     def __init__(
         self,
-        model: "str | PreTrainedModel",
+        model: "str | PreTrainedModel | PeftModel",
         reward_funcs: RewardFunc | list[RewardFunc],
         args: RePULSeConfig | None = None,
-        *positional: Any,
-        proposal_model: "str | PreTrainedModel | None" = None,
-        **kwargs: Any,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
+        proposal_model: str | PreTrainedModel | None = None,
     ):
         if proposal_model is not None and args is not None and not args.has_proposal:
             raise ValueError(
@@ -125,22 +139,33 @@ class RePULSeTrainer(ReinforceTrainer):
                 "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
             )
         if proposal_model is None:
-            # Copied before TRL patches the policy's forward: the patch stays bound to the model it was made for.
+            # Copied before TRL wraps or patches the policy
             has_proposal = args is None or args.has_proposal
-            proposal_model = copy.deepcopy(model) if has_proposal else None
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+            proposal_model = copy_unpatched(model) if has_proposal else None
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+        )
 
         self.proposal: SecondModel | None = None
         if not self.args.has_proposal:
             return
-        module = build_proposal(proposal_model, self, kwargs.get("peft_config"), kwargs.get("quantization_config"))
+        module = build_proposal(proposal_model, self, peft_config, quantization_config)
         learning_rate = self.args.proposal_learning_rate
         self.proposal = SecondModel(
             module, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
-        self._proposal_loss_sum = 0.0
         if self.args.proposal_update_order == "after":
             self.add_callback(_UpdateProposalAfterPolicy(self))
 
@@ -449,12 +474,3 @@ class RePULSeTrainer(ReinforceTrainer):
             checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self.proposal.save_state(checkpoint / PROPOSAL_FOLDER)
         super()._save_checkpoint(model, trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with withheld_from_uploads(_WITHHELD):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Uploads the policy as [`~transformers.Trainer.push_to_hub`] does; the proposal and negative data stay."""
-        with withheld_from_uploads(_WITHHELD):
-            return super().push_to_hub(*args, **kwargs)

@@ -1,0 +1,164 @@
+"""Prompts from files: what is read, and what is refused."""
+
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, IterableDataset
+
+from trl_repulse import data
+from trl_repulse.data import load_prompts
+
+
+PLAIN = ["the cat, and the dog", "naïve “quotes”", "two\u2028lines\nhere"]
+CHATS = [
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
+]
+
+
+def write(path, prompts):
+    """The prompts as a file of the format that the suffix names, with a second column `tag`."""
+    rows = [{"prompt": prompt, "tag": i} for i, prompt in enumerate(prompts)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        quoted = ['"' + row["prompt"].replace('"', '""') + f'",{row["tag"]}' for row in rows]
+        path.write_text("\n".join(["prompt,tag", *quoted]) + "\n", encoding="utf-8", newline="")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
+def test_plain_prompts(tmp_path, suffix):
+    dataset = load_prompts(write(tmp_path / f"prompts{suffix}", PLAIN))
+    assert isinstance(dataset, Dataset)
+    assert dataset["prompt"][:] == PLAIN
+    assert [int(tag) for tag in dataset["tag"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_conversational_prompts(tmp_path, suffix):
+    assert load_prompts(str(write(tmp_path / f"prompts{suffix}", CHATS)))["prompt"][:] == CHATS
+
+
+def test_json_with_one_row_a_line(tmp_path):
+    path = write(tmp_path / "prompts.jsonl", PLAIN).rename(tmp_path / "prompts.json")
+    assert load_prompts(path)["prompt"][:] == PLAIN
+
+
+def test_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt\nhello\n", encoding="utf-8-sig")
+    assert load_prompts(path)["prompt"][:] == ["hello"]
+
+
+def test_streaming(tmp_path):
+    dataset = load_prompts(write(tmp_path / "prompts.jsonl", PLAIN), streaming=True)
+    assert isinstance(dataset, IterableDataset)
+    assert [row["prompt"] for row in dataset] == PLAIN
+
+
+def test_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "prompts.jsonl", PLAIN)
+    assert len(load_prompts("~/prompts.jsonl")) == 3
+
+
+REFUSED = {
+    "empty.jsonl": ("", "is empty; give it at least one row"),
+    "header.csv": ("prompt,tag\n", "is empty; give it at least one row"),
+    "column.jsonl": ('{"question": "a", "tag": 1}\n', "no column `prompt`, only question, tag; rename the column"),
+    "column.csv": ("question\na\n", "no column `prompt`, only question; rename the column"),
+    "null.jsonl": ('{"prompt": "a"}\n{"prompt": null}\n', "Row 2 of .* has an empty `prompt`; fill it in or drop"),
+    "missing.jsonl": ('{"prompt": "a"}\n{"tag": 1}\n', "Row 2 of .* has an empty `prompt`"),
+    "blank.csv": ("prompt,tag\na,1\n ,2\n", "Row 2 of .* has an empty `prompt`"),
+    "no_messages.jsonl": ('{"prompt": []}\n', "Row 1 of .* has an empty `prompt`"),
+    "number.jsonl": ('{"prompt": 3}\n', "Row 1 of .* neither text nor a list of messages .* write it"),
+    "no_role.jsonl": ('{"prompt": [{"content": "a"}]}\n', "Row 1 of .* neither text nor a list of messages"),
+    "parts.jsonl": ('{"prompt": [{"role": "user", "content": [1]}]}\n', "Row 1 of .* neither text nor a list of"),
+    "mixed.jsonl": (
+        '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n',
+        "Row 2 of .* differs in kind from row 1; make every `prompt`",
+    ),
+    "types.jsonl": ('{"prompt": "a", "tag": 1}\n{"prompt": "b", "tag": "c"}\n', "mixes types .* give each column"),
+    "image.jsonl": ('{"prompt": "a", "image": "b.png"}\n', "has a column `image`, but only text"),
+    "broken.jsonl": ('{"prompt": "a"}\n{"prompt": \n', "Line 2 of .* is not valid JSON .* write one object a line"),
+    "strings.json": ('["a", "b"]', "Row 1 of .* is not an object; write each row as"),
+    "comma.csv": ("prompt,tag\nhello, world,1\n", "Row 1 of .* more fields than the header; put text"),
+    "fake.parquet": ("prompt", "cannot be read as parquet .* mend the file"),
+    "prompts.txt": ("a\n", "has the suffix '.txt'; convert it to a .jsonl, .json, .csv or .parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_files(tmp_path, name):
+    text, message = REFUSED[name]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        load_prompts(tmp_path / name)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_file_that_is_no_text(tmp_path):
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=re.escape("prompts.jsonl` cannot be read as jsonl (")):
+        load_prompts(tmp_path / "prompts.jsonl")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.tsv", "./prompts", "/nowhere/prompts", "~/prompts"])
+def test_missing_file(name, monkeypatch):
+    monkeypatch.setattr(data, "load_dataset", lambda *args, **kwargs: pytest.fail("taken for a data set on the Hub"))
+    with pytest.raises(
+        ValueError, match="There is no file .* give the path of a .jsonl, .json, .csv or .parquet file"
+    ):
+        load_prompts(name)
+
+
+def test_a_file_has_one_split(tmp_path):
+    path = write(tmp_path / "prompts.jsonl", PLAIN)
+    with pytest.raises(ValueError, match="one file with one split, 'train', and has no split 'test'; ask for 'train'"):
+        load_prompts(path, split="test")
+
+
+class TestHub:
+    """What is asked of `datasets.load_dataset`, which is replaced: there is no network."""
+
+    @pytest.fixture(autouse=True)
+    def hub(self, monkeypatch):
+        self.calls, self.answer = [], Dataset.from_dict({"prompt": PLAIN})
+
+        def load_dataset(*args, **kwargs):
+            self.calls.append((args, kwargs))
+            return self.answer.to_iterable_dataset() if kwargs["streaming"] else self.answer
+
+        monkeypatch.setattr(data, "load_dataset", load_dataset)
+
+    @pytest.mark.parametrize("name", ["squad", "org/data-v1.2", "org/name"])
+    def test_name_split_and_config_are_passed_on(self, name):
+        assert load_prompts(name, split="test", config="en")["prompt"][:] == PLAIN
+        assert self.calls == [((name, "en"), {"split": "test", "streaming": False})]
+
+    def test_folder(self, tmp_path):
+        load_prompts(tmp_path)
+        assert self.calls == [((str(tmp_path), None), {"split": "train", "streaming": False})]
+
+    def test_streaming(self):
+        assert isinstance(load_prompts("org/name", streaming=True), IterableDataset)
+
+    def test_missing_column(self):
+        self.answer = Dataset.from_dict({"question": ["a"]})
+        with pytest.raises(ValueError, match="`org/name` has no column `prompt`, only question"):
+            load_prompts("org/name")
+
+    def test_bad_row(self):
+        self.answer = Dataset.from_dict({"prompt": ["a", None]})
+        with pytest.raises(ValueError, match="Row 2 of `org/name` has an empty `prompt`"):
+            load_prompts("org/name")

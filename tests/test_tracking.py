@@ -1,0 +1,288 @@
+"""Exact evaluation along a run: counts, clocks, history, files."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.tracking import (
+    ExactTrackingCallback,
+    TrackingCallback,
+    format_table,
+    write_results,
+)
+from trl_repulse.plots import plot_training
+
+
+pytestmark = pytest.mark.trainer
+
+BASE = {
+    "max_completion_length": 1,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "beta": 0.0,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def make_trainer(folder, repulse=True, reward=None, **settings):
+    config, trainer = (RePULSeConfig, RePULSeTrainer) if repulse else (ReinforceConfig, ReinforceTrainer)
+    if repulse:
+        settings = {"target_dist_beta": -1.0, "alpha": 1.0} | settings
+    return trainer(
+        model=embedded.policy_path(),
+        reward_funcs=embedded.reward_model_path() if reward is None else reward,
+        args=config(output_dir=str(folder), **BASE | settings),
+        train_dataset=embedded.load_prompts().repeat(4),
+    )
+
+
+def initial_policy():
+    return AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+
+    def reward(texts):
+        return torch.tensor([float(len(text)) for text in texts])
+
+    return ExactEvaluator(
+        tokenizer,
+        embedded.load_prompts()["prompt"][:3],
+        reward,
+        embedded.bad_token_ids(tokenizer),
+        1,
+        reference_model=initial_policy(),
+    )
+
+
+def keys(report):
+    return {"expected_reward": report.expected_reward, "log_prob_bad": report.log_prob_bad, "kl": report.kl}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"alpha": 0.0},
+        {"use_policy_as_proposal": True},
+        {"num_proposal_generations": 6, "proposal_updates_per_step": 2},
+        {"proposal_update_order": "after"},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+        {"steps_per_generation": 2, "num_iterations": 2},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_samples_are_those_drawn(tmp_path, settings):
+    drawn = 0
+
+    def reward(completions, **kwargs):
+        nonlocal drawn
+        drawn += len(completions)
+        return [float(len(completion)) for completion in completions]
+
+    trainer = make_trainer(tmp_path, reward=reward, max_steps=5, **settings)
+    tracking = TrackingCallback(trainer)
+    trainer.add_callback(tracking)
+    trainer.train()
+    assert tracking.updates == 5
+    assert tracking.samples == drawn > 0
+
+
+def test_history(tmp_path, evaluator):
+    trainer = make_trainer(tmp_path, max_steps=5)
+    tracking = ExactTrackingCallback(evaluator, trainer, every=2)
+    trainer.add_callback(tracking)
+    trainer.train()
+    history = tracking.history
+    assert [entry["update"] for entry in history] == [0, 2, 4, 5]
+    assert [entry["samples"] for entry in history] == [0, 32, 64, 80]
+    seconds = [entry["seconds"] for entry in history]
+    assert seconds == sorted(seconds)
+    assert tracking.seconds >= seconds[-1] > seconds[0] >= 0
+    start = keys(evaluator.evaluate(initial_policy()))
+    assert history[0]["policy"] == history[0]["proposal"] == pytest.approx(start)
+    assert start["kl"] == pytest.approx(0, abs=1e-6)
+    assert history[-1]["policy"] == pytest.approx(keys(evaluator.evaluate(trainer.model)))
+    assert history[-1]["proposal"] == pytest.approx(keys(evaluator.evaluate(trainer.proposal.module)))
+    assert history[-1]["policy"]["kl"] > 1e-5
+    assert history[-1]["policy"] != history[-1]["proposal"]
+
+
+@pytest.mark.parametrize("repulse", [True, False])
+def test_history_without_a_proposal(tmp_path, evaluator, repulse):
+    trainer = make_trainer(tmp_path, repulse, max_steps=2, **({"alpha": 0.0} if repulse else {}))
+    tracking = ExactTrackingCallback(evaluator, trainer, every=2)
+    trainer.add_callback(tracking)
+    trainer.train()
+    assert [entry["update"] for entry in tracking.history] == [0, 2]
+    assert [entry["samples"] for entry in tracking.history] == [0, 16]
+    assert all(entry["proposal"] is None for entry in tracking.history)
+
+
+def test_a_second_run_starts_anew(tmp_path, evaluator):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    tracking = ExactTrackingCallback(evaluator, trainer)
+    trainer.add_callback(tracking)
+    trainer.train()
+    middle = tracking.history[-1]["policy"]
+    trainer.train()
+    assert [(entry["update"], entry["samples"]) for entry in tracking.history] == [(0, 0), (2, 32)]
+    assert tracking.history[0]["policy"] == pytest.approx(middle)
+
+
+@pytest.mark.invariant
+def test_tracking_leaves_the_run_alone(tmp_path, evaluator):
+    weights = []
+    for tracked in (False, True):
+        trainer = make_trainer(tmp_path, max_steps=3)
+        if tracked:
+            trainer.add_callback(ExactTrackingCallback(evaluator, trainer, every=1))
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
+    trainer = make_trainer(tmp_path, repulse=False, max_steps=2)
+    tracking = ExactTrackingCallback(evaluator, trainer, every=1)
+    evaluate, pause = evaluator.evaluate, 0.2
+
+    def slow(model):
+        time.sleep(pause)
+        return evaluate(model)
+
+    monkeypatch.setattr(evaluator, "evaluate", slow)
+    trainer.add_callback(tracking)
+    start = time.perf_counter()
+    trainer.train()
+    elapsed = time.perf_counter() - start
+    assert 0 < tracking.seconds <= elapsed - 4 * pause  # at the start, after each update, at the end
+    stopped = tracking.seconds
+    time.sleep(0.01)
+    assert tracking.seconds == stopped
+
+
+def test_from_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    prompts, bad = embedded.load_prompts()["prompt"][:2], embedded.bad_token_ids(trainer.processing_class)
+    tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial_policy(), every=3)
+    assert tracking.every == 3
+    assert tracking.evaluator.rewards.shape[0] == 2
+    assert tracking.evaluator.max_completion_length == 1
+    assert tracking.evaluator.evaluate(trainer.model).kl == pytest.approx(0, abs=1e-6)
+
+
+def test_what_is_refused(tmp_path, evaluator, reward):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="`every=0` must be at least 1"):
+        ExactTrackingCallback(evaluator, trainer, every=0)
+    with pytest.raises(ValueError, match="A prompt of .* exceed the model's context of .* shorten or drop the prompt"):
+        ExactTrackingCallback.from_trainer(trainer, ["the " * 500], [0])
+    with pytest.raises(ValueError, match="needs plain-text prompts; evaluate conversations by sampling"):
+        ExactTrackingCallback.from_trainer(trainer, [[{"role": "user", "content": "a"}]], [0])
+    with pytest.raises(ValueError, match="needs `reward_funcs` to be one reward model; build `ExactEvaluator`"):
+        ExactTrackingCallback.from_trainer(make_trainer(tmp_path, reward=reward, max_steps=1), ["the"], [0])
+
+
+class TestFiles:
+    """What is written of a run, here an invented one."""
+
+    @pytest.fixture
+    def tracking(self, tmp_path, evaluator):
+        tracking = ExactTrackingCallback(evaluator, make_trainer(tmp_path, max_steps=1))
+        tracking.updates = 20
+        tracking.history = [
+            {
+                "update": update,
+                "samples": 64 * update,
+                "seconds": 0.5 * update,
+                "policy": {"expected_reward": 1.0 + update, "log_prob_bad": bad, "kl": kl},
+                "proposal": {"expected_reward": -1.0 * update, "log_prob_bad": -1.0, "kl": 0.5},
+            }
+            for update, bad, kl in ((0, -2.5, 0.0), (10, -4.0, 0.25), (20, -math.inf, None))
+        ]
+        return tracking
+
+    def test_results(self, tmp_path, tracking):
+        path = tmp_path / "new" / "results.json"
+        write_results(
+            path, "RePULSe", 7, tracking, {"alpha": 0.1, "device": torch.device("cpu")}, {"reward": math.nan}
+        )
+        results = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
+        assert list(results) == [
+            "method",
+            "seed",
+            "samples",
+            "policy_updates",
+            "initial",
+            "final",
+            "seconds",
+            "metrics",
+            "history",
+            "settings",
+        ]
+        assert (results["method"], results["seed"], results["policy_updates"]) == ("RePULSe", 7, 20)
+        assert results["initial"] == {"expected_reward": 1.0, "log_prob_bad": -2.5, "kl": 0.0}
+        assert results["final"] == {"expected_reward": 21.0, "log_prob_bad": None, "kl": None}
+        assert results["history"][1] == tracking.history[1]
+        assert results["settings"] == {"alpha": 0.1, "device": "cpu"}
+        assert results["metrics"] == {"reward": None}
+
+    def test_results_without_exact_evaluation(self, tmp_path, tracking):
+        write_results(tmp_path / "results.json", "REINFORCE", 0, TrackingCallback(tracking.trainer), {})
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert results["initial"] is results["final"] is None
+        assert results["history"] == []
+        assert results["samples"] == 0
+
+    def test_table(self, tracking):
+        lines = format_table(tracking).splitlines()
+        assert lines[0].split() == ["start", "end"]
+        assert lines[2].split() == ["expected", "reward", "1.0000", "21.0000"]
+        assert lines[3].split() == ["exact", "log", "P(bad),", "nats", "-2.5000", "-inf"]
+        assert lines[4].split() == ["KL", "to", "reference,", "nats", "0.0000", "-"]
+        assert [line.split()[0] for line in lines[5:]] == ["samples", "seconds"]
+        assert len(set(map(len, lines))) == 1
+
+    def test_table_without_exact_evaluation(self, tracking):
+        table = format_table(TrackingCallback(tracking.trainer), {"reward": 0.123456, "step": 3})
+        lines = [line.split() for line in table.splitlines()]
+        assert ["reward", "0.1235"] in lines
+        assert ["step", "3"] in lines
+        assert ["samples", "drawn", "0"] in lines
+
+    @pytest.mark.parametrize("x", ["samples", "update"])
+    def test_figure(self, tmp_path, tracking, x):
+        pytest.importorskip("matplotlib")
+        path = tmp_path / "new" / "training.png"
+        plot_training(tracking.history, path, x)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 10_000
+
+    def test_figure_without_a_proposal_or_finite_values(self, tmp_path, tracking):
+        pytest.importorskip("matplotlib")
+        history = [entry | {"proposal": None} for entry in tracking.history]
+        history[0]["policy"]["log_prob_bad"] = None
+        plot_training(history, tmp_path / "training.pdf")
+        assert (tmp_path / "training.pdf").read_bytes().startswith(b"%PDF")
+
+    def test_figure_without_matplotlib(self, tmp_path, tracking, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match="get it with `pip install trl-repulse\\[plots\\]`"):
+            plot_training(tracking.history, tmp_path / "training.png")
