@@ -25,7 +25,9 @@ def test_defaults(make):
     assert config.disable_dropout
 
 
-@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"use_policy_as_proposal": True}])
+@pytest.mark.parametrize(
+    "kwargs", [{"alpha": 0.0}, {"alpha": 0.0, "proposal_learning_rate": 1e-4}, {"use_policy_as_proposal": True}]
+)
 def test_configurations_without_a_second_model(make, kwargs):
     assert not make(**kwargs).has_proposal
 
@@ -55,7 +57,7 @@ REFUSED = [
         {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0},
     ),
     ("num_proposal_generations", {"num_proposal_generations": 1}),
-    ("num_proposal_generations", {"alpha": 0.0, "num_proposal_generations": 4}),
+    ("num_proposal_generations", {"use_policy_as_proposal": True, "num_proposal_generations": 4}),
     (
         "num_proposal_generations",
         {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},

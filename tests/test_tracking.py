@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.tracking import (

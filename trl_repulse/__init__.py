@@ -14,7 +14,7 @@ _EXPORTS = {
     "ReinforceTrainer": "trainers",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = ["RePULSeConfig", "RePULSeTrainer", "ReinforceConfig", "ReinforceTrainer", "__version__"]
 
 if TYPE_CHECKING:
     from .configs import ReinforceConfig, RePULSeConfig

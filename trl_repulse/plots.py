@@ -1,5 +1,6 @@
 """Figures of a training run. They need matplotlib (`pip install trl-repulse[plots]`)."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ def plot_training(
     for panel, (quantity, (title, unit)) in zip(axes, _PANELS.items(), strict=True):
         for model, (label, colour, style) in _MODELS.items():
             points = [(entry[x], entry[model][quantity]) for entry in history if entry[model] is not None]
-            points = [(place, value) for place, value in points if value is not None]
+            points = [(place, value) for place, value in points if value is not None and math.isfinite(value)]
             if not points:
                 continue
             panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)

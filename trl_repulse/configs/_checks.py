@@ -65,9 +65,13 @@ def check_repulse_config(args: "RePULSeConfig") -> None:
     require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 is plain REINFORCE)")
     _check_target(args)
     _check_schedules(args)
-    if args.alpha > 0:
-        _check_sampling(args)
-        _check_negative_term(args)
+    if args.alpha == 0:
+        # One switch to plain REINFORCE: what belongs to the proposal may stay in a configuration file
+        remedy = "contradicts `alpha=0`, plain REINFORCE; set `alpha` above 0"
+        require(args, not args.use_policy_as_proposal, "use_policy_as_proposal", remedy)
+        return
+    _check_sampling(args)
+    _check_negative_term(args)
     if args.has_proposal:
         _check_proposal(args)
     else:
@@ -162,7 +166,6 @@ def _check_proposal(args: "RePULSeConfig") -> None:
 
 
 def _check_no_proposal(args: "RePULSeConfig") -> None:
-    reason = "`alpha=0`" if args.alpha == 0 else "`use_policy_as_proposal=True`"
     unset = {
         "num_proposal_generations": None,
         "proposal_learning_rate": None,
@@ -171,8 +174,6 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
         "proposal_loss": "ctl",
         "proposal_parameterization": "token",
     }
-    if args.alpha == 0:
-        unset["use_policy_as_proposal"] = False
     for name, default in unset.items():
-        remedy = f"contradicts {reason}, which builds no proposal; leave it at {default!r}"
+        remedy = f"contradicts `use_policy_as_proposal=True`, which builds no second model; leave it at {default!r}"
         require(args, getattr(args, name) == default, name, remedy)

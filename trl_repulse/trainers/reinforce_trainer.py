@@ -87,7 +87,7 @@ class ReinforceTrainer(RLOOTrainer):
     >>> trainer = ReinforceTrainer(
     ...     model=policy_path(),
     ...     reward_funcs=reward_model_path(),
-    ...     args=ReinforceConfig(output_dir="out", max_completion_length=2),
+    ...     args=ReinforceConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False),
     ...     train_dataset=load_prompts(),
     ... )
     >>> trainer.train()

@@ -80,10 +80,11 @@ class RePULSeTrainer(ReinforceTrainer):
     >>> from trl_repulse import RePULSeConfig, RePULSeTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
+    >>> args = RePULSeConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
     >>> trainer = RePULSeTrainer(
     ...     model=policy_path(),
     ...     reward_funcs=reward_model_path(),
-    ...     args=RePULSeConfig(output_dir="out", max_completion_length=2, target_dist_beta=-1.0),
+    ...     args=args,
     ...     train_dataset=load_prompts(),
     ... )
     >>> trainer.train()
