@@ -185,7 +185,7 @@ class RePULSeTrainer(ReinforceTrainer):
         off_policy = mode == "train" and not self._on_policy
         if off_policy or not self._whole(mode):
             log_p = self._score(self.model, batch, ("proposal_completion",), gradient=False)[0]
-            log_q = self._score(self.proposal.engine, batch, ("proposal_completion",), gradient=False)[0]
+            log_q = self._score(self.proposal.module, batch, ("proposal_completion",), gradient=False)[0]
             batch |= {"proposal_old_log_p": log_p, "proposal_old_log_q": log_q}  # (U, m, T)
             batch |= self._weigh(batch, log_p, log_q)
             if not self._whole(mode):
@@ -346,7 +346,9 @@ class RePULSeTrainer(ReinforceTrainer):
         old_log_p = inputs.get("old_log_p", log_p.detach())
         sampled_log_p = inputs.get("proposal_old_log_p", log_p_negative.detach())
         with self.proposal.gradient_sync(not learn or self.accelerator.sync_gradients):
-            log_q_now = self._score(self.proposal.engine, inputs, (name,), gradient=learn)[0]
+            # Without gradient the bare model serves; wrappers are for passes that carry one
+            proposal = self.proposal.engine if learn else self.proposal.module
+            log_q_now = self._score(proposal, inputs, (name,), gradient=learn)[0]
             sampled_log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
 
             # Weigh, unless that was done when the samples were drawn

@@ -1,0 +1,72 @@
+"""Three RePULSe updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from trl_repulse import RePULSeConfig
+
+from .conftest import build_model, build_tokenizer, word_reward
+from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, RecordedRePULSe
+
+
+class RecordedByRow(RecordedRePULSe):
+    """The recorded completion of each row of the batch over all processes: prompts may lie on several of them."""
+
+    def _generate(self, prompts):
+        table = PROPOSAL if self._sampling_proposal() else POLICY
+        first = self.accelerator.process_index * len(prompts)
+        completions = [table[PROMPTS.index(prompt)][(first + i) % N] for i, prompt in enumerate(prompts)]
+        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+        return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
+
+
+def main(folder: str, batch_size: str, accumulation: str) -> None:
+    tokenizer = build_tokenizer()
+    args = RePULSeConfig(
+        output_dir=f"{folder}/run",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        max_steps=3,
+        per_device_train_batch_size=int(batch_size),
+        gradient_accumulation_steps=int(accumulation),
+        num_generations=N,
+        max_completion_length=3,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        alpha=2.0,
+        target_dist_beta=-0.7,
+        beta=0.3,
+    )
+    policy = build_model("gpt2", len(tokenizer), seed=0)
+    policy.config._name_or_path = f"{folder}/reference"  # saved by the test
+    trainer = RecordedByRow(
+        model=policy,
+        reward_funcs=word_reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tokenizer,
+        proposal_model=build_model("gpt2", len(tokenizer), seed=1),
+    )
+    trainer.train()
+    models = {"policy": policy, "proposal": trainer.proposal.module}
+    flat = {name: torch.cat([p.detach().flatten() for p in model.parameters()]) for name, model in models.items()}
+    if trainer.accelerator.is_main_process:
+        result = {
+            "world_size": trainer.accelerator.num_processes,
+            "logs": trainer.state.log_history[:3],
+            "parameters": {name: values.tolist() for name, values in flat.items()},
+        }
+        Path(folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

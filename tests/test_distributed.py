@@ -1,0 +1,59 @@
+"""Two processes train what one trains: prompts whole on a process, or cut apart over processes and micro-batches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import build_model
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.trainer]
+
+METRICS = (
+    "loss",
+    "grad_norm",
+    "kl",
+    "return",
+    "proposal/loss",
+    "proposal/grad_norm",
+    "proposal/ess",
+    "proposal/log_z",
+)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory, tokenizer):
+    def launch(processes, batch_size, accumulation):
+        folder = tmp_path_factory.mktemp("run")
+        build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command += ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        root = Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        result = json.loads((folder / "result.json").read_text())
+        assert result["world_size"] == processes
+        return result
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def alone(launch):
+    return launch(1, 8, 1)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2)])
+def test_two_processes_equal_one(launch, alone, batch_size, accumulation):
+    together = launch(2, batch_size, accumulation)
+    for name, expected in alone["parameters"].items():
+        actual = torch.tensor(together["parameters"][name])
+        torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    for one, two in zip(alone["logs"], together["logs"], strict=True):
+        assert {name: two[name] for name in METRICS} == pytest.approx({name: one[name] for name in METRICS}, rel=1e-4)
