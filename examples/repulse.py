@@ -25,6 +25,10 @@ from trl_repulse.evaluation.tracking import ExactTrackingCallback, TrackingCallb
 from trl_repulse.plots import plot_training
 
 
+# Of the metrics logged last, where nothing can be computed exactly
+SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
+
+
 @dataclass
 class RePULSeScriptArguments(ScriptArguments):
     """TRL's script arguments; `dataset_name` may also be a .jsonl, .json, .csv or .parquet file of prompts."""
@@ -66,7 +70,8 @@ def report(trainer: RePULSeTrainer, tracking: TrackingCallback) -> None:
     method = "RePULSe" if trainer.proposal else "RePULSe (policy as proposal)" if args.alpha else "REINFORCE"
     metrics = next((logs for logs in reversed(trainer.state.log_history) if "reward" in logs), {})
     write_results(output_dir / "results.json", method, args.seed, tracking, args.to_dict(), metrics)
-    print(f"\n{method}, seed {args.seed}\n{format_table(tracking, metrics)}\n")
+    shown = {name: metrics[name] for name in SHOWN if name in metrics}
+    print(f"\n{method}, seed {args.seed}\n{format_table(tracking, shown)}\n")
     if isinstance(tracking, ExactTrackingCallback):
         try:
             plot_training(tracking.history, output_dir / "training.png")

@@ -39,7 +39,8 @@ def main(folder: str, batch_size: str, accumulation: str) -> None:
         gradient_accumulation_steps=int(accumulation),
         num_generations=N,
         max_completion_length=3,
-        learning_rate=1e-3,
+        optim="sgd",  # Adam would blow up the rounding noise of gradients that are 0
+        learning_rate=1e-2,
         lr_scheduler_type="constant",
         shuffle_dataset=False,
         alpha=2.0,
