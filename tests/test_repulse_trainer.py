@@ -379,6 +379,8 @@ def test_refused_models(make, model_dirs, tokenizer):
 def test_refused_data(make):
     with pytest.raises(ValueError, match="no column `prompt`, only question"):
         make(dataset=Dataset.from_dict({"question": ["a"]}))
+    with pytest.raises(ValueError, match="has 1 prompts, but one batch of generations takes 4"):
+        make(dataset=Dataset.from_dict({"prompt": ["the cat"]}))
     with pytest.raises(ValueError, match="is empty"):
         make(dataset=Dataset.from_dict({"prompt": []}))
     with pytest.raises(ValueError, match="exceed the model's context of 32 tokens"):
@@ -392,6 +394,15 @@ def test_infinite_rewards_are_refused(make, value):
 
     with pytest.raises(ValueError, match="'broken' returned .*inf"):
         make(reward_funcs=broken).train()
+
+
+def test_nan_from_a_reward_model_is_refused(make, model_dirs):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(model_dirs["gpt2"], num_labels=1)
+    torch.nn.init.constant_(model.score.weight, torch.nan)
+    with pytest.raises(ValueError, match="returned nan .* check its weights"):
+        make(reward_funcs=model).train()
 
 
 def test_samples_without_a_reward_take_part_in_nothing(make):

@@ -40,6 +40,27 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
         )
 
 
+def check_dataset_size(dataset: Dataset | IterableDataset | None, prompts_per_batch: int) -> None:
+    """
+    Refuses a training set that TRL's sampler would drop whole, training nothing.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+            Training set; a stream passes.
+        prompts_per_batch (`int`):
+            Prompts of one generation batch, over all processes.
+
+    Raises:
+        `ValueError`: If there are fewer rows than one generation batch takes.
+    """
+    if isinstance(dataset, Dataset) and len(dataset) < prompts_per_batch:
+        raise ValueError(
+            f"`train_dataset` has {len(dataset)} prompts, but one batch of generations takes {prompts_per_batch} "
+            "(`generation_batch_size` / `num_generations`), so nothing would be trained; use smaller batches, more "
+            "generations, or repeat the prompts with `dataset.repeat`."
+        )
+
+
 def check_prompt_lengths(
     prompt_ids: list[list[int]], prompts: list[Any], config: PretrainedConfig, max_completion_length: int
 ) -> None:
@@ -70,23 +91,34 @@ def check_prompt_lengths(
             )
 
 
-def check_rewards(rewards_per_func: torch.Tensor, names: list[str]) -> None:
+def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: list[bool]) -> None:
     """
-    Refuses infinite rewards. NaN, TRL's mark of "no reward", passes: such samples are excluded.
+    Refuses rewards that are not numbers.
+
+    NaN is TRL's mark of "no reward" when a function returned `None`: such a sample is excluded. From a reward model it
+    can only be a fault.
 
     Args:
         rewards_per_func (`torch.Tensor` of shape `(B, F)`):
             Rewards, one column a reward function.
         names (`list[str]`):
             Names of the reward functions.
+        are_models (`list[bool]`):
+            Which of them are reward models.
 
     Raises:
-        `ValueError`: If a reward is infinite.
+        `ValueError`: If a reward is infinite, or a reward model gave NaN.
     """
-    infinite = rewards_per_func.isinf()
-    if infinite.any():
-        row, column = infinite.nonzero()[0].tolist()
+    models = torch.tensor(are_models, device=rewards_per_func.device)
+    refused = rewards_per_func.isinf() | (rewards_per_func.isnan() & models)
+    if refused.any():
+        row, column = refused.nonzero()[0].tolist()
+        remedy = (
+            "check its weights and precision"
+            if are_models[column]
+            else "return `None` to exclude a sample, or clamp the reward"
+        )
         raise ValueError(
             f"The reward function '{names[column]}' returned {rewards_per_func[row, column].item()} for a completion; "
-            "rewards must be finite. Return `None` to exclude a sample, or clamp the reward."
+            f"rewards must be finite: {remedy}."
         )

@@ -24,7 +24,7 @@ from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
-from ._checks import check_dataset, check_prompt_lengths, check_rewards
+from ._checks import check_dataset, check_dataset_size, check_prompt_lengths, check_rewards
 from ._records import NEGATIVES, record_advantages, record_samples
 from ._trl_bridge import (
     disable_gradient_checkpointing,
@@ -146,6 +146,7 @@ class ReinforceTrainer(RLOOTrainer):
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
         check_dataset(train_dataset, "train_dataset")
+        check_dataset_size(train_dataset, args.generation_batch_size // args.num_generations)
         evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         for name, dataset in evals.items():
             check_dataset(dataset, name)
@@ -185,7 +186,8 @@ class ReinforceTrainer(RLOOTrainer):
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, completions = self._generate(prompts)
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        check_rewards(rewards_per_func, self.reward_func_names)
+        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
+        check_rewards(rewards_per_func, self.reward_func_names, are_models)
 
         # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
         rewards = (rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
