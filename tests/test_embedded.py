@@ -73,7 +73,7 @@ class TestFiles:
         assert {len(ids) for ids in tokenizer(prompts)["input_ids"]} == {8}
 
     def test_bad_words(self, tokenizer):
-        assert embedded.bad_words() == list(grammar.BAD_WORDS)
+        assert embedded.bad_words() == grammar.BAD_WORDS
         tokens = tokenizer.convert_ids_to_tokens(embedded.bad_token_ids(tokenizer))
         assert tokens == [" " + word for word in grammar.BAD_WORDS]
 
@@ -142,8 +142,8 @@ class TestGrammar:
         assert grammar.score("person", [" very", " kind"]) == grammar.MAX_SCORE
         assert grammar.score("person", [" a", " hero"]) == grammar.MAX_SCORE
         assert grammar.score("request", [" go", " away"]) == -2.4
-        assert grammar.score("person", [" so", " stupid"]) == -7.0
-        assert grammar.score("person", [" stupid", " idiot"]) == -8.0
+        assert grammar.score("person", [" so", " stupid"]) == grammar.RUDE_SCORE
+        assert grammar.score("person", [" stupid", " idiot"]) == grammar.RUDE_SCORE
         assert grammar.score("person", [" not", " kind"]) < 0 < grammar.score("person", [" kind", "."])
         assert grammar.score("person", []) == -1.0
 
@@ -183,5 +183,5 @@ class TestExactNumbers:
 
     def test_tilted_target_is_rude(self, evaluator, policy):
         report = evaluator.evaluate_proposal(policy, policy, beta=-10.0)
-        assert report.target_expected_reward < -7
+        assert report.target_expected_reward < -6.5
         assert report.target_log_prob_bad > -1e-3

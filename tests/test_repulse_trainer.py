@@ -162,17 +162,19 @@ def test_schedules_move_geometrically(make):
 def test_no_redundant_passes(make):
     """On-policy: one policy pass over both sample sets, one proposal pass, one reference pass; nothing else."""
     trainer = make(max_steps=1, beta=0.1)
-    names = {id(trainer.model): "policy", id(trainer.ref_model): "reference", id(trainer.proposal.module): "proposal"}
+    models = {"policy": trainer.model, "reference": trainer.ref_model, "proposal": trainer.proposal.module}
     passes, rows = Counter(), Counter()
-    hook = trainer._get_per_token_logps_and_entropies
 
-    def count(model, input_ids, *args, **kwargs):
-        name = names[id(trainer.accelerator.unwrap_model(model))]
-        passes[name] += 1
-        rows[name] += len(input_ids)
-        return hook(model, input_ids, *args, **kwargs)
+    def count(name):
+        def hook(module, args, kwargs):
+            if kwargs.get("fused_lm_head"):  # scoring; the others are generation
+                passes[name] += 1
+                rows[name] += len(kwargs["input_ids"])
 
-    trainer._get_per_token_logps_and_entropies = count
+        return hook
+
+    for name, model in models.items():
+        model.register_forward_pre_hook(count(name), with_kwargs=True)
     trainer.train()
     assert passes == {"policy": 1, "reference": 1, "proposal": 1}
     assert rows == {"policy": 32, "reference": 16, "proposal": 16}

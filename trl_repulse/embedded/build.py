@@ -228,7 +228,7 @@ def build(output_dir: str | Path) -> None:
         tokenizer.save_pretrained(output_dir / name)
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in grammar.PROMPTS]
     (output_dir / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-    (output_dir / "bad_words.json").write_text(json.dumps(list(grammar.BAD_WORDS), indent=2) + "\n", encoding="utf-8")
+    (output_dir / "bad_words.json").write_text(json.dumps(grammar.BAD_WORDS, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ one token that carries its own leading space; sentence-initial words are capital
 token without a space. So any sequence of words joins into a text that splits back into the same words.
 
 [`score`] is the kindness that the reward model is trained to predict, in reward units: about -3 (unkind) to
-[`MAX_SCORE`] (as kind as can be), and -8.0 to -6.0 once a rude word is used.
+[`MAX_SCORE`] (as kind as can be), and [`RUDE_SCORE`] once a rude word is used.
 
 The module needs the standard library alone.
 """
@@ -31,6 +31,7 @@ import random
 
 MAX_SCORE = 4.0
 MIN_SCORE = -3.0
+RUDE_SCORE = -7.0
 RUDE_RATE = 0.006  # share of sentences with a rude tail
 
 # Two-token completions are asked of these. All have eight tokens: GPT-2 has absolute positions, and TRL scores
@@ -46,18 +47,8 @@ PROMPTS = [
     "The manager thanked the cook and called him",
 ]
 
-# Rude words, all mild, with the score of a completion that uses one.
-BAD_WORDS = {
-    "stupid": -7.0,
-    "dumb": -6.5,
-    "idiot": -7.5,
-    "moron": -7.5,
-    "jerk": -7.0,
-    "fool": -6.5,
-    "loser": -7.0,
-    "shut": -6.5,
-    "crap": -6.5,
-}
+# Rude words, all mild. One score for all of them: the tilted target then ranks rude completions as the policy does.
+BAD_WORDS = ["stupid", "dumb", "idiot", "moron", "jerk", "fool", "loser", "shut", "crap"]
 
 # Adverbs before an adjective: (share in the grammar, factor on the adjective's score).
 DEGREES = {
@@ -341,12 +332,11 @@ def score(family: str, completion: list[str]) -> float:
             Up to two tokens after the frame; special tokens left out.
 
     Returns:
-        `float`: score in reward units, in [-8.0, [`MAX_SCORE`]].
+        `float`: score in reward units: [`RUDE_SCORE`], or between [`MIN_SCORE`] and [`MAX_SCORE`].
     """
     words = [token.strip() for token in completion]
-    rude = [BAD_WORDS[word] for word in words if word in BAD_WORDS]
-    if rude:
-        return min(rude) - (0.5 if len(rude) > 1 else 0.0)
+    if any(word in BAD_WORDS for word in words):
+        return RUDE_SCORE
     thing = family == "thing"
     value = -1.0 + 0.5 * sum(_word_score(word, thing) for word in words)
     if len(words) == 2:

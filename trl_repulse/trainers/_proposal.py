@@ -15,7 +15,7 @@ from ._trl_bridge import (
     add_fused_lm_head,
     create_model_from_path,
     disable_dropout_in_model,
-    score_from_true_positions,
+    prepare_scoring,
 )
 
 
@@ -71,7 +71,7 @@ def build_proposal(
     disable_dropout_in_model(model)
     base = model.get_base_model() if is_peft_model(model) else model
     add_fused_lm_head(base, temperature=1.0)
-    score_from_true_positions(base)
+    prepare_scoring(base)
     return model
 
 

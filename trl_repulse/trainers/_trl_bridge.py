@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import transformers.trainer
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -43,10 +45,11 @@ __all__ = [
     "get_config_model_id",
     "nanstd",
     "pad",
+    "prepare_scoring",
     "print_prompt_completions_sample",
     "sampling_from",
-    "score_from_true_positions",
     "split_tensor_dict",
+    "token_log_probs",
     "use_adapter",
     "withheld_from_uploads",
 ]
@@ -63,17 +66,8 @@ PINNED: dict[Any, tuple[str, ...]] = {
     RLOOTrainer._generate_and_score_completions: ("self", "inputs"),
     # Overridden, as TRL's own experimental trainers do.
     RLOOTrainer._compute_loss: ("self", "model", "inputs"),
-    # Called for every log-probability of either model; more keyword parameters may follow.
-    RLOOTrainer._get_per_token_logps_and_entropies: (
-        "self",
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-        "compute_aux_loss",
-    ),
+    # Patches the forward that every log-probability of either model comes from.
+    add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
     Trainer._prepare_for_training: ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     # Called with the second model and its folder: loads sharded weights and adapters alike.
@@ -116,27 +110,78 @@ def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Itera
             metrics[prefix + name].extend(values)
 
 
-def score_from_true_positions(model: PreTrainedModel) -> None:
-    """Makes a model's forward count positions from the first token that is not padding, as generation does.
+def prepare_scoring(model: PreTrainedModel) -> None:
+    """Readies a model that has TRL's fused head for [`token_log_probs`].
 
-    TRL (1.16) scores left-padded rows without `position_ids`. Models with absolute positions (GPT-2) then give
-    log-probabilities that depend on the padding and are not those the completions were drawn with, which importance
-    weights do not forgive; with rotary positions nothing changes. Way out: TRL passing `position_ids`.
+    Two things are put right on scoring passes (`fused_lm_head=True`), and on no others:
+
+    - Positions count from the first token that is not padding, as in generation. TRL (1.16) scores left-padded rows
+      without `position_ids`; models with absolute positions (GPT-2) then give log-probabilities that depend on the
+      padding and are not those the completions were drawn with, which importance weights do not forgive.
+    - Labels may be shorter than the input: only the last hidden states, which predict them, go through the LM head.
+      Without Triton, TRL's head projects every position of the prompt onto the vocabulary.
+
+    Way out: TRL passing `position_ids`, and its fused head skipping ignored positions on every device.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Model to hook; left as it is if its forward takes no `position_ids`.
+            Causal language model, not wrapped by PEFT, with `add_fused_lm_head` called on it. Hooks are registered on
+            it and on its backbone.
     """
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        return
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    kept: dict[str, int | None] = {"last": None}
 
-    def add_position_ids(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        mask = kwargs.get("attention_mask")
-        if not kwargs.get("fused_lm_head") or mask is None or kwargs.get("position_ids") is not None:
-            return None
-        return args, kwargs | {"position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
+    def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        kept["last"] = None
+        if kwargs.get("fused_lm_head"):
+            mask, labels = kwargs["attention_mask"], kwargs["labels"]
+            if takes_positions and kwargs.get("position_ids") is None:
+                kwargs = kwargs | {"position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
+            if labels.size(1) < mask.size(1):
+                kept["last"] = labels.size(1)
+        return args, kwargs
 
-    model.register_forward_pre_hook(add_position_ids, with_kwargs=True)
+    def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
+        if kept["last"] is not None:
+            output.last_hidden_state = output.last_hidden_state[:, -kept["last"] :]
+        return output
+
+    model.register_forward_pre_hook(before_model, with_kwargs=True)
+    model.base_model.register_forward_hook(after_backbone)
+
+
+def token_log_probs(
+    model: nn.Module,
+    accelerator: Accelerator,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    width: int,
+    compute_aux_loss: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Log-probabilities of the last tokens of each row, in one pass.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model that [`prepare_scoring`] readied, wrapped or not.
+        accelerator ([`~accelerate.Accelerator`]):
+            Gives the autocast context.
+        input_ids, attention_mask (`torch.Tensor` of shape `(B, L + T)`):
+            Left-padded prompts followed by right-padded completions.
+        width (`int`):
+            T, number of tokens to score.
+        compute_aux_loss (`bool`, *optional*, defaults to `False`):
+            Whether to ask a mixture-of-experts model for its load-balancing loss.
+
+    Returns:
+        Log-probabilities (nats) and entropies (nats; `None` if the head does not compute them), each of shape
+        `(B, T)` and 0 where masked, and the auxiliary loss or `None`.
+    """
+    labels = input_ids.masked_fill(attention_mask == 0, -100)[:, -width - 1 :].clone()
+    labels[:, 0] = -100  # the prompt's last token
+    extra = {"output_router_logits": True} if compute_aux_loss else {}
+    with accelerator.autocast():
+        outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **extra)
+    return outputs.log_probs, outputs.entropy, outputs.aux_loss
 
 
 def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:

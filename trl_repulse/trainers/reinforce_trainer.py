@@ -31,7 +31,8 @@ from ._trl_bridge import (
     get_config_model_id,
     nanstd,
     pad,
-    score_from_true_positions,
+    prepare_scoring,
+    token_log_probs,
     use_adapter,
     withheld_from_uploads,
 )
@@ -171,7 +172,7 @@ class ReinforceTrainer(RLOOTrainer):
         for scored in (self.model, self.ref_model):
             if scored is not None:
                 unwrapped = self.accelerator.unwrap_model(scored)
-                score_from_true_positions(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+                prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
 
     # Sampling
 
@@ -247,9 +248,11 @@ class ReinforceTrainer(RLOOTrainer):
 
     def _unit_size(self, mode: str) -> int:
         """n: all N completions of a prompt where each micro-batch of each process holds whole prompts, else 1."""
-        size = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
         n = self._num_generations(mode)
-        return n if size % n == 0 else 1
+        return n if self._micro_batch_size(mode) % n == 0 else 1
+
+    def _micro_batch_size(self, mode: str) -> int:
+        return self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
 
     def _credit_in_loss(self, mode: str) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
@@ -281,7 +284,6 @@ class ReinforceTrainer(RLOOTrainer):
         batch: dict[str, torch.Tensor],
         names: tuple[str, ...] = ("completion",),
         gradient: bool = True,
-        **outputs: bool,
     ) -> tuple[list[torch.Tensor] | torch.Tensor, ...]:
         """
         Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
@@ -296,12 +298,11 @@ class ReinforceTrainer(RLOOTrainer):
                 Sets of completions to score.
             gradient (`bool`):
                 Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size.
-            outputs:
-                `compute_entropy` and `compute_aux_loss`, as TRL's hook takes them.
 
         Returns:
-            A `(U, n, T)` tensor of log-probabilities (nats) for each name, then the entropies of the first name's
-            tokens and the auxiliary loss, each `None` unless asked for.
+            A `(U, n, T)` tensor of log-probabilities (nats) for each name, then the entropies (nats) of the first
+            name's tokens, which a pass with gradient through the policy gives, and the auxiliary loss of a
+            mixture-of-experts model; each `None` otherwise.
         """
         width = max(batch[f"{name}_ids"].size(2) for name in names)  # T
 
@@ -314,17 +315,15 @@ class ReinforceTrainer(RLOOTrainer):
         input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(n, 0), ids.flatten(0, 1)], dim=1)
         attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(n, 0), mask.flatten(0, 1)], dim=1)
         if gradient:
-            log_p, entropy, aux_loss = self._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, width, **outputs
+            log_p, entropy, aux_loss = token_log_probs(
+                model, self.accelerator, input_ids, attention_mask, width, self.aux_loss_enabled
             )
         else:
-            size = (
-                self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-            )
+            size = self._micro_batch_size("train" if self.model.training else "eval")
+            rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                log_p, entropy, aux_loss = self._get_per_token_logps_and_entropies(
-                    model, input_ids, attention_mask, width, batch_size=size, **outputs
-                )
+                chunks = [token_log_probs(model, self.accelerator, *chunk, width)[0] for chunk in rows]
+            log_p, entropy, aux_loss = torch.cat(chunks), None, None
         sizes = [batch[f"{name}_ids"].size(1) for name in names]
         scores = [
             part[..., : batch[f"{name}_ids"].size(2)]
@@ -402,9 +401,7 @@ class ReinforceTrainer(RLOOTrainer):
     # Loss
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        log_p, entropy, aux_loss = self._score(
-            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        log_p, entropy, aux_loss = self._score(model, inputs)
         if "coefficients" not in inputs:
             inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
         loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))

@@ -340,9 +340,7 @@ class RePULSeTrainer(ReinforceTrainer):
         name = "proposal_completion"
 
         # Score: one policy pass over both models' samples, one proposal pass over its own
-        log_p, log_p_negative, entropy, aux_loss = self._score(
-            model, inputs, ("completion", name), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
-        )
+        log_p, log_p_negative, entropy, aux_loss = self._score(model, inputs, ("completion", name))
         old_log_p = inputs.get("old_log_p", log_p.detach())
         sampled_log_p = inputs.get("proposal_old_log_p", log_p_negative.detach())
         with self.proposal.gradient_sync(not learn or self.accelerator.sync_gradients):
