@@ -1,0 +1,135 @@
+"""RePULSe against REINFORCE on the embedded world: exact log P(bad) at equal numbers of samples.
+
+    python benchmarks/embedded_world.py --output_dir runs/embedded --workers 2
+
+Every run is `examples/repulse.py` with other flags, in a process of one thread. First each method is tuned on seed 0 over
+the same number of settings; the setting with the lowest exact log P(bad) among those within 0.1 of the method's best
+expected reward is kept. Then the kept settings run with five seeds. RePULSe draws as many completions from its proposal
+as from the policy, so it makes half as many policy updates. Runs that left a `results.json` are not repeated.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "repulse.py"
+UPDATES = 2000  # of REINFORCE; RePULSe makes half as many
+SEEDS = range(5)
+SETTINGS: dict[str, list[dict[str, float]]] = {
+    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3)],
+    "RePULSe": [{"alpha": alpha, "learning_rate": rate} for alpha in (1.0, 5.0) for rate in (3e-4, 5e-4, 1e-3)],
+}
+
+
+def run(folder: Path, method: str, beta: float, setting: dict[str, float], seed: int) -> dict:
+    """One training run, unless it is there already; its results."""
+    name = "-".join([method, f"beta{beta}", *(f"{key}{value:g}" for key, value in setting.items()), f"seed{seed}"])
+    output_dir = folder / name
+    if not (output_dir / "results.json").exists():
+        updates = UPDATES if method == "REINFORCE" else UPDATES // 2
+        flags = {"output_dir": output_dir, "seed": seed, "beta": beta, "max_steps": updates, **setting}
+        flags |= {"tracking_every": updates // 20, "logging_steps": updates // 4, "disable_tqdm": "true"}
+        command = [
+            sys.executable,
+            str(EXAMPLE),
+            *(part for key, value in flags.items() for part in (f"--{key}", str(value))),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
+        print(f"done: {name}", flush=True)
+    return json.loads((output_dir / "results.json").read_text())
+
+
+def choose(tuned: list[tuple[dict[str, float], dict]]) -> dict[str, float]:
+    """The setting with the lowest log P(bad) among those within 0.1 of the best expected reward."""
+    best = max(results["final"]["expected_reward"] for _, results in tuned)
+    close = [(setting, r) for setting, r in tuned if r["final"]["expected_reward"] > best - 0.1]
+    return min(close, key=lambda pair: pair[1]["final"]["log_prob_bad"])[0]
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half-width of the 95 % t-interval over five seeds."""
+    half = 2.776 * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):.2f} ± {half:.2f}"
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/embedded"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.2], help="KL coefficients")
+    options = parser.parse_args()
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        tuning = {
+            (beta, method): [
+                (setting, pool.submit(run, options.output_dir, method, beta, setting, 0)) for setting in settings
+            ]
+            for beta in options.betas
+            for method, settings in SETTINGS.items()
+        }
+        tuned = {key: [(setting, future.result()) for setting, future in runs] for key, runs in tuning.items()}
+        chosen = {key: choose(runs) for key, runs in tuned.items()}
+        futures = {
+            (beta, method): [
+                pool.submit(run, options.output_dir, method, beta, chosen[beta, method], seed) for seed in SEEDS
+            ]
+            for beta, method in chosen
+        }
+        compared = {key: [future.result() for future in runs] for key, runs in futures.items()}
+
+    print("\nEvery setting, seed 0 (* kept)\n")
+    rows = []
+    for (beta, method), runs in tuned.items():
+        for setting, results in runs:
+            kept = "*" if setting == chosen[beta, method] else ""
+            shown = ", ".join(f"{key} {value:g}" for key, value in setting.items())
+            final = results["final"]
+            rows.append(
+                (f"{beta:g}", method, shown + kept)
+                + tuple(f"{final[key]:.2f}" for key in ("expected_reward", "log_prob_bad", "kl"))
+            )
+    print(table(("KL coefficient", "method", "setting", "expected reward", "log P(bad)", "KL"), rows))
+
+    print(f"\nKept settings, seeds {min(SEEDS)} to {max(SEEDS)}: mean ± 95 % interval\n")
+    rows = []
+    for (beta, method), results in compared.items():
+        finals = {key: [r["final"][key] for r in results] for key in ("expected_reward", "log_prob_bad", "kl")}
+        setting = ", ".join(f"{key} {value:g}" for key, value in chosen[beta, method].items())
+        updates, samples = results[0]["policy_updates"], results[0]["samples"]
+        rows.append(
+            (f"{beta:g}", method, setting, f"{updates:,}", f"{samples:,}", *(interval(v) for v in finals.values()))
+        )
+    header = ("KL coefficient", "method", "setting", "updates", "samples", "expected reward", "log P(bad), nats", "KL")
+    print(table(header, rows))
+
+    print("\nOn the way, means over the seeds\n")
+    rows = []
+    for (beta, method), results in compared.items():
+        for share in (0.1, 0.25, 0.5, 1.0):
+            points = [
+                min(r["history"], key=lambda point, r=r: abs(point["samples"] - share * r["samples"]))["policy"]
+                for r in results
+            ]
+            means = [statistics.mean(p[key] for p in points) for key in ("expected_reward", "log_prob_bad", "kl")]
+            rows.append((f"{beta:g}", method, f"{share:.0%}", *(f"{value:.2f}" for value in means)))
+    print(table(("KL coefficient", "method", "samples drawn", "expected reward", "log P(bad), nats", "KL"), rows))
+
+
+if __name__ == "__main__":
+    main()
