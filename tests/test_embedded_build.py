@@ -34,9 +34,9 @@ def random_inputs(tokenizer):
 @pytest.mark.slow
 def test_build_reproduces_the_shipped_world(tmp_path):
     """
-    Files of text are equal byte for byte. So are the weights where the shipped world was built (one thread, torch
-    2.13, AVX-512); other processors and torch versions sum in another order, and 3,600 updates amplify the rounding, so
-    that elsewhere the two are compared as models: the same text to the eye, not the same weights.
+    Text files are equal byte for byte. So are the weights on the machine that built the shipped world; another processor
+    or torch version sums in another order, and thousands of updates amplify the rounding, so that there the models are
+    compared by what they predict.
     """
     torch.manual_seed(123)
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()

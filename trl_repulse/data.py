@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, IterableDataset, load_dataset
 
-from .trainers._checks import check_dataset
+from ._checks import check_dataset
 
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .._checks import check_prompt_lengths
 from ..trainers import ReinforceTrainer, RePULSeTrainer
-from ..trainers._checks import check_prompt_lengths
 from .exact import ExactEvaluator
 
 

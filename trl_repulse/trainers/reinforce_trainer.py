@@ -19,12 +19,12 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import RLOOTrainer
 
+from .._checks import check_dataset, check_dataset_size, check_prompt_lengths, check_rewards
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
-from ._checks import check_dataset, check_dataset_size, check_prompt_lengths, check_rewards
 from ._records import NEGATIVES, record_advantages, record_samples
 from ._trl_bridge import (
     disable_gradient_checkpointing,

@@ -1,4 +1,4 @@
-"""What the trainers refuse, each with one message that names what is wrong and the remedy."""
+"""What trainers and data loading refuse, each with one message that names what is wrong and the remedy."""
 
 from typing import Any
 
