@@ -18,13 +18,15 @@ class RecordedByRow(RecordedRePULSe):
 
     def _generate(self, prompts):
         table = PROPOSAL if self._sampling_proposal() else POLICY
+        # The first prompt's, all on the first of two processes, are shorter than the second's
+        table = [[completion[:2] for completion in table[0]], table[1]]
         first = self.accelerator.process_index * len(prompts)
         completions = [table[PROMPTS.index(prompt)][(first + i) % N] for i, prompt in enumerate(prompts)]
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
 
-def main(folder: str, batch_size: str, accumulation: str) -> None:
+def main(folder: str, batch_size: str, accumulation: str, normalize: str) -> None:
     tokenizer = build_tokenizer()
     args = RePULSeConfig(
         output_dir=f"{folder}/run",
@@ -46,6 +48,7 @@ def main(folder: str, batch_size: str, accumulation: str) -> None:
         alpha=2.0,
         target_dist_beta=-0.7,
         beta=0.3,
+        normalize_advantages=normalize == "normalize",
     )
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test

@@ -1,5 +1,6 @@
 """Two processes train what one trains: prompts whole on a process, or cut apart over processes and micro-batches."""
 
+import functools
 import json
 import os
 import subprocess
@@ -28,11 +29,12 @@ METRICS = (
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, tokenizer):
-    def launch(processes, batch_size, accumulation):
+    @functools.cache
+    def launch(processes, batch_size, accumulation, normalize="plain"):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command += ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation)]
+        command += ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation), normalize]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         root = Path(__file__).parents[1]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
@@ -44,16 +46,18 @@ def launch(tmp_path_factory, tokenizer):
     return launch
 
 
-@pytest.fixture(scope="module")
-def alone(launch):
-    return launch(1, 8, 1)
-
-
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2)])
-def test_two_processes_equal_one(launch, alone, batch_size, accumulation):
-    together = launch(2, batch_size, accumulation)
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "normalize"), [(4, 1, "plain"), (2, 2, "plain"), (4, 1, "normalize")]
+)
+def test_two_processes_equal_one(launch, batch_size, accumulation, normalize):
+    alone, together = launch(1, 8, 1, normalize), launch(2, batch_size, accumulation, normalize)
     for name, expected in alone["parameters"].items():
         actual = torch.tensor(together["parameters"][name])
         torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
     for one, two in zip(alone["logs"], together["logs"], strict=True):
         assert {name: two[name] for name in METRICS} == pytest.approx({name: one[name] for name in METRICS}, rel=1e-4)
+
+
+def test_the_comparison_can_fail(launch):
+    plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "normalize")
+    assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)

@@ -183,6 +183,7 @@ class ReinforceTrainer(RLOOTrainer):
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
         """Draws one completion a row, scores it, and logs rewards."""
+        mode = "train" if self.model.training else "eval"
         device = self.accelerator.device
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, completions = self._generate(prompts)
@@ -200,9 +201,14 @@ class ReinforceTrainer(RLOOTrainer):
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
             ids = [torch.tensor(row, dtype=torch.long) for row in rows]
             masks = [torch.ones_like(row) for row in ids]
-            multiple = self.pad_to_multiple_of
-            ids = pad(ids, self._tokenizer.pad_token_id, side, multiple).to(device)
-            return ids, pad(masks, 0, side, multiple).to(device)
+            values, multiple = (self._tokenizer.pad_token_id, 0), self.pad_to_multiple_of
+            both = [pad(x, value, side, multiple).to(device) for x, value in zip((ids, masks), values, strict=True)]
+            if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
+                both = [
+                    self.accelerator.pad_across_processes(x, dim=1, pad_index=value)
+                    for x, value in zip(both, values, strict=True)
+                ]
+            return both[0], both[1]
 
         samples = Samples(
             prompts,
@@ -383,9 +389,12 @@ class ReinforceTrainer(RLOOTrainer):
             advantages = compute_advantages(
                 self._to_prompts(returns, generations), self.args.baseline, self.args.baseline_constant
             )
-            if self.normalize_advantages:
-                advantages = (advantages - advantages.mean()) / (nanstd(advantages) + 1e-4)
             advantages = self._to_units(advantages, returns)
+            if self.normalize_advantages:
+                scored = ~returns.isnan()
+                pooled = self.accelerator.gather(torch.where(scored, advantages, torch.nan))
+                advantages = (advantages - pooled.nanmean()) / (nanstd(pooled) + 1e-4)
+                advantages = torch.where(scored, advantages, 0.0)
 
         if self.beta != 0.0:
             totals = torch.stack([kl.nansum(), batch["completion_mask"].sum()])
