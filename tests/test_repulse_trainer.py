@@ -126,6 +126,9 @@ VARIANTS = {
         "gradient_accumulation_steps": 4,
     },
     "checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True},
+    "several updates a generation": {"per_device_train_batch_size": 8, "steps_per_generation": 2},
+    "several generations an update": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
     "normalized advantages": {"normalize_advantages": True, "beta": 0.1},
 }
 
@@ -344,6 +347,31 @@ def test_evaluation_loop(make, prompts):
     assert {"eval_loss", "eval_reward", "eval_proposal/reward", "eval_proposal/ess"} <= set(metrics)
     assert all(torch.equal(p, q) for p, q in zip(before, trainer.proposal.module.parameters(), strict=True))
     trainer.train()
+
+
+def test_streamed_prompts(make, prompts):
+    trainer = make(dataset=prompts.to_iterable_dataset())
+    trainer.train()
+    assert trainer.state.global_step == 2 and "proposal/loss" in trainer.state.log_history[0]
+
+
+def test_gradient_checkpointing_changes_nothing(make):
+    ends = []
+    for checkpointing in (False, True):
+        trainer = make(gradient_checkpointing=checkpointing, beta=0.1)
+        trainer.train()
+        ends.append((trainer.model, trainer.proposal.module))
+    for plain, checkpointed in zip(*ends, strict=True):
+        for p, q in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+def test_training_twice_goes_on(make):
+    trainer = make(max_steps=1)
+    trainer.train()
+    middle = [p.clone() for p in trainer.proposal.module.parameters()]
+    trainer.train()
+    assert not all(torch.equal(p, q) for p, q in zip(middle, trainer.proposal.module.parameters(), strict=True))
 
 
 def test_peft(make, tmp_path):

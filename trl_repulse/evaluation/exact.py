@@ -1,17 +1,3 @@
-# Copyright 2026 The trl-repulse authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-
 """
 Exact evaluation by enumeration, for short completions over a small vocabulary.
 
@@ -213,8 +199,16 @@ class ExactEvaluator:
             for start in range(0, len(texts), self.batch_size):
                 batch = texts[start : start + self.batch_size]
                 values = torch.as_tensor(reward(batch)).detach().to("cpu", torch.float64)
-                if values.shape != (len(batch),) or not values.isfinite().all():
-                    raise ValueError(f"The reward of {len(batch)} texts is {values}; return one finite number a text.")
+                if values.shape != (len(batch),):
+                    shape = tuple(values.shape)
+                    raise ValueError(
+                        f"{len(batch)} texts got rewards of shape {shape}; return one finite number a text."
+                    )
+                if not values.isfinite().all():
+                    worst = int((~values.isfinite()).nonzero()[0])
+                    raise ValueError(
+                        f"The reward of {batch[worst]!r} is {values[worst].item()}; return one finite number a text."
+                    )
                 rewards.append(values)
         index = torch.tensor([place[completion] for completion in decoded])  # (S,)
         return torch.cat(rewards).view(len(self._prompts), -1)[:, index].to(self.device)
