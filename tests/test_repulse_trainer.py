@@ -211,6 +211,22 @@ def test_samples_come_from_the_proposal_and_not_from_the_policy(make, model_dirs
     assert log_q.abs().max() < 1e-3
 
 
+def test_samples_follow_the_models_whatever_they_were_saved_with(make, model_dirs, tokenizer):
+    policy = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    policy.generation_config.suppress_tokens = [BAD, 12, 13, 14]
+    policy.generation_config.typical_p = 0.2
+    prompts = Dataset.from_dict({"prompt": ["the cat"]})
+    settings = {"num_generations": 4000, "per_device_train_batch_size": 4000, "max_completion_length": 1}
+    trainer = make(model=policy, dataset=prompts, extra={"processing_class": tokenizer}, **settings)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4000)
+    expected = policy(input_ids=torch.tensor([tokenizer("the cat")["input_ids"]])).logits[0, -1].softmax(-1)
+    for name in ("completion_ids", "proposal_completion_ids"):
+        share = torch.bincount(batch[name].flatten(), minlength=len(tokenizer)) / 4000
+        torch.testing.assert_close(share, expected, atol=0.03, rtol=0)  # 4 standard deviations
+    assert policy.generation_config.typical_p == 0.2
+
+
 def test_logs(make):
     trainer = make(beta=0.1, bad_reward_threshold=-1.0, reward_transform="indicator", reward_transform_threshold=-1.0)
     trainer.train()

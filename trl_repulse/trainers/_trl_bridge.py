@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import transformers.trainer
 from accelerate import Accelerator
+from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
@@ -52,12 +53,15 @@ __all__ = [
     "token_log_probs",
     "use_adapter",
     "withheld_from_uploads",
+    "without_generation_habits",
 ]
 
 # Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
     # Called: draws completions for a list of prompts, one each, and logs their lengths.
     RLOOTrainer._generate: ("self", "prompts"),
+    # Overridden around `super()`: samples from `self.model_wrapped`; more parameters may follow.
+    RLOOTrainer._generate_single_turn: ("self", "prompt_ids"),
     # Overridden to name prompts that do not fit the model's context before anything is generated.
     RLOOTrainer._tokenize_prompts: ("self", "prompts"),
     # Called: gathered rewards, one column a reward function, NaN where a function returned `None`.
@@ -108,6 +112,32 @@ def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Itera
             metrics["num_tokens"] = inner.pop("num_tokens")
         for name, values in inner.items():
             metrics[prefix + name].extend(values)
+
+
+@contextlib.contextmanager
+def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
+    """Samples inside the context follow the model and the trainer's arguments, and nothing the model was saved with.
+
+    transformers (5.23) fills what a `generation_config` passed to `generate` leaves unset from the model's own:
+    `typical_p`, `suppress_tokens`, `no_repeat_ngram_size` and the like would bend the distribution without a word, and
+    with it every importance weight. Way out: `generate` taking a passed configuration as it is.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Unwrapped model; its `generation_config` is back in place afterwards, and is what gets saved.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    habits = base.generation_config
+    base.generation_config = GenerationConfig(
+        bos_token_id=habits.bos_token_id,
+        eos_token_id=habits.eos_token_id,
+        pad_token_id=habits.pad_token_id,
+        cache_implementation=habits.cache_implementation,
+    )
+    try:
+        yield
+    finally:
+        base.generation_config = habits
 
 
 def prepare_scoring(model: PreTrainedModel) -> None:

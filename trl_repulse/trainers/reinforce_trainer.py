@@ -35,6 +35,7 @@ from ._trl_bridge import (
     token_log_probs,
     use_adapter,
     withheld_from_uploads,
+    without_generation_habits,
 )
 
 
@@ -180,6 +181,10 @@ class ReinforceTrainer(RLOOTrainer):
         tokenized = super()._tokenize_prompts(prompts)
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length)
         return tokenized
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+        with without_generation_habits(self.accelerator.unwrap_model(self.model_wrapped)):
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
         """Draws one completion a row, scores it, and logs rewards."""
