@@ -73,10 +73,7 @@ def report(trainer: RePULSeTrainer, tracking: TrackingCallback) -> None:
     shown = {name: metrics[name] for name in SHOWN if name in metrics}
     print(f"\n{method}, seed {args.seed}\n{format_table(tracking, shown)}\n")
     if isinstance(tracking, ExactTrackingCallback):
-        try:
-            plot_training(tracking.history, output_dir / "training.png")
-        except ImportError as error:
-            print(error)
+        plot_training(tracking.history, output_dir / "training.png")
     print(f"Saved to {output_dir.resolve()}")
 
 

@@ -162,14 +162,6 @@ def test_the_same_seed_gives_the_same_run(example, tmp_path):
     assert finals[0] == finals[1] != finals[2]
 
 
-def test_without_matplotlib(example, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    example.main([*QUICK, "--output_dir", str(tmp_path)])
-    assert "Figures need matplotlib; get it with `pip install trl-repulse[plots]`.\n" in capsys.readouterr().out
-    assert (tmp_path / "results.json").exists()
-    assert not (tmp_path / "training.png").exists()
-
-
 def test_more_prompts_an_update_than_there_are(example, tmp_path):
     example.main([*QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
     results = read_results(tmp_path)

@@ -270,20 +270,13 @@ class TestFiles:
 
     @pytest.mark.parametrize("x", ["samples", "update"])
     def test_figure(self, tmp_path, tracking, x):
-        pytest.importorskip("matplotlib")
         path = tmp_path / "new" / "training.png"
         plot_training(tracking.history, path, x)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
 
     def test_figure_without_a_proposal_or_finite_values(self, tmp_path, tracking):
-        pytest.importorskip("matplotlib")
         history = [entry | {"proposal": None} for entry in tracking.history]
         history[0]["policy"]["log_prob_bad"] = None
         plot_training(history, tmp_path / "training.pdf")
         assert (tmp_path / "training.pdf").read_bytes().startswith(b"%PDF")
-
-    def test_figure_without_matplotlib(self, tmp_path, tracking, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-        with pytest.raises(ImportError, match="get it with `pip install trl-repulse\\[plots\\]`"):
-            plot_training(tracking.history, tmp_path / "training.png")

@@ -1,8 +1,12 @@
-"""Figures of a training run. They need matplotlib (`pip install trl-repulse[plots]`)."""
+"""Figures of a training run."""
 
 import math
 from pathlib import Path
 from typing import Any, Literal
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 
 _MODELS = {  # label, colour, line style
@@ -30,17 +34,7 @@ def plot_training(
             File to write; its suffix decides the format, its folder is created if missing.
         x (`str`, *optional*, defaults to `"samples"`):
             The horizontal axis: completions drawn (`"samples"`) or updates of the policy (`"update"`).
-
-    Raises:
-        `ImportError`: Without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, MaxNLocator
-    except ImportError as error:
-        raise ImportError("Figures need matplotlib; get it with `pip install trl-repulse[plots]`.") from error
-
     both = any(entry["proposal"] is not None for entry in history)
     axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
