@@ -227,6 +227,21 @@ def test_samples_follow_the_models_whatever_they_were_saved_with(make, model_dir
     assert policy.generation_config.typical_p == 0.2
 
 
+def test_only_the_policy_sees_clipped_and_transformed_rewards(make):
+    """The target is made of the raw reward: the same weights, ESS and log Z with and without clip and transform."""
+    settings = {"learning_rate": 0.0, "proposal_learning_rate": 0.0, "max_steps": 1}
+    changed = {"reward_clip_range": (-0.5, 0.5), "reward_transform": "indicator", "reward_transform_threshold": -1.0}
+    logs = []
+    for extra in ({}, changed):
+        trainer = make(**settings, **extra)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    for name in ("reward", "proposal/reward", "proposal/log_z", "proposal/ess", "proposal/loss"):
+        assert logs[0][name] == logs[1][name], name
+    assert logs[0]["loss"] != logs[1]["loss"]
+    assert logs[1]["return_transformed"] != logs[1]["reward"]
+
+
 def test_logs(make):
     trainer = make(beta=0.1, bad_reward_threshold=-1.0, reward_transform="indicator", reward_transform_threshold=-1.0)
     trainer.train()

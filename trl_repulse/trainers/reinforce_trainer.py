@@ -200,8 +200,6 @@ class ReinforceTrainer(RLOOTrainer):
         rewards = (rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
         rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
         self._log_rewards(rewards, rewards_per_func)
-        if self.reward_clip_range:
-            rewards = rewards.clamp(*self.reward_clip_range)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
             ids = [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -357,8 +355,10 @@ class ReinforceTrainer(RLOOTrainer):
     # Credit
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
-        """r': what the policy maximises instead of the reward r; r itself without a transform."""
+        """r': what the policy maximises instead of the reward r; r itself without clipping or a transform."""
         args = self.args
+        if self.reward_clip_range:
+            rewards = rewards.clamp(*self.reward_clip_range)
         if args.reward_transform == "exponential":
             return exponential_transform(rewards, args.reward_transform_alpha, args.reward_transform_beta)
         if args.reward_transform == "indicator":
