@@ -43,7 +43,8 @@ class SecondModel:
                 f"A second model cannot be trained with {accelerator.distributed_type.value} yet; launch with one "
                 "process or with plain data parallelism (`distributed_type: MULTI_GPU`)."
             )
-        self.module = module.to(accelerator.device)
+        # Quantized models are placed when they are loaded, and refuse to be moved
+        self.module = module if getattr(module, "is_quantized", False) else module.to(accelerator.device)
         self.engine: nn.Module = self.module
         self.learning_rate = learning_rate
         self.optimizer: torch.optim.Optimizer | None = None
