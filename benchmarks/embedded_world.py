@@ -20,14 +20,14 @@ from pathlib import Path
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "repulse.py"
-UPDATES = 1200  # of REINFORCE; RePULSe makes half as many
+UPDATES = 1600  # of REINFORCE; RePULSe makes half as many
 SEEDS = range(5)
 SETTINGS: dict[str, list[dict[str, float]]] = {
-    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)],
+    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (5e-4, 1e-3, 1.5e-3)],
     "RePULSe": [
-        {"alpha": 1.0, "target_dist_beta": -10.0, "learning_rate": 5e-4},
         {"alpha": 1.0, "target_dist_beta": -10.0, "learning_rate": 1e-3},
-        {"alpha": 1.0, "target_dist_beta": -5.0, "learning_rate": 1e-3},
+        {"alpha": 1.0, "target_dist_beta": -10.0, "learning_rate": 1.5e-3},
+        {"alpha": 1.0, "target_dist_beta": -5.0, "learning_rate": 1.5e-3},
     ],
 }
 
