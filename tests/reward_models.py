@@ -1,7 +1,7 @@
 """Small reward models of real architectures, saved with their tokenizers as users have them."""
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -31,7 +31,7 @@ def build_tokenizer(kind="plain", chat_template=None, pad="<pad>", more=()):
     tokens = [*SPECIAL, *WORDS, *(f"Ġ{word}" for word in WORDS), *more]
     ids = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    split = pre_tokenizers.Split(r":|\n\n", "isolated") if more else pre_tokenizers.Split(":", "isolated")
+    split = pre_tokenizers.Split(Regex(r":|\n\n|\n"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     if kind == "pair":

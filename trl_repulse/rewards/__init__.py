@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "ChatReward": "classifiers",
+    "GuardReward": "guard",
     "SequencePairReward": "classifiers",
     "ToxicityReward": "classifiers",
 }
 
-__all__ = ["ChatReward", "SequencePairReward", "ToxicityReward"]
+__all__ = ["ChatReward", "GuardReward", "SequencePairReward", "ToxicityReward"]
 
 if TYPE_CHECKING:
     from .classifiers import ChatReward, SequencePairReward, ToxicityReward
+    from .guard import GuardReward
 
 
 def __getattr__(name: str) -> Any:
