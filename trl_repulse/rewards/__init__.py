@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "ChatReward": "classifiers",
     "GuardReward": "guard",
+    "RemoteReward": "remote",
     "SequencePairReward": "classifiers",
     "ToxicityReward": "classifiers",
 }
 
-__all__ = ["ChatReward", "GuardReward", "SequencePairReward", "ToxicityReward"]
+__all__ = ["ChatReward", "GuardReward", "RemoteReward", "SequencePairReward", "ToxicityReward"]
 
 if TYPE_CHECKING:
     from .classifiers import ChatReward, SequencePairReward, ToxicityReward
     from .guard import GuardReward
+    from .remote import RemoteReward
 
 
 def __getattr__(name: str) -> Any:

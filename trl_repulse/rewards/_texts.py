@@ -47,3 +47,19 @@ def as_messages(prompt: str | Messages, completion: str | Messages) -> Messages:
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     return [*prompt, *completion]
+
+
+def as_queries(prompts: list[str] | list[Messages], completions: list[str] | list[Messages]) -> list[str | Messages]:
+    """Prompt and completion as one: plain texts joined, conversations continued."""
+    return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -> list[Any]:
+    """The column of labels, or an empty text a sample where none is asked for."""
+    if label_column is None:
+        return [""] * count
+    if label_column not in columns:
+        raise ValueError(
+            f"The data set has no column `{label_column}` of labels; give it one, or change or leave out `label_column`."
+        )
+    return columns[label_column]
