@@ -13,12 +13,14 @@ _EXPORTS = {
     "RemoteReward": "remote",
     "SequencePairReward": "classifiers",
     "ToxicityReward": "classifiers",
+    "load_reward_function": "functions",
 }
 
-__all__ = ["ChatReward", "GuardReward", "RemoteReward", "SequencePairReward", "ToxicityReward"]
+__all__ = ["ChatReward", "GuardReward", "RemoteReward", "SequencePairReward", "ToxicityReward", "load_reward_function"]
 
 if TYPE_CHECKING:
     from .classifiers import ChatReward, SequencePairReward, ToxicityReward
+    from .functions import load_reward_function
     from .guard import GuardReward
     from .remote import RemoteReward
 
