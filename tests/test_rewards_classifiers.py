@@ -174,6 +174,32 @@ def test_template_variables_and_system_messages(chat):
     assert dropped == ChatReward(folder, **CPU)(["the cat"], [" ran"]) != kept
 
 
+PARTS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<eos>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "refusing", ["", "{% if messages[0]['content'] is string %}{{ raise_exception('text') }}{% endif %}"]
+)
+def test_templates_of_content_in_parts(chat, refusing):
+    folder, model, tokenizer = chat
+    expected = expect_chat(model, tokenizer)
+    tokenizer.chat_template = refusing + PARTS_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    assert refusing or "cat" not in tokenizer.apply_chat_template(conversations()[0][0], tokenize=False)  # the control
+    close(ChatReward(folder, **CPU)(*conversations()), expected)
+
+
+def test_templates_that_leave_out_the_answer_are_refused(chat):
+    folder, _, tokenizer = chat
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="leaves out what the assistant said"):
+        ChatReward(folder, **CPU)
+
+
 def test_chats_that_cannot_be_read_are_refused(tmp_path, chat, pair):
     folder, _, tokenizer = chat
     with pytest.raises(ValueError, match="has no chat template; save one with it, or use a reward that reads plain"):
@@ -182,7 +208,7 @@ def test_chats_that_cannot_be_read_are_refused(tmp_path, chat, pair):
         ChatReward(folder, **CPU)(["the cat"], [" ran" * 100])
     tokenizer.chat_template = "{{ raise_exception('no ' + messages[0]['role']) }}"
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"refuses the roles \['user', 'assistant'\].*'the cat ran' \(no user\)"):
+    with pytest.raises(ValueError, match=r"refuses the roles \['user', 'assistant'\].*'Is this the .*' \(no user\)"):
         ChatReward(folder, **CPU)(["the cat"], [" ran"])
 
 

@@ -41,7 +41,7 @@ def call(reward, **columns):
         "import functools\ndef f(completions, scale): return [scale * len(c) for c in completions]\n"
         "reward = functools.partial(f, scale=1)",
         "class Reward:\n  def __call__(self, completions): return [len(c) for c in completions]\nreward = Reward()",
-        "import torch\ndef reward(completions): return torch.tensor([[len(c)] for c in completions], requires_grad=False)",
+        "import torch\ndef reward(completions): return torch.tensor([[len(c)] for c in completions])",
         "import numpy as np\ndef reward(completions): return np.array([len(c) for c in completions])",
         "import torch\ndef reward(completions): return [torch.tensor(len(c)) for c in completions]",
         "def reward(queries, prompts, labels): return [len(q) - len(p) for q, p in zip(queries, prompts)]",

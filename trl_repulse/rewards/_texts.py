@@ -49,6 +49,13 @@ def as_messages(prompt: str | Messages, completion: str | Messages) -> Messages:
     return [*prompt, *completion]
 
 
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text as a list of one part."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
 def as_queries(prompts: list[str] | list[Messages], completions: list[str] | list[Messages]) -> list[str | Messages]:
     """Prompt and completion as one: plain texts joined, conversations continued."""
     return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -60,6 +67,7 @@ def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -
         return [""] * count
     if label_column not in columns:
         raise ValueError(
-            f"The data set has no column `{label_column}` of labels; give it one, or change or leave out `label_column`."
+            f"The data set has no column `{label_column}` of labels; give it one, or change or leave out "
+            "`label_column`."
         )
     return columns[label_column]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from ._chat import check_chat_template, check_context, render
+from ._chat import ChatTemplate, check_context
 from ._texts import Messages, conversation_text, last_question, whole_text
 from .models import ModelReward, Row
 
@@ -56,7 +56,7 @@ class ClassifierReward(ModelReward):
         return logits[:, self._label_index]
 
     def _tokenize(self, *texts: str, **options: Any) -> Row:
-        """Tokens of one text, or of a pair. An empty text that gets no token at all is read as the token of its end."""
+        """Tokens of one text, or of a pair. A text that gets no token at all is read as the token of its end."""
         row = dict(self._tokenizer(*texts, **options))
         if not getattr(self._module.config, "type_vocab_size", 0):
             row.pop("token_type_ids", None)  # GPT-2 would add the embedding of the token 0 everywhere
@@ -144,8 +144,8 @@ class ChatReward(ClassifierReward):
             As for [`~trl_repulse.rewards.models.ModelReward`].
 
     Raises:
-        `ValueError`: If the tokenizer has no chat template or the model has not the label; when called, if the template
-            refuses a conversation, one is longer than the model's context, or a reward is not finite.
+        `ValueError`: If the tokenizer has no chat template or the model has not the label; when called, if the
+            template refuses a conversation, one is longer than the model's context, or a reward is not finite.
 
     Example:
 
@@ -162,11 +162,10 @@ class ChatReward(ClassifierReward):
 
     def _load(self) -> None:
         super()._load()
-        check_chat_template(self)
+        self._template = ChatTemplate(self, self.drop_system, self.chat_template_kwargs)
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
-        text = render(self, prompt, completion, self.drop_system, **(self.chat_template_kwargs or {}))
-        row = self._tokenize(text)
+        row = self._tokenize(self._template.render(prompt, completion))
         bos = self._tokenizer.bos_token_id
         if bos is not None and row["input_ids"][:2] == [bos, bos]:
             row = {key: values[1:] for key, values in row.items()}
@@ -188,15 +187,15 @@ class ToxicityReward(ClassifierReward):
             The label that the reward is read from; a model with one label needs none.
         output (`str`, *optional*, defaults to `"logit"`):
             `"logit"` for the label's logit, right where there is one label or each is judged for itself; `"log_odds"`
-            for log P(label) − log P(any other), in nats, right where the probabilities of several labels sum to 1. Both
-            are the logit that `potential="class"` expects.
+            for log P(label) − log P(any other), in nats, right where the probabilities of several labels sum to 1.
+            Both are the logit that `potential="class"` expects.
         negate (`bool`, *optional*, defaults to `False`):
             Whether to change the sign, for a label that says "toxic": a reward must be high where the text is good.
         include_prompt (`bool`, *optional*, defaults to `True`):
             Whether the text begins with the prompt.
         max_length (`int`, *optional*):
-            Tokens of a text; what is longer is cut, by most tokenizers at its end. By default the tokenizer's or model's
-            own limit.
+            Tokens of a text; what is longer is cut, by most tokenizers at its end. By default the tokenizer's or
+            model's own limit.
         batch_size, dtype, device, trust_remote_code, revision, name:
             As for [`~trl_repulse.rewards.models.ModelReward`].
 

@@ -57,7 +57,8 @@ class FunctionReward:
         if self.function not in vars(module):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(
-                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of those."
+                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of "
+                "those."
             )
         function = vars(module)[self.function]
         if not callable(function) or inspect.isclass(function):
@@ -82,8 +83,8 @@ class FunctionReward:
             fits = fits and ("completions" in self._names or self._takes_all)
         if not fits:
             raise ValueError(
-                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward function; "
-                f"write {_FORMS}."
+                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward "
+                f"function; write {_FORMS}."
             )
 
     def __call__(
@@ -161,12 +162,13 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
 
     The function has one of two signatures, told apart by the names of the parameters:
 
-    - TRL's, `(prompts, completions, completion_ids, **kwargs)`. It may leave out what it does not use, `**kwargs` too, and
-      name columns of the data set.
-    - `(queries, prompts, labels)`, as OpenRLHF's reward functions have. A query is the prompt with its completion: text,
-      or a list of messages.
+    - TRL's, `(prompts, completions, completion_ids, **kwargs)`. It may leave out what it does not use, `**kwargs` too,
+      and name columns of the data set.
+    - `(queries, prompts, labels)`, as OpenRLHF's reward functions have. A query is the prompt with its completion:
+      text, or a list of messages.
 
-    It returns one number a completion, or `None` to leave one out: as a list, a tensor, or the `"rewards"` of a dictionary.
+    It returns one number a completion, or `None` to leave one out: as a list, a tensor, or the `"rewards"` of a
+    dictionary.
 
     Args:
         spec (`str`):
@@ -178,8 +180,8 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
         [`~trl_repulse.rewards.functions.FunctionReward`]: the reward function, which can be pickled.
 
     Raises:
-        `ValueError`: If `spec` has another form, the file is missing or fails, or has no such function, or one of neither
-            signature.
+        `ValueError`: If `spec` has another form, the file is missing or fails, or has no such function, or one of
+            neither signature.
 
     Example:
 

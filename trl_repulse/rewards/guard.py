@@ -1,7 +1,7 @@
 """Rewards from language models that answer with a verdict: how much likelier "safe" is than "unsafe".
 
-Axis letters: B conversations of a batch, S tokens of the longest of them, V vocabulary. A lead is what the model may write
-between the end of the template and its verdict; L tokens of one.
+Axis letters: B conversations of a batch, S tokens of the longest of them, V vocabulary. A lead is what the model may
+write between the end of the template and its verdict; L tokens of one.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from ._chat import check_chat_template, check_context, render
+from ._chat import ChatTemplate, check_context
 from ._texts import Messages
 from .models import ModelReward, Row
 
@@ -21,9 +21,9 @@ class GuardReward(ModelReward):
     Reward of a safety classifier that is a language model, such as Llama Guard: log P(safe) − log P(unsafe), in nats.
 
     The chat template of such a model wraps the conversation in the question whether its last message is safe, and ends
-    where the model's verdict begins. P(word) is the probability that the model goes on with the first token of the word,
-    either at once or after one of the `leads`, whose probabilities are added up: Llama Guard 3, for one, writes two line
-    breaks first. Nothing is sampled.
+    where the model's verdict begins. P(word) is the probability that the model goes on with the first token of the
+    word, either at once or after one of the `leads`, whose probabilities are added up: Llama Guard 3, for one, writes
+    two line breaks first. Nothing is sampled.
 
     Args:
         model (`str`):
@@ -34,8 +34,8 @@ class GuardReward(ModelReward):
             White space that the model may write before the verdict. One forward pass serves all that merge with the
             verdict, as a space mostly does, and one that has tokens of its own; each further one takes another.
         chat_template_kwargs (`dict`, *optional*):
-            Further variables of the template, e.g. the guideline to judge by, or `add_generation_prompt=True` where the
-            template would otherwise end before the model's turn.
+            Further variables of the template, e.g. the guideline to judge by, or `add_generation_prompt=True` where
+            the template would otherwise end before the model's turn.
         drop_system (`bool`, *optional*, defaults to `False`):
             Whether to leave out system messages, which the templates of Llama Guard refuse.
         batch_size, dtype, device, trust_remote_code, revision, name:
@@ -51,7 +51,7 @@ class GuardReward(ModelReward):
     ```python
     >>> from trl_repulse.rewards import GuardReward
 
-    >>> reward = GuardReward("meta-llama/Llama-Guard-3-1B", dtype="bfloat16", drop_system=True)
+    >>> reward = GuardReward("meta-llama/Llama-Guard-3-8B", dtype="bfloat16", drop_system=True)
     >>> reward(["How do I kill a Python process?"], ["With kill and its number."])
     ```
     """
@@ -75,14 +75,11 @@ class GuardReward(ModelReward):
 
     def _load(self) -> None:
         super()._load()
-        check_chat_template(self)
+        self._template = ChatTemplate(self, self.drop_system, self.chat_template_kwargs)
         self._verdicts = self._find_verdicts()
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _render(self, prompt: str | Messages, completion: str | Messages) -> str:
-        return render(self, prompt, completion, self.drop_system, **(self.chat_template_kwargs or {}))
 
     def _find_verdicts(self) -> dict[tuple[int, ...], tuple[set[int], set[int]]]:
         """
@@ -90,7 +87,7 @@ class GuardReward(ModelReward):
 
         A lead that would merge with the end of the template is left out: the model never goes on like that.
         """
-        text = self._render("a", "b")
+        text = self._template.render("a", "b")
         end = self._ids(text)
         verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
         for lead in self.leads:
@@ -108,19 +105,19 @@ class GuardReward(ModelReward):
                 self._refuse_words(lead)
         if not verdicts:
             raise ValueError(
-                f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}: every one of "
-                f"`leads={self.leads!r}` merges with it; choose others."
+                f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}: every "
+                f"one of `leads={self.leads!r}` merges with it; choose others."
             )
         return verdicts
 
     def _refuse_words(self, lead: str) -> None:
         raise ValueError(
-            f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the first "
-            "token (it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."
+            f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the "
+            "first token (it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."
         )
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
-        ids = self._ids(self._render(prompt, completion))
+        ids = self._ids(self._template.render(prompt, completion))
         check_context(self, ids + [0] * max(map(len, self._verdicts)), prompt, completion)
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 

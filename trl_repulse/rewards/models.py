@@ -3,6 +3,7 @@
 Axis letters: B texts of a batch, S tokens of the longest of them, K labels, V vocabulary.
 """
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,7 +74,7 @@ class ModelReward:
         return self.name or Path(self.model).name
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_module": None, "_tokenizer": None}
+        return self.__dict__ | {"_module": None, "_tokenizer": None, "_template": None}
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
@@ -127,7 +128,7 @@ class ModelReward:
             chosen = order[start : start + self.batch_size]
             rewards[chosen] = self._score([rows[i] for i in chosen]).float().cpu()
         for reward, pair in zip(rewards.tolist(), pairs, strict=True):
-            if not torch.isfinite(torch.tensor(reward)):
+            if not math.isfinite(reward):
                 raise ValueError(
                     f"{type(self).__name__} got {reward} from `{self.model}` for the text that begins "
                     f"{whole_text(*pair)[:60]!r}; check its weights, or try `dtype='float32'`."

@@ -22,21 +22,23 @@ class RemoteReward:
     """
     Reward from one server or several, in the form that OpenRLHF's remote reward models have.
 
-    A request is a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion, and the answer
-    `{"rewards": [...]}`, one finite number each. A query is the prompt with its completion. Of plain prompts all of this
-    is text; of conversations, prompts and queries are lists of messages, so that the server can use its own template.
+    A request is a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion, and the
+    answer `{"rewards": [...]}`, one finite number each. A query is the prompt with its completion. Of plain prompts
+    all of this is text; of conversations, prompts and queries are lists of messages, so that the server can use its
+    own template.
 
     Args:
         url (`str` or `list[str]`):
-            Address of the server, `http` or `https`. Several take turns, and work at the same time on what does not fit
-            one request.
+            Address of the server, `http` or `https`. Several take turns, and work at the same time on what does not
+            fit one request.
         batch_size (`int`, *optional*, defaults to `64`):
             Completions of one request.
         timeout (`float`, *optional*, defaults to `60.0`):
             Seconds without a sign of the server after which a request has failed.
         retries (`int`, *optional*, defaults to `3`):
-            How often a request that failed is sent again, to the next server if there are several. An unreachable server
-            and an answer of status 5xx, 408, 425 or 429 are failures of that kind; other answers are errors at once.
+            How often a request that failed is sent again, to the next server if there are several. An unreachable
+            server and an answer of status 5xx, 408, 425 or 429 are failures of that kind; other answers are errors at
+            once.
         backoff (`float`, *optional*, defaults to `1.0`):
             Seconds before the first retry; each further wait is twice as long.
         label_column (`str`, *optional*):
@@ -174,7 +176,7 @@ def _read_rewards(body: bytes, count: int, url: str) -> list[float]:
     for i, reward in enumerate(rewards):
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= _LARGEST:
             raise ValueError(
-                f"The reward server {url} answered {reward!r} for completion {i} of {count}; a reward must be a finite "
-                "number."
+                f"The reward server {url} answered {reward!r} for completion {i} of {count}; a reward must be a "
+                "finite number."
             )
     return [float(reward) for reward in rewards]
