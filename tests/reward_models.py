@@ -10,6 +10,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    RobertaConfig,
     set_seed,
 )
 
@@ -62,6 +63,8 @@ def build_config(architecture, tokenizer, context=64, **options):
         return LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=context, **options)
     if architecture == "bert":
         return BertConfig(**SIZES, max_position_embeddings=context, **options)
+    if architecture == "roberta":
+        return RobertaConfig(**SIZES, max_position_embeddings=context, **options)
     return DebertaV2Config(
         **SIZES,
         relative_attention=True,

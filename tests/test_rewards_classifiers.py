@@ -92,6 +92,16 @@ def test_limits_of_tokenizer_and_model_cut_by_default(tmp_path, limit):
     close(SequencePairReward(folder, **CPU)(questions, answers), expected)
 
 
+def test_positions_that_begin_after_the_padding_token(tmp_path):
+    """RoBERTa's: of 10 positions 8 are usable, and the padding that counts is the model's, not the tokenizer's."""
+    tokenizer = build_tokenizer("pair")
+    folder, model = save_model(tmp_path, "roberta", tokenizer, context=10, pad_token_id=1, type_vocab_size=1)
+    texts = ["the cat ran sat ate the fish bad dog", "dog"]
+    ids = [tokenizer(text, truncation=True, max_length=8)["input_ids"] for text in texts]
+    assert [len(row) for row in ids] == [8, 3]
+    close(ToxicityReward(folder, **CPU)(["", ""], texts), [logits_of(model, row)[0].item() for row in ids])
+
+
 def test_question_of_a_conversation(pair):
     folder, model, tokenizer = pair
     before = [{"role": "system", "content": "the dog"}, *messages("fish", "ran")[0], *messages("", "ate")[1]]

@@ -178,4 +178,8 @@ class ModelReward:
 
     def _context(self) -> int | None:
         """Positions that the model has, or `None` where it states no limit."""
-        return getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
+        config = self._module.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None)
+        if context is not None and ("roberta" in config.model_type or config.model_type == "camembert"):
+            context -= config.pad_token_id + 1  # RoBERTa counts positions from there
+        return context
