@@ -22,8 +22,8 @@ class GuardReward(ModelReward):
 
     The chat template of such a model wraps the conversation in the question whether its last message is safe, and ends
     where the model's verdict begins. P(word) is the probability that the model goes on with the first token of the
-    word, either at once or after one of the `leads`, whose probabilities are added up: Llama Guard 3, for one, writes
-    two line breaks first. Nothing is sampled.
+    word, either at once or after one of the `leads`, whose probabilities are added up: some models
+    write two line breaks first. Nothing is sampled.
 
     Args:
         model (`str`):
@@ -37,7 +37,7 @@ class GuardReward(ModelReward):
             Further variables of the template, e.g. the guideline to judge by, or `add_generation_prompt=True` where
             the template would otherwise end before the model's turn.
         drop_system (`bool`, *optional*, defaults to `False`):
-            Whether to leave out system messages, which the templates of Llama Guard refuse.
+            Whether to leave out system messages, which templates that want user and assistant in turn refuse.
         batch_size, dtype, device, trust_remote_code, revision, name:
             As for [`~trl_repulse.rewards.models.ModelReward`].
 
