@@ -100,7 +100,8 @@ def imported_by(statement):
 def test_importing_the_package_is_light():
     heavy = {"torch", "transformers", "trl", "accelerate", "datasets"}
     imported = imported_by(
-        "import trl_repulse; trl_repulse.__version__; dir(trl_repulse); import trl_repulse.embedded"
+        "import trl_repulse; trl_repulse.__version__; dir(trl_repulse); import trl_repulse.embedded; "
+        "import trl_repulse.rewards; dir(trl_repulse.rewards); trl_repulse.rewards.RemoteReward"
     )
     assert "trl_repulse.embedded" in imported
     assert not heavy & imported

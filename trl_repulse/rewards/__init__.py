@@ -1,0 +1,35 @@
+"""Rewards from models, servers and files, and what is done to a reward.
+
+Each name is imported when it is first used, so that `trl_repulse.rewards.transforms` needs torch alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+
+_EXPORTS = {
+    "ChatReward": "classifiers",
+    "GuardReward": "guard",
+    "RemoteReward": "remote",
+    "SequencePairReward": "classifiers",
+    "ToxicityReward": "classifiers",
+    "load_reward_function": "functions",
+}
+
+__all__ = ["ChatReward", "GuardReward", "RemoteReward", "SequencePairReward", "ToxicityReward", "load_reward_function"]
+
+if TYPE_CHECKING:
+    from .classifiers import ChatReward, SequencePairReward, ToxicityReward
+    from .functions import load_reward_function
+    from .guard import GuardReward
+    from .remote import RemoteReward
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

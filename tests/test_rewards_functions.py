@@ -1,0 +1,179 @@
+"""Reward functions from a user's own file."""
+
+import pickle
+import textwrap
+
+import pytest
+import torch
+from trl.trainer.utils import get_callable_name
+
+from trl_repulse.rewards import load_reward_function
+
+
+PROMPTS, COMPLETIONS = ["the", "the cat", "a"], [" dog", "", " fish ran"]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(source, name="reward", **options):
+        file = tmp_path / "my rewards.py"
+        file.write_text(textwrap.dedent(source), encoding="utf-8")
+        return load_reward_function(f"{file}:{name}", **options)
+
+    return load
+
+
+def call(reward, **columns):
+    """As TRL calls it."""
+    extra = {"trainer_state": object(), "log_extra": print, "log_metric": print}
+    return reward(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=[[1], [], [2, 3]], **columns, **extra)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(prompts, completions, completion_ids, **kwargs): return [len(c) for c in completions]",
+        "def reward(prompts, completions, **kwargs): return [len(c) for c in completions]",
+        "def reward(completions): return [len(c) for c in completions]",
+        "def reward(completions, *, scale=1): return [scale * len(c) for c in completions]",
+        "def reward(**kwargs): return [len(c) for c in kwargs['completions']] if 'trainer_state' in kwargs else []",
+        "reward = lambda completions: (len(c) for c in completions)",
+        "import functools\ndef f(completions, scale): return [scale * len(c) for c in completions]\n"
+        "reward = functools.partial(f, scale=1)",
+        "class Reward:\n  def __call__(self, completions): return [len(c) for c in completions]\nreward = Reward()",
+        "import torch\ndef reward(completions): return torch.tensor([[len(c)] for c in completions])",
+        "import numpy as np\ndef reward(completions): return np.array([len(c) for c in completions])",
+        "import torch\ndef reward(completions): return [torch.tensor(len(c)) for c in completions]",
+        "def reward(queries, prompts, labels): return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+        "def reward(queries, prompts, labels, **kwargs): return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+        "import torch\ndef reward(queries, prompts, labels):\n"
+        "  r = torch.tensor([len(q) - len(p) for q, p in zip(queries, prompts)], dtype=torch.float32)\n"
+        "  return {'rewards': r, 'scores': r, 'extra_logs': {}}",
+    ],
+)
+def test_signatures_and_results(load, source):
+    result = call(load(source))
+    assert result == [4.0, 0.0, 9.0] and all(type(value) is float for value in result)
+
+
+def test_a_result_with_a_gradient(load):
+    source = "import torch\ndef reward(completions): return torch.ones(3, requires_grad=True) * 2"
+    assert call(load(source)) == [2.0, 2.0, 2.0]
+
+
+def test_columns_of_the_data_set(load):
+    source = "def reward(completions, answer): return [a == c.strip() for a, c in zip(answer, completions)]"
+    assert call(load(source), answer=["dog", "dog", "dog"], other=[1, 2, 3]) == [1.0, 0.0, 0.0]
+    with pytest.raises(
+        ValueError, match="The reward function `reward` of .*py` needs `answer`, but the data set has no"
+    ):
+        call(load(source))
+
+
+def test_labels(load):
+    source = "def reward(queries, prompts, labels): return [len(label) for label in labels]"
+    assert call(load(source), labels=["a", "bb", "ccc"]) == [0.0, 0.0, 0.0]
+    assert call(load(source, label_column="answer"), answer=["a", "bb", "ccc"]) == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="has no column `answer` of labels"):
+        call(load(source, label_column="answer"))
+
+
+def test_conversations(load):
+    prompt, completion = [{"role": "user", "content": "the"}], [{"role": "assistant", "content": "cat"}]
+    source = "def reward(queries, prompts, labels): return [len(q[0]['content'] + q[1]['content']) for q in queries]"
+    assert load(source)([prompt], [completion]) == [6.0]
+
+
+def test_none_leaves_a_completion_out(load):
+    assert call(load("def reward(completions): return [None if not c else 1 for c in completions]")) == [
+        1.0,
+        None,
+        1.0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("[1.0]", "gave 1 rewards for 3 completions; return one for each"),
+        ("[1.0, float('nan'), 1.0]", "gave nan for completion 1 of 3; return a finite number, or `None`"),
+        ("[1.0, 1.0, float('inf')]", "gave inf for completion 2 of 3"),
+        ("['1', '2', '3']", "gave '1' for completion 0 of 3"),
+        ("[[1], [2], [3]]", r"gave \[1\] for completion 0 of 3"),
+        ("[torch.ones(2)] * 3", r"gave tensor\(\[1., 1.\]\) for completion 0"),
+        ("torch.tensor([1, float('nan'), 1])", "gave nan for completion 1"),
+        ("1.0", r'must return a list, a tensor, or \{"rewards": ...\}, got 1.0'),
+        ("'good'", "must return a list, .* got 'good'"),
+        ("None", "must return a list, .* got None"),
+        ("{'scores': [1, 2, 3]}", "must return a list, .* got None"),
+    ],
+)
+def test_bad_results_are_refused(load, returned, message):
+    reward = load(f"import torch\ndef reward(completions): return {returned}")
+    with pytest.raises(ValueError, match=rf"^The reward function `reward` of `.*my rewards.py` {message}"):
+        call(reward)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def other(completions): ...", "has no function `reward`, only other; name one of those"),
+        ("x = 1", "has no function `reward`, only none"),
+        ("reward = 3", "`reward` in .* is no function but 3; name a function"),
+        ("class reward: ...", "is no function but <class"),
+        (
+            "def reward(text): ...",
+            r"`reward\(text\)` in .* has no signature of a reward function; write `\(prompts, comp",
+        ),
+        ("def reward(): ...", r"`reward\(\)` in .* has no signature"),
+        ("def reward(completions, /): ...", "has no signature"),
+        ("def reward(queries, prompts, labels, more): ...", "has no signature .* or `\\(queries, prompts, labels\\)`"),
+        ("async def reward(completions): ...", "is asynchronous; import it and give it to the trainer itself"),
+        ("class R:\n  async def __call__(self, completions): ...\nreward = R()", "is asynchronous"),
+        ("import no_such_module", r"cannot be run \(ModuleNotFoundError: No module named 'no_such_module'\)"),
+        ("def reward(:", r"cannot be run \(SyntaxError: "),
+    ],
+)
+def test_bad_files_are_refused(load, source, message):
+    with pytest.raises(ValueError, match=message):
+        load(source)
+
+
+@pytest.mark.parametrize("spec", ["rewards.py", "rewards:reward", "rewards.py:", "rewards.py:a b", ":reward", ""])
+def test_bad_names_are_refused(spec):
+    with pytest.raises(ValueError, match=rf"named as 'path/to/file.py:function', got '{spec}'"):
+        load_reward_function(spec)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"There is no file `{tmp_path}/none.py`; give the path of a Python file"):
+        load_reward_function(f"{tmp_path}/none.py:reward")
+
+
+def test_pickling_and_name(load, tmp_path, monkeypatch):
+    source = """
+    from __future__ import annotations
+    from dataclasses import dataclass, KW_ONLY
+
+    @dataclass
+    class Point:  # looks its module up
+        x: int
+        _: KW_ONLY
+        y: int = 0
+
+    def brief(completions): return [-Point(len(c)).x for c in completions]
+    """
+    load(source, "brief")
+    monkeypatch.chdir(tmp_path)
+    reward = load_reward_function("my rewards.py:brief", label_column="answer")
+    monkeypatch.chdir("/")
+    again = pickle.loads(pickle.dumps(reward))
+    assert call(again) == call(reward) == [-4.0, 0.0, -9.0]
+    assert repr(again) == repr(reward) and get_callable_name(again) == "brief"
+
+
+def test_a_tensor_keeps_its_numbers(load):
+    values = torch.tensor([0.1, -2.5, 3.25])
+    assert (
+        call(load("import torch\ndef reward(completions): return torch.tensor([0.1, -2.5, 3.25])")) == values.tolist()
+    )

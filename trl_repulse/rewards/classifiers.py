@@ -1,0 +1,246 @@
+"""Rewards from sequence classifiers: of a question and its answer, of a conversation, of a whole text.
+
+Axis letters: B texts of a batch, S tokens of the longest of them, K labels.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from ._chat import ChatTemplate, check_context
+from ._texts import Messages, conversation_text, last_question, whole_text
+from .models import ModelReward, Row
+
+
+@dataclass(eq=False, kw_only=True)
+class ClassifierReward(ModelReward):
+    """
+    Base of the rewards that are a label's logit; not for use by itself.
+
+    Args:
+        label (`int` or `str`, *optional*):
+            The label whose logit is the reward, by its number or its name. A model with one label needs none.
+        kwargs:
+            As for [`~trl_repulse.rewards.models.ModelReward`].
+
+    Raises:
+        `ValueError`: If the model has several labels and none is chosen, or has not the one that is.
+    """
+
+    label: int | str | None = None
+
+    _auto_class: ClassVar[type] = AutoModelForSequenceClassification
+
+    def _load(self) -> None:
+        super()._load()
+        config = self._module.config
+        names = [config.id2label[i] for i in range(config.num_labels)]
+        label = 0 if self.label is None and len(names) == 1 else self.label
+        if isinstance(label, str) and label in names:
+            label = names.index(label)
+        if not (isinstance(label, int) and 0 <= label < len(names)):
+            raise ValueError(
+                f"`{self.model}` has {len(names)} labels and `label={self.label!r}` is none of them; choose a number "
+                f"below {len(names)} or one of {', '.join(map(repr, names[:8]))}."
+            )
+        self._label_index = label
+
+    def _score(self, rows: list[Row]) -> torch.Tensor:
+        self._module.config.get_text_config().pad_token_id = self._pad_token_id(rows)
+        return self._read(self._module(**self._pad(rows)).logits.float())
+
+    def _read(self, logits: torch.Tensor) -> torch.Tensor:
+        """Rewards of shape (B,) from logits of shape (B, K)."""
+        return logits[:, self._label_index]
+
+    def _tokenize(self, *texts: str, **options: Any) -> Row:
+        """Tokens of one text, or of a pair. A text that gets no token at all is read as the token of its end."""
+        row = dict(self._tokenizer(*texts, **options))
+        if not getattr(self._module.config, "type_vocab_size", 0):
+            row.pop("token_type_ids", None)  # GPT-2 would add the embedding of the token 0 everywhere
+        if not row["input_ids"]:
+            end = self._tokenizer.eos_token_id
+            if end is None:
+                raise ValueError(f"`{self.model}` has no token for an empty text; set the tokenizer's `eos_token`.")
+            row = {"input_ids": [end], "attention_mask": [1]}
+        return row
+
+    def _truncate(self, max_length: int | None) -> dict[str, Any]:
+        """Arguments that cut a text to `max_length`, or to what tokenizer and model can take."""
+        limits = [max_length] if max_length is not None else [self._tokenizer.model_max_length, self._context()]
+        stated = [limit for limit in limits if limit is not None and limit < 10**9]
+        return {"truncation": True, "max_length": min(stated)} if stated else {}
+
+
+@dataclass(eq=False, kw_only=True)
+class SequencePairReward(ClassifierReward):
+    """
+    Reward of a classifier that reads a question and its answer as a pair of sequences, as DeBERTa reward models do.
+
+    The answer is the completion. Of a plain prompt the question is all of it.
+
+    Args:
+        model (`str`):
+            Path or Hub id of a sequence-classification model and its tokenizer.
+        max_length (`int`, *optional*):
+            Tokens of question and answer together; what is longer is cut, the longer of the two first. By default the
+            tokenizer's or model's own limit.
+        question (`str`, *optional*, defaults to `"last"`):
+            What is the question in a conversation: `"last"` for the user's last message, `"conversation"` for all
+            messages, one below the other, without their roles.
+        label (`int` or `str`, *optional*):
+            The label whose logit is the reward; a model with one label needs none.
+        batch_size, dtype, device, trust_remote_code, revision, name:
+            As for [`~trl_repulse.rewards.models.ModelReward`].
+
+    Raises:
+        `ValueError`: If an argument is none of its allowed values, or the model has not the label; when called, if a
+            conversation has no message of the user or a reward is not finite.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards import SequencePairReward
+
+    >>> reward = SequencePairReward("OpenAssistant/reward-model-deberta-v3-large-v2", max_length=512)
+    >>> reward(["What is the capital of France?"], ["Paris."])
+    ```
+    """
+
+    max_length: int | None = None
+    question: Literal["last", "conversation"] = "last"
+
+    def __post_init__(self):
+        _check_max_length(self.max_length)
+        if self.question not in ("last", "conversation"):
+            raise ValueError(f"`question` must be 'last' or 'conversation', got {self.question!r}.")
+        super().__post_init__()
+
+    def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
+        question = last_question(prompt) if self.question == "last" else conversation_text(prompt)
+        return self._tokenize(question, conversation_text(completion), **self._truncate(self.max_length))
+
+
+@dataclass(eq=False, kw_only=True)
+class ChatReward(ClassifierReward):
+    """
+    Reward of a classifier that reads a conversation in its own chat template, as Skywork's reward models do.
+
+    TRL renders conversations for a reward model as well, but not plain prompts: here they become a message of the user
+    and one of the assistant. Where both template and tokenizer put a token in front (BOS), one is left.
+
+    Args:
+        model (`str`):
+            Path or Hub id of a sequence-classification model and its tokenizer, which has a chat template.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the template.
+        drop_system (`bool`, *optional*, defaults to `False`):
+            Whether to leave out system messages, which some templates refuse.
+        label (`int` or `str`, *optional*):
+            The label whose logit is the reward; a model with one label needs none.
+        batch_size, dtype, device, trust_remote_code, revision, name:
+            As for [`~trl_repulse.rewards.models.ModelReward`].
+
+    Raises:
+        `ValueError`: If the tokenizer has no chat template or the model has not the label; when called, if the
+            template refuses a conversation, one is longer than the model's context, or a reward is not finite.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards import ChatReward
+
+    >>> reward = ChatReward("Skywork/Skywork-Reward-V2-Llama-3.2-1B", dtype="bfloat16")
+    >>> reward(["What is the capital of France?"], ["Paris."])
+    ```
+    """
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    drop_system: bool = False
+
+    def _load(self) -> None:
+        super()._load()
+        self._template = ChatTemplate(self, self.drop_system, self.chat_template_kwargs)
+
+    def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
+        row = self._tokenize(self._template.render(prompt, completion))
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and row["input_ids"][:2] == [bos, bos]:
+            row = {key: values[1:] for key, values in row.items()}
+        check_context(self, row["input_ids"], prompt, completion)
+        return row
+
+
+@dataclass(eq=False, kw_only=True)
+class ToxicityReward(ClassifierReward):
+    """
+    Reward of a classifier that reads a whole text, such as one for toxicity.
+
+    The text is the prompt and the completion, a conversation's messages one below the other without their roles.
+
+    Args:
+        model (`str`):
+            Path or Hub id of a sequence-classification model and its tokenizer.
+        label (`int` or `str`, *optional*):
+            The label that the reward is read from; a model with one label needs none.
+        output (`str`, *optional*, defaults to `"logit"`):
+            `"logit"` for the label's logit, right where there is one label or each is judged for itself; `"log_odds"`
+            for log P(label) − log P(any other), in nats, right where the probabilities of several labels sum to 1.
+            Both are the logit that `potential="class"` expects.
+        negate (`bool`, *optional*, defaults to `False`):
+            Whether to change the sign, for a label that says "toxic": a reward must be high where the text is good.
+        include_prompt (`bool`, *optional*, defaults to `True`):
+            Whether the text begins with the prompt.
+        max_length (`int`, *optional*):
+            Tokens of a text; what is longer is cut, by most tokenizers at its end. By default the tokenizer's or
+            model's own limit.
+        batch_size, dtype, device, trust_remote_code, revision, name:
+            As for [`~trl_repulse.rewards.models.ModelReward`].
+
+    Raises:
+        `ValueError`: If an argument is none of its allowed values, the model has not the label, or log-odds are asked
+            of a model with one; when called, if a reward is not finite.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards import ToxicityReward
+
+    >>> reward = ToxicityReward("unitary/toxic-bert", label="toxic", negate=True, include_prompt=False)
+    >>> reward(["You are"], [" very kind."])
+    ```
+    """
+
+    output: Literal["logit", "log_odds"] = "logit"
+    negate: bool = False
+    include_prompt: bool = True
+    max_length: int | None = None
+
+    def __post_init__(self):
+        _check_max_length(self.max_length)
+        if self.output not in ("logit", "log_odds"):
+            raise ValueError(f"`output` must be 'logit' or 'log_odds', got {self.output!r}.")
+        super().__post_init__()
+
+    def _load(self) -> None:
+        super()._load()
+        if self.output == "log_odds" and self._module.config.num_labels == 1:
+            raise ValueError(f"`{self.model}` has one label, whose logit is its log-odds; use `output='logit'`.")
+
+    def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
+        text = whole_text(prompt, completion) if self.include_prompt else conversation_text(completion)
+        return self._tokenize(text, **self._truncate(self.max_length))
+
+    def _read(self, logits: torch.Tensor) -> torch.Tensor:
+        reward = super()._read(logits)
+        if self.output == "log_odds":
+            others = [i for i in range(logits.shape[1]) if i != self._label_index]
+            reward = reward - logits[:, others].logsumexp(dim=1)
+        return -reward if self.negate else reward
+
+
+def _check_max_length(max_length: int | None) -> None:
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"`max_length` must be at least 1, got {max_length}; leave it out for the model's own limit.")

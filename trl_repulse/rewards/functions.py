@@ -1,0 +1,223 @@
+"""Rewards from a function in a Python file of the user's own."""
+
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ._texts import Messages, as_queries, pick_labels
+
+
+_FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(queries, prompts, labels)`"
+
+
+class FunctionReward:
+    """
+    A function in a Python file as a reward; [`load_reward_function`] makes them.
+
+    A pickled reward takes only the names of file and function along, and loads them again.
+
+    Args:
+        path (`str` or `Path`):
+            The Python file. It is run.
+        function (`str`):
+            Name of the function in it, and of the reward in the metrics.
+        label_column (`str`, *optional*):
+            Column of the data set that a function with `labels` gets. Without one, labels are empty texts.
+
+    Raises:
+        `ValueError`: If the file is missing or fails, or has no such function, or one of another signature.
+    """
+
+    def __init__(self, path: str | Path, function: str, label_column: str | None = None):
+        self.path = Path(path).expanduser().resolve()
+        self.function = function
+        self.label_column = label_column
+        self._load()
+
+    @property
+    def __name__(self) -> str:
+        return self.function
+
+    def __repr__(self) -> str:
+        return f"FunctionReward({str(self.path)!r}, {self.function!r}, label_column={self.label_column!r})"
+
+    def __reduce__(self) -> tuple[type, tuple[Path, str, str | None]]:
+        return FunctionReward, (self.path, self.function, self.label_column)
+
+    def _load(self) -> None:
+        module = _run(self.path)
+        if self.function not in vars(module):
+            names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(
+                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of "
+                "those."
+            )
+        function = vars(module)[self.function]
+        if not callable(function) or inspect.isclass(function):
+            raise ValueError(
+                f"`{self.function}` in `{self.path}` is no function but {function!r:.60}; name a function."
+            )
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
+            raise ValueError(
+                f"`{self.function}` in `{self.path}` is asynchronous; import it and give it to the trainer itself."
+            )
+        self._call = function
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._names = {p.name for p in named}
+        self._required = {p.name for p in named if p.default is p.empty}
+        self._queries = "queries" in self._names and "completions" not in self._names
+        fits = not any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+        if self._queries:
+            fits = fits and self._required <= {"queries", "prompts", "labels"}
+        else:
+            fits = fits and ("completions" in self._names or self._takes_all)
+        if not fits:
+            raise ValueError(
+                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward "
+                f"function; write {_FORMS}."
+            )
+
+    def __call__(
+        self,
+        prompts: list[str] | list[Messages],
+        completions: list[str] | list[Messages],
+        completion_ids: list[list[int]] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """
+        Rewards of completions, as TRL calls a reward function.
+
+        Args:
+            prompts (`list`):
+                Prompts, plain text or messages.
+            completions (`list`):
+                One completion a prompt, in the same form.
+            completion_ids (`list[list[int]]`, *optional*):
+                The policy's tokens of the completions.
+            kwargs:
+                Further columns of the data set. The function gets what it has a parameter for.
+
+        Returns:
+            `list[float | None]`: one reward a completion, `None` where the function gave none.
+
+        Raises:
+            `ValueError`: If the function needs a column that the data set lacks, or returns anything but one finite
+                number (or `None`) a completion.
+        """
+        if self._queries:
+            arguments = {
+                "queries": as_queries(prompts, completions),
+                "prompts": prompts,
+                "labels": pick_labels(kwargs, self.label_column, len(prompts)),
+            }
+        else:
+            arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
+        lacking = sorted(self._required - arguments.keys())
+        if lacking:
+            raise ValueError(f"{self._where} needs `{lacking[0]}`, but the data set has no such column; add it.")
+        if self._queries or not self._takes_all:
+            arguments = {name: value for name, value in arguments.items() if name in self._names}
+        return self._read(self._call(**arguments), len(prompts))
+
+    @property
+    def _where(self) -> str:
+        return f"The reward function `{self.function}` of `{self.path}`"
+
+    def _read(self, result: Any, count: int) -> list[float | None]:
+        """One number or `None` a completion, from a list, a tensor, or a dictionary with `"rewards"`."""
+        if isinstance(result, dict):
+            result = result.get("rewards")
+        if isinstance(result, torch.Tensor):
+            result = result.detach().flatten().tolist()
+        if not isinstance(result, Iterable) or isinstance(result, str):
+            raise ValueError(f'{self._where} must return a list, a tensor, or {{"rewards": ...}}, got {result!r:.60}.')
+        result = list(result)
+        rewards = [_as_number(value) for value in result]
+        for i, reward in enumerate(rewards):
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(
+                    f"{self._where} gave {result[i]!r:.60} for completion {i} of {count}; return a finite number, "
+                    "or `None` to leave the completion out."
+                )
+        if len(rewards) != count:
+            raise ValueError(
+                f"{self._where} gave {len(rewards)} rewards for {count} completions; return one for each."
+            )
+        return rewards
+
+
+def load_reward_function(spec: str, label_column: str | None = None) -> FunctionReward:
+    """
+    A function in a Python file as a reward function for a trainer.
+
+    The function has one of two signatures, told apart by the names of the parameters:
+
+    - TRL's, `(prompts, completions, completion_ids, **kwargs)`. It may leave out what it does not use, `**kwargs` too,
+      and name columns of the data set.
+    - `(queries, prompts, labels)`, as OpenRLHF's reward functions have. A query is the prompt with its completion:
+      text, or a list of messages.
+
+    It returns one number a completion, or `None` to leave one out: as a list, a tensor, or the `"rewards"` of a
+    dictionary.
+
+    Args:
+        spec (`str`):
+            File and function, `"path/to/file.py:function"`. The file is run.
+        label_column (`str`, *optional*):
+            Column of the data set that a function with `labels` gets. Without one, labels are empty texts.
+
+    Returns:
+        [`~trl_repulse.rewards.functions.FunctionReward`]: the reward function, which can be pickled.
+
+    Raises:
+        `ValueError`: If `spec` has another form, the file is missing or fails, or has no such function, or one of
+            neither signature.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards import load_reward_function
+
+    >>> reward = load_reward_function("my_rewards.py:short_answers")
+    ```
+    """
+    path, _, function = spec.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        raise ValueError(f"A reward function is named as 'path/to/file.py:function', got {spec!r}.")
+    return FunctionReward(path, function, label_column)
+
+
+def _as_number(value: Any) -> float | None:
+    """What a reward function gave for one completion; NaN for what is no number."""
+    if value is None:
+        return None
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors of several numbers
+        return math.nan
+
+
+def _run(path: Path) -> ModuleType:
+    """The module of a file, run anew."""
+    if not path.is_file():
+        raise ValueError(f"There is no file `{path}`; give the path of a Python file with a reward function.")
+    name = "_trl_repulse_reward_" + re.sub(r"\W", "_", str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses, for one, look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); mend it first.") from error
+    return module

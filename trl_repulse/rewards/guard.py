@@ -1,0 +1,149 @@
+"""Rewards from language models that answer with a verdict: how much likelier "safe" is than "unsafe".
+
+Axis letters: B conversations of a batch, S tokens of the longest of them, V vocabulary. A lead is what the model may
+write between the end of the template and its verdict; L tokens of one.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ._chat import ChatTemplate, check_context
+from ._texts import Messages
+from .models import ModelReward, Row
+
+
+@dataclass(eq=False, kw_only=True)
+class GuardReward(ModelReward):
+    """
+    Reward of a safety classifier that is a language model, such as Llama Guard: log P(safe) − log P(unsafe), in nats.
+
+    The chat template of such a model wraps the conversation in the question whether its last message is safe, and ends
+    where the model's verdict begins. P(word) is the probability that the model goes on with the first token of the
+    word, either at once or after one of the `leads`, whose probabilities are added up: some models
+    write two line breaks first. Nothing is sampled.
+
+    Args:
+        model (`str`):
+            Path or Hub id of a causal language model and its tokenizer, which has a chat template.
+        safe, unsafe (`str`, *optional*, defaults to `"safe"` and `"unsafe"`):
+            The two verdicts. Their tokens are looked up in the tokenizer, as they follow the end of the template.
+        leads (`tuple[str, ...]`, *optional*, defaults to `("", " ", "\\n\\n")`):
+            White space that the model may write before the verdict. One forward pass serves all that merge with the
+            verdict, as a space mostly does, and one that has tokens of its own; each further one takes another.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the template, e.g. the guideline to judge by, or `add_generation_prompt=True` where
+            the template would otherwise end before the model's turn.
+        drop_system (`bool`, *optional*, defaults to `False`):
+            Whether to leave out system messages, which templates that want user and assistant in turn refuse.
+        batch_size, dtype, device, trust_remote_code, revision, name:
+            As for [`~trl_repulse.rewards.models.ModelReward`].
+
+    Raises:
+        `ValueError`: If the tokenizer has no chat template, or does not tell the two words apart by their first token;
+            when called, if the template refuses a conversation, one is longer than the model's context, or a reward is
+            not finite.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards import GuardReward
+
+    >>> reward = GuardReward("meta-llama/Llama-Guard-3-8B", dtype="bfloat16", drop_system=True)
+    >>> reward(["How do I kill a Python process?"], ["With kill and its number."])
+    ```
+    """
+
+    safe: str = "safe"
+    unsafe: str = "unsafe"
+    leads: tuple[str, ...] = ("", " ", "\n\n")
+    chat_template_kwargs: dict[str, Any] | None = None
+    drop_system: bool = False
+
+    _auto_class: ClassVar[type] = AutoModelForCausalLM
+    _padding_side: ClassVar[str] = "left"
+
+    def __post_init__(self):
+        self.leads = (self.leads,) if isinstance(self.leads, str) else tuple(self.leads)
+        if not self.leads or any(lead.strip() for lead in self.leads):
+            raise ValueError(
+                f"`leads` must be white space, at least one, got {self.leads!r}; put a word into the template."
+            )
+        super().__post_init__()
+
+    def _load(self) -> None:
+        super()._load()
+        self._template = ChatTemplate(self, self.drop_system, self.chat_template_kwargs)
+        self._verdicts = self._find_verdicts()
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _find_verdicts(self) -> dict[tuple[int, ...], tuple[set[int], set[int]]]:
+        """
+        Tokens of the verdicts after the template: those of a lead -> first tokens of "safe" and of "unsafe".
+
+        A lead that would merge with the end of the template is left out: the model never goes on like that.
+        """
+        text = self._template.render("a", "b")
+        end = self._ids(text)
+        verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
+        for lead in self.leads:
+            both = [self._ids(text + lead + word) for word in (self.safe, self.unsafe)]
+            if any(ids[: len(end)] != end for ids in both):
+                continue
+            safe, unsafe = (ids[len(end) :] for ids in both)
+            common = next((i for i, pair in enumerate(zip(safe, unsafe, strict=False)) if pair[0] != pair[1]), None)
+            if common is None or self._tokenizer.decode(safe[:common]).strip():
+                self._refuse_words(lead)
+            sets = verdicts.setdefault(tuple(safe[:common]), (set(), set()))
+            sets[0].add(safe[common])
+            sets[1].add(unsafe[common])
+            if sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1]:
+                self._refuse_words(lead)
+        if not verdicts:
+            raise ValueError(
+                f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}: every "
+                f"one of `leads={self.leads!r}` merges with it; choose others."
+            )
+        return verdicts
+
+    def _refuse_words(self, lead: str) -> None:
+        raise ValueError(
+            f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the "
+            "first token (it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."
+        )
+
+    def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
+        ids = self._ids(self._template.render(prompt, completion))
+        check_context(self, ids + [0] * max(map(len, self._verdicts)), prompt, completion)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def _score(self, rows: list[Row]) -> torch.Tensor:
+        remaining = dict(self._verdicts)
+        log_safe, log_unsafe = [], []  # each of shape (B,)
+        while remaining:
+            longest = max(remaining, key=len)
+            log_probs = self._log_probs(rows, longest)  # (B, L + 1, V)
+            # log P(first i tokens of the lead), for i = 0 to L
+            steps = [log_probs[:, i, token] for i, token in enumerate(longest)]
+            for size in range(len(longest) + 1):
+                if longest[:size] not in remaining:
+                    continue
+                safe, unsafe = remaining.pop(longest[:size])
+                log_lead = sum(steps[:size], torch.zeros(len(rows), device=log_probs.device))
+                log_safe.append(log_lead + log_probs[:, size, sorted(safe)].logsumexp(dim=1))
+                log_unsafe.append(log_lead + log_probs[:, size, sorted(unsafe)].logsumexp(dim=1))
+        return torch.stack(log_safe).logsumexp(dim=0) - torch.stack(log_unsafe).logsumexp(dim=0)
+
+    def _log_probs(self, rows: list[Row], lead: tuple[int, ...]) -> torch.Tensor:
+        """Log-probabilities of the next token, at the end of each conversation and after each token of the lead."""
+        extended = [
+            {key: [*row[key], *(lead if key == "input_ids" else [1] * len(lead))] for key in row} for row in rows
+        ]
+        batch = self._pad(extended)
+        positions = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        logits = self._module(**batch, position_ids=positions, logits_to_keep=len(lead) + 1, use_cache=False).logits
+        return logits[:, -len(lead) - 1 :].float().log_softmax(dim=-1)

@@ -1,0 +1,185 @@
+"""What all rewards read from a local model share: loading, batches, padding, the device, the check of the result.
+
+Axis letters: B texts of a batch, S tokens of the longest of them, K labels, V vocabulary.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.state import PartialState, is_initialized
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ._texts import Messages, whole_text
+
+
+# A text ready for its model: what the tokenizer calls its inputs -> one list of numbers each
+Row = dict[str, list[int]]
+
+
+@dataclass(eq=False)
+class ModelReward:
+    """
+    Base of the rewards that are read from a model of the Hugging Face format; not for use by itself.
+
+    The weights are loaded when the reward is built and moved to their device when it is first called. A pickled reward
+    takes only its arguments along, and loads the model again when it is next called.
+
+    Args:
+        model (`str`):
+            Path or Hub id of the model and its tokenizer.
+        batch_size (`int`, *optional*, defaults to `16`):
+            Texts of one forward pass. It changes speed and memory, never rewards.
+        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
+            Precision of the weights; `"auto"` keeps that of the checkpoint.
+        device (`str` or `torch.device`, *optional*):
+            Where the model runs. By default where the trainer runs; outside a training run the accelerator if there is
+            one, else the CPU.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run Python code that comes with the model.
+        revision (`str`, *optional*):
+            Branch, tag or commit of a model on the Hub.
+        name (`str`, *optional*):
+            Name in the metrics, `rewards/NAME/mean`. By default the last part of `model`.
+
+    Raises:
+        `ValueError`: If `batch_size` is not positive, or the checkpoint lacks weights that the rewards are read from;
+            when called, if the model gives a number that is not finite.
+    """
+
+    model: str
+    _: KW_ONLY
+    batch_size: int = 16
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    name: str | None = None
+
+    _auto_class: ClassVar[type] = AutoModel
+    _padding_side: ClassVar[str] = "right"
+
+    def __post_init__(self):
+        self.model = str(self.model)
+        self._module: PreTrainedModel | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        if self.batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
+        self._load()
+
+    @property
+    def __name__(self) -> str:
+        return self.name or Path(self.model).name
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_module": None, "_tokenizer": None, "_template": None}
+
+    def _load(self) -> None:
+        options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
+        self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
+        self._module, loading = self._auto_class.from_pretrained(
+            self.model, dtype=self.dtype, output_loading_info=True, **options
+        )
+        if loading["missing_keys"]:
+            raise ValueError(
+                f"`{self.model}` has no weights for {', '.join(sorted(loading['missing_keys'])[:3])}, which "
+                f"{type(self).__name__} reads; give a checkpoint that was trained as "
+                f"{type(self._module).__name__}."
+            )
+        self._module.eval()
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        prompts: list[str] | list[Messages],
+        completions: list[str] | list[Messages],
+        completion_ids: list[list[int]] | None = None,
+        **kwargs: Any,
+    ) -> list[float]:
+        """
+        Rewards of completions, as TRL calls a reward function.
+
+        Args:
+            prompts (`list`):
+                Prompts, plain text or messages.
+            completions (`list`):
+                One completion a prompt, in the same form.
+            completion_ids (`list[list[int]]`, *optional*):
+                Unused: the policy's tokens are not the reward model's.
+            kwargs:
+                Unused: further columns of the data set.
+
+        Returns:
+            `list[float]`: one reward a completion.
+
+        Raises:
+            `ValueError`: If a text cannot be given to the model, or a reward is not finite.
+        """
+        if self._module is None:
+            self._load()
+        self._module.to(self._resolve_device())
+        pairs = list(zip(prompts, completions, strict=True))
+        rows = [self._encode(prompt, completion) for prompt, completion in pairs]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
+        rewards = torch.full((len(rows),), torch.nan)
+        for start in range(0, len(rows), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            rewards[chosen] = self._score([rows[i] for i in chosen]).float().cpu()
+        for reward, pair in zip(rewards.tolist(), pairs, strict=True):
+            if not math.isfinite(reward):
+                raise ValueError(
+                    f"{type(self).__name__} got {reward} from `{self.model}` for the text that begins "
+                    f"{whole_text(*pair)[:60]!r}; check its weights, or try `dtype='float32'`."
+                )
+        return rewards.tolist()
+
+    def _resolve_device(self) -> str | torch.device:
+        if self.device is not None:
+            return self.device
+        if is_initialized():
+            return PartialState().device
+        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+
+    def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
+        """Tokens of one text."""
+        raise NotImplementedError
+
+    def _score(self, rows: list[Row]) -> torch.Tensor:
+        """Rewards of one batch, of shape (B,)."""
+        raise NotImplementedError
+
+    def _pad(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        """The model's inputs, each of shape (B, S), on its device."""
+        width = max(len(row["input_ids"]) for row in rows)
+        batch = {}
+        for key in rows[0]:
+            value = self._pad_token_id(rows) if key == "input_ids" else 0
+            padded = torch.full((len(rows), width), value)
+            for target, row in zip(padded, rows, strict=True):
+                span = slice(len(row[key])) if self._padding_side == "right" else slice(width - len(row[key]), width)
+                target[span] = torch.tensor(row[key])
+            batch[key] = padded.to(self._module.device)
+        return batch
+
+    def _pad_token_id(self, rows: list[Row]) -> int:
+        """
+        The model's padding token, else the tokenizer's, else one that ends no row.
+
+        Classifiers that read the last token look for the last one that is not padding, so that a real token in its
+        place would be taken for padding.
+        """
+        last = {row["input_ids"][-1] for row in rows}
+        for declared in (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id):
+            if declared is not None and declared >= 0:
+                return declared
+        return next(i for i in range(len(last) + 1) if i not in last)
+
+    def _context(self) -> int | None:
+        """Positions that the model has, or `None` where it states no limit."""
+        config = self._module.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None)
+        if context is not None and ("roberta" in config.model_type or config.model_type == "camembert"):
+            context -= config.pad_token_id + 1  # RoBERTa counts positions from there
+        return context
