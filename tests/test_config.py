@@ -65,7 +65,6 @@ REFUSED = [
     ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
     ("proposal_updates_per_step", {"use_policy_as_proposal": True, "proposal_updates_per_step": 2}),
     ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
-    ("proposal_learning_rate", {"use_policy_as_proposal": True, "proposal_learning_rate": 1e-5}),
     ("proposal_loss", {"proposal_loss": "kl"}),
     ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),

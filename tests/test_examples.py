@@ -126,7 +126,7 @@ def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, sampl
     assert results["final"] != results["initial"]
     assert results["seconds"] > 0
     assert results["settings"]["seed"] == 3
-    assert results["settings"]["target_dist_beta"] == -1.0
+    assert results["settings"]["target_dist_beta"] == yaml.safe_load(EMBEDDED_CONFIG.read_text())["target_dist_beta"]
     assert results["metrics"]["step"] == 2
     assert [entry["update"] for entry in results["history"]] == [0, 2]
 
