@@ -3,8 +3,8 @@
     python benchmarks/embedded_world.py --output_dir runs/embedded --workers 2
 
 Every run is `examples/repulse.py` with other flags, in a process of one thread. First each method is tuned on seed 0 over
-the same number of settings; the setting with the lowest exact log P(bad) among those within 0.1 of the method's best
-expected reward is kept. Then the kept settings run with five seeds. RePULSe draws as many completions from its proposal
+the same number of settings; of those within 0.1 of the method's best expected reward, the `--keep` settings with the
+lowest exact log P(bad) are kept. Then each kept setting runs with five seeds, and all of them are shown. RePULSe draws as many completions from its proposal
 as from the policy, so it makes half as many policy updates. Runs that left a `results.json` are not repeated.
 """
 
@@ -53,17 +53,21 @@ def run(folder: Path, method: str, beta: float, setting: dict[str, float], seed:
     return json.loads((output_dir / "results.json").read_text())
 
 
-def choose(tuned: list[tuple[dict[str, float], dict]]) -> dict[str, float]:
-    """The setting with the lowest log P(bad) among those within 0.1 of the best expected reward."""
+def choose(tuned: list[tuple[dict[str, float], dict]], keep: int) -> list[dict[str, float]]:
+    """The settings with the lowest log P(bad) among those within 0.1 of the best expected reward."""
     best = max(results["final"]["expected_reward"] for _, results in tuned)
     close = [(setting, r) for setting, r in tuned if r["final"]["expected_reward"] > best - 0.1]
-    return min(close, key=lambda pair: pair[1]["final"]["log_prob_bad"])[0]
+    return [setting for setting, _ in sorted(close, key=lambda pair: pair[1]["final"]["log_prob_bad"])[:keep]]
 
 
 def interval(values: list[float]) -> str:
     """Mean and half-width of the 95 % t-interval over five seeds."""
     half = 2.776 * statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.mean(values):.2f} ± {half:.2f}"
+
+
+def show(setting: dict[str, float]) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in setting.items())
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/embedded"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.2], help="KL coefficients")
+    parser.add_argument("--keep", type=int, default=1, help="settings of each method that run with all seeds")
     options = parser.parse_args()
 
     with ThreadPoolExecutor(options.workers) as pool:
@@ -88,51 +93,54 @@ def main() -> None:
             for method, settings in SETTINGS.items()
         }
         tuned = {key: [(setting, future.result()) for setting, future in runs] for key, runs in tuning.items()}
-        chosen = {key: choose(runs) for key, runs in tuned.items()}
-        futures = {
-            (beta, method): [
-                pool.submit(run, options.output_dir, method, beta, chosen[beta, method], seed) for seed in SEEDS
-            ]
-            for beta, method in chosen
-        }
-        compared = {key: [future.result() for future in runs] for key, runs in futures.items()}
+        chosen = {key: choose(runs, options.keep) for key, runs in tuned.items()}
+        futures = [
+            (beta, method, setting, [pool.submit(run, options.output_dir, method, beta, setting, s) for s in SEEDS])
+            for (beta, method), settings in chosen.items()
+            for setting in settings
+        ]
+        compared = [(*key, [future.result() for future in runs]) for *key, runs in futures]
 
     print("\nEvery setting, seed 0 (* kept)\n")
     rows = []
     for (beta, method), runs in tuned.items():
         for setting, results in runs:
-            kept = "*" if setting == chosen[beta, method] else ""
-            shown = ", ".join(f"{key} {value:g}" for key, value in setting.items())
+            kept = "*" if setting in chosen[beta, method] else ""
             final = results["final"]
             rows.append(
-                (f"{beta:g}", method, shown + kept)
+                (f"{beta:g}", method, show(setting) + kept)
                 + tuple(f"{final[key]:.2f}" for key in ("expected_reward", "log_prob_bad", "kl"))
             )
     print(table(("KL coefficient", "method", "setting", "expected reward", "log P(bad)", "KL"), rows))
 
     print(f"\nKept settings, seeds {min(SEEDS)} to {max(SEEDS)}: mean ± 95 % interval\n")
     rows = []
-    for (beta, method), results in compared.items():
+    for beta, method, setting, results in compared:
         finals = {key: [r["final"][key] for r in results] for key in ("expected_reward", "log_prob_bad", "kl")}
-        setting = ", ".join(f"{key} {value:g}" for key, value in chosen[beta, method].items())
         updates, samples = results[0]["policy_updates"], results[0]["samples"]
+        rewards = ", ".join(f"{value:.2f}" for value in finals["expected_reward"])
         rows.append(
-            (f"{beta:g}", method, setting, f"{updates:,}", f"{samples:,}", *(interval(v) for v in finals.values()))
+            (f"{beta:g}", method, show(setting), f"{updates:,}", f"{samples:,}")
+            + (*(interval(values) for values in finals.values()), rewards)
         )
     header = ("KL coefficient", "method", "setting", "updates", "samples", "expected reward", "log P(bad), nats", "KL")
-    print(table(header, rows))
+    print(table((*header, "reward of each seed"), rows))
 
     print("\nOn the way, means over the seeds\n")
     rows = []
-    for (beta, method), results in compared.items():
+    for beta, method, setting, results in compared:
         for share in (0.1, 0.25, 0.5, 1.0):
             points = [
                 min(r["history"], key=lambda point, r=r: abs(point["samples"] - share * r["samples"]))["policy"]
                 for r in results
             ]
             means = [statistics.mean(p[key] for p in points) for key in ("expected_reward", "log_prob_bad", "kl")]
-            rows.append((f"{beta:g}", method, f"{share:.0%}", *(f"{value:.2f}" for value in means)))
-    print(table(("KL coefficient", "method", "samples drawn", "expected reward", "log P(bad), nats", "KL"), rows))
+            rows.append((f"{beta:g}", method, show(setting), f"{share:.0%}", *(f"{value:.2f}" for value in means)))
+    print(
+        table(
+            ("KL coefficient", "method", "setting", "samples drawn", "expected reward", "log P(bad), nats", "KL"), rows
+        )
+    )
 
 
 if __name__ == "__main__":
