@@ -10,13 +10,14 @@ of a turn is warm-up and dropped. Peak memory is measured in a process of its ow
 
 import argparse
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -119,7 +120,9 @@ def print_peak_memory(options: argparse.Namespace) -> None:
     if torch.accelerator.is_available():
         print(torch.accelerator.max_memory_allocated() / 2**20)
     else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
+        # Not getrusage: its maximum survives exec, so that a child starts with its parent's
+        status = Path("/proc/self/status").read_text()
+        print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10)
 
 
 def main() -> None:
