@@ -4,6 +4,7 @@ Axis letters: B texts of a batch, S tokens of the longest of them, K labels, V v
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ Row = dict[str, list[int]]
 
 
 @dataclass(eq=False)
-class ModelReward:
+class ModelReward(ABC):
     """
     Base of the rewards that are read from a model of the Hugging Face format; not for use by itself.
 
@@ -142,13 +143,13 @@ class ModelReward:
             return PartialState().device
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
+    @abstractmethod
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
         """Tokens of one text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _score(self, rows: list[Row]) -> torch.Tensor:
         """Rewards of one batch, of shape (B,)."""
-        raise NotImplementedError
 
     def _pad(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """The model's inputs, each of shape (B, S), on its device."""
