@@ -30,7 +30,7 @@ class PPOScriptArguments(RePULSeScriptArguments):
 
 def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
-    script_args, args, model_args = parse(arguments, PPOScriptArguments, PPOConfig, "embedded_ppo.yaml")
+    script_args, args, model_args = parse(arguments, (PPOScriptArguments, PPOConfig), "embedded_ppo.yaml")
     run(PPOTrainer, script_args, args, model_args, "PPO", value_model=script_args.value_model_path)
 
 

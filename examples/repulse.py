@@ -17,15 +17,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer
-from trl import (
-    GRPOConfig,
-    ModelConfig,
-    RLOOConfig,
-    ScriptArguments,
-    TrlParser,
-    get_peft_config,
-    get_quantization_config,
-)
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
 from trl_repulse.data import load_prompts
@@ -45,15 +37,10 @@ class RePULSeScriptArguments(ScriptArguments):
     tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
 
 
-def parse(
-    argv: list[str],
-    arguments_cls: type[RePULSeScriptArguments] = RePULSeScriptArguments,
-    config_cls: type[GRPOConfig | RLOOConfig] = RePULSeConfig,
-    embedded_config: str = "embedded.yaml",
-) -> tuple[RePULSeScriptArguments, GRPOConfig | RLOOConfig, ModelConfig]:
+def parse(argv: list[str], classes: tuple = (RePULSeScriptArguments, RePULSeConfig), embedded_yaml="embedded.yaml"):
     if not {"--config", "--model_name_or_path"} & {arg.split("=")[0] for arg in argv}:
-        argv = ["--config", str(Path(__file__).parent / "configs" / embedded_config), *argv]
-    parser = TrlParser((arguments_cls, config_cls, ModelConfig), exit_on_error=False)
+        argv = ["--config", str(Path(__file__).parent / "configs" / embedded_yaml), *argv]
+    parser = TrlParser((*classes, ModelConfig), exit_on_error=False)
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     script_args, args, model_args = parser.parse_args_and_config(argv)

@@ -60,7 +60,7 @@ def generalized_advantages(
     rewards = rewards.detach().to(dtype).masked_fill(~counts, 0.0)
     values = values.detach().to(dtype).masked_fill(~counts, 0.0)
     advantages = torch.zeros_like(rewards)
-    running, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])  # (B,)
+    running = next_value = rewards.new_zeros(rewards.size(0))  # (B,)
     for t in reversed(range(rewards.size(1))):
         here = counts[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
@@ -224,7 +224,8 @@ def approximate_kl(
     """
     require_shape("old_log_p", old_log_p, tuple(log_p.shape))
     require_shape("mask", mask, tuple(log_p.shape))
-    log_ratio = (log_p.detach() - old_log_p.detach()).float().masked_fill(mask == 0, 0.0)
+    dtype = torch.promote_types(log_p.dtype, torch.float32)
+    log_ratio = (log_p.detach().to(dtype) - old_log_p.detach()).masked_fill(mask == 0, 0.0)
     if denominator is None:
         denominator = (mask != 0).sum().clamp(min=1)
     return (log_ratio.exp() - 1 - log_ratio).sum() / denominator

@@ -58,6 +58,10 @@ def build_value_model(
         raise ValueError(
             f"`value_model` has {value.config.num_labels} labels, but a value is one number; pass a model with one label."
         )
+    if peft_config is None and not is_peft_model(value) and getattr(value, "is_quantized", False):
+        raise ValueError(
+            "`value_model` is quantized and cannot be trained whole; pass `value_peft_config`, or load it in full."
+        )
     if peft_config is not None:
         from peft import get_peft_model
 
