@@ -100,7 +100,8 @@ def _copied(source: PreTrainedModel) -> PreTrainedModel:
     value = AutoModelForTokenClassification.from_config(
         config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
     )
-    value.base_model.load_state_dict(source.base_model.state_dict())
+    missing = value.base_model.load_state_dict(source.base_model.state_dict(), strict=False).missing_keys
+    assert not missing, missing  # one class, one configuration; a pooler may be left over
     if config.num_labels == 1:
         _set_head(value, _head(source) if is_classifier else None)
     return value
@@ -115,8 +116,13 @@ def _require_token_classifier(config: Any) -> None:
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
-    (head,) = (child for child in model.children() if isinstance(child, nn.Linear))
-    return head
+    heads = [child for child in model.children() if isinstance(child, nn.Linear)]
+    if len(heads) != 1:
+        raise ValueError(
+            f"The head of `{type(model).__name__}`, which `value_model` is, is not one linear layer; pass a causal language "
+            "model or a reward model with a linear head."
+        )
+    return heads[0]
 
 
 def _set_head(value: PreTrainedModel, source: nn.Linear | None) -> None:
