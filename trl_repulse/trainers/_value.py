@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import (
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -42,7 +43,8 @@ def build_value_model(
         [`~transformers.PreTrainedModel`] or `peft.PeftModel`: The value model, without dropout.
 
     Raises:
-        `ValueError`: If the architecture has no token classifier, or a classifier has several labels.
+        `ValueError`: If the architecture has no token classifier, a classifier has several labels or a head of several
+            layers, or the model is quantized and no adapter is asked for.
     """
     if not isinstance(model, str):
         base = model.get_base_model() if is_peft_model(model) else model
@@ -97,9 +99,7 @@ def _copied(source: PreTrainedModel) -> PreTrainedModel:
     if not is_classifier:
         config.num_labels = 1
     _require_token_classifier(config)
-    value = AutoModelForTokenClassification.from_config(
-        config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
-    )
+    value = AutoModelForTokenClassification.from_config(config, dtype=source.dtype)
     missing = value.base_model.load_state_dict(source.base_model.state_dict(), strict=False).missing_keys
     assert not missing, missing  # one class, one configuration; a pooler may be left over
     if config.num_labels == 1:
@@ -108,7 +108,7 @@ def _copied(source: PreTrainedModel) -> PreTrainedModel:
 
 
 def _require_token_classifier(config: Any) -> None:
-    if type(config) not in AutoModelForTokenClassification._model_mapping:
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         raise ValueError(
             f"transformers has no token classifier for `{config.model_type}`, which the value model would be; pass "
             "`value_model` of another architecture with the policy's tokenizer."
