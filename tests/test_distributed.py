@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import distributed_ppo_run
 from .conftest import build_model
 
 
@@ -79,9 +80,10 @@ def test_the_comparison_can_fail(launch):
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)
 
 
-def test_two_processes_of_ppo_equal_one(launch):
+def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
     """Whitening, explained variance and both losses run over all processes' tokens, of which each has its own number."""
-    script = "distributed_ppo_run"
-    alone = launch(1, 8, 1, script=script)
-    assert_equal(alone, launch(2, 2, 2, script=script), PPO_METRICS)
-    assert alone["logs"][1]["value/clip_fraction"] > 0
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    distributed_ppo_run.main(str(tmp_path), "8", "1", "plain")
+    alone = json.loads((tmp_path / "result.json").read_text())
+    assert alone["world_size"] == 1 and alone["logs"][1]["value/clip_fraction"] > 0
+    assert_equal(alone, launch(2, 2, 2, script="distributed_ppo_run"), PPO_METRICS)
