@@ -120,6 +120,7 @@ PPO_REFUSED = [
     ("value_clip", {"value_clip": 0.0}),
     ("value_clip", {"value_clip": float("nan")}),
     ("value_warmup_steps", {"value_warmup_steps": -1}),
+    ("value_warmup_steps", {"value_warmup_steps": 1, "fp16": True, "max_grad_norm": 0.0}),
     ("beta", {"beta": -0.1}),
     ("num_generations", {"num_generations": 0}),
     ("num_generations", {"num_generations": None}),

@@ -72,6 +72,9 @@ def check_ppo_config(args: "PPOConfig") -> None:
         remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
         require(args, 0 < args.value_clip < math.inf, "value_clip", remedy)
     require(args, args.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
+    if args.fp16 and args.max_grad_norm == 0:  # nothing would have unscaled the gradient that is dropped
+        remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
+        require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
     require(args, 0 <= args.beta < math.inf, "beta", "must be at least 0 (0 is no KL penalty)")
     require(args, args.num_iterations >= 1, "num_iterations", "must be at least 1: it is the number of epochs")
     require(args, args.epsilon > 0, "epsilon", "must be above 0: the ratio is clipped to 1 ± epsilon")
