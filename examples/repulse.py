@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
@@ -37,10 +37,10 @@ class RePULSeScriptArguments(ScriptArguments):
     tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
 
 
-def parse(argv: list[str]) -> tuple[RePULSeScriptArguments, RePULSeConfig, ModelConfig]:
+def parse(argv: list[str], classes: tuple = (RePULSeScriptArguments, RePULSeConfig), embedded_yaml="embedded.yaml"):
     if not {"--config", "--model_name_or_path"} & {arg.split("=")[0] for arg in argv}:
-        argv = ["--config", str(Path(__file__).parent / "configs" / "embedded.yaml"), *argv]
-    parser = TrlParser((RePULSeScriptArguments, RePULSeConfig, ModelConfig), exit_on_error=False)
+        argv = ["--config", str(Path(__file__).parent / "configs" / embedded_yaml), *argv]
+    parser = TrlParser((*classes, ModelConfig), exit_on_error=False)
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     script_args, args, model_args = parser.parse_args_and_config(argv)
@@ -59,15 +59,14 @@ def parse(argv: list[str]) -> tuple[RePULSeScriptArguments, RePULSeConfig, Model
     return script_args, args, model_args
 
 
-def track_exactly(trainer: RePULSeTrainer, prompts: list[str], every: int) -> ExactTrackingCallback:
+def track_exactly(trainer: Trainer, prompts: list[str], every: int) -> ExactTrackingCallback:
     bad = embedded.bad_token_ids(trainer.processing_class)
     initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
     return ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial, every)
 
 
-def report(trainer: RePULSeTrainer, tracking: TrackingCallback) -> None:
+def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
-    method = "RePULSe" if trainer.proposal else "RePULSe (policy as proposal)" if args.alpha else "REINFORCE"
     metrics = next((logs for logs in reversed(trainer.state.log_history) if "reward" in logs), {})
     write_results(output_dir / "results.json", method, args.seed, tracking, args.to_dict(), metrics)
     shown = {name: metrics[name] for name in SHOWN if name in metrics}
@@ -77,15 +76,14 @@ def report(trainer: RePULSeTrainer, tracking: TrackingCallback) -> None:
     print(f"Saved to {output_dir.resolve()}")
 
 
-def main(argv: list[str] | None = None) -> None:
-    script_args, args, model_args = parse(sys.argv[1:] if argv is None else argv)
+def run(trainer_cls: type[Trainer], script_args, args, model_args, method: str, **kwargs) -> None:
     name, options = script_args.dataset_name, (script_args.dataset_config, script_args.dataset_streaming)
     splits = [script_args.dataset_train_split] + [script_args.dataset_test_split] * (args.eval_strategy != "no")
     dataset, *held_out = (load_prompts(name, split, *options) for split in splits)
     prompts = [row["prompt"] for row in dataset] if model_args.model_name_or_path is None else None
     if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
         dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
-    trainer = RePULSeTrainer(
+    trainer = trainer_cls(
         model=model_args.model_name_or_path or embedded.policy_path(),
         reward_funcs=script_args.reward_model_path,
         args=args,
@@ -93,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=held_out[0] if held_out else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
+        **kwargs,
     )
     tracking = TrackingCallback(trainer)
     if prompts is not None:
@@ -101,10 +100,16 @@ def main(argv: list[str] | None = None) -> None:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
-        report(trainer, tracking)
+        report(trainer, tracking, method)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=None if Path(name).is_file() else name)
     trainer.end()
+
+
+def main(argv: list[str] | None = None) -> None:
+    script_args, args, model_args = parse(sys.argv[1:] if argv is None else argv)
+    method = "RePULSe (policy as proposal)" if args.use_policy_as_proposal else "RePULSe"
+    run(RePULSeTrainer, script_args, args, model_args, method if args.alpha else "REINFORCE")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .._checks import check_prompt_lengths
-from ..trainers import ReinforceTrainer, RePULSeTrainer
+from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from .exact import ExactEvaluator
 
 
@@ -23,7 +23,7 @@ class TrackingCallback(TrainerCallback):
     checkpoint counts from where it resumes.
 
     Args:
-        trainer ([`~trl_repulse.ReinforceTrainer`]):
+        trainer ([`~trl_repulse.ReinforceTrainer`] or [`~trl_repulse.PPOTrainer`]):
             Trainer to follow.
 
     Attributes:
@@ -35,7 +35,7 @@ class TrackingCallback(TrainerCallback):
             Time spent in training so far, without the time spent in this callback.
     """
 
-    def __init__(self, trainer: ReinforceTrainer):
+    def __init__(self, trainer: ReinforceTrainer | PPOTrainer):
         self.trainer = trainer
         self.updates = 0
         self._proposal = trainer.proposal if isinstance(trainer, RePULSeTrainer) else None
@@ -97,7 +97,7 @@ class ExactTrackingCallback(TrackingCallback):
     Args:
         evaluator ([`ExactEvaluator`]):
             Evaluator over the prompts of interest; with a `reference_model`, the divergence from it is tracked too.
-        trainer ([`~trl_repulse.ReinforceTrainer`]):
+        trainer ([`~trl_repulse.ReinforceTrainer`] or [`~trl_repulse.PPOTrainer`]):
             Trainer to follow.
         every (`int`, *optional*, defaults to `10`):
             Updates between two evaluations.
@@ -121,7 +121,7 @@ class ExactTrackingCallback(TrackingCallback):
     ```
     """
 
-    def __init__(self, evaluator: ExactEvaluator, trainer: ReinforceTrainer, every: int = 10):
+    def __init__(self, evaluator: ExactEvaluator, trainer: ReinforceTrainer | PPOTrainer, every: int = 10):
         if every < 1:
             raise ValueError(f"`every={every}` must be at least 1: the number of updates between two evaluations.")
         super().__init__(trainer)
@@ -132,7 +132,7 @@ class ExactTrackingCallback(TrackingCallback):
     @classmethod
     def from_trainer(
         cls,
-        trainer: ReinforceTrainer,
+        trainer: ReinforceTrainer | PPOTrainer,
         prompts: Sequence[str],
         bad_token_ids: Sequence[int],
         reference_model: PreTrainedModel | None = None,
@@ -142,7 +142,7 @@ class ExactTrackingCallback(TrackingCallback):
         Builds the evaluator from the trainer's own tokenizer, reward model and completion length.
 
         Args:
-            trainer ([`~trl_repulse.ReinforceTrainer`]):
+            trainer ([`~trl_repulse.ReinforceTrainer`] or [`~trl_repulse.PPOTrainer`]):
                 Trainer to follow. Its reward is one reward model.
             prompts (`Sequence[str]`):
                 Plain-text prompts to evaluate on.
