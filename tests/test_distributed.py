@@ -30,11 +30,11 @@ METRICS = (
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, tokenizer):
     @functools.cache
-    def launch(processes, batch_size, accumulation, normalize="plain"):
+    def launch(processes, batch_size, accumulation, method="leave one out"):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command += ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation), normalize]
+        command += ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation), method]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         root = Path(__file__).parents[1]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
@@ -47,10 +47,17 @@ def launch(tmp_path_factory, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accumulation", "normalize"), [(4, 1, "plain"), (2, 2, "plain"), (4, 1, "normalize")]
+    ("batch_size", "accumulation", "method"),
+    [
+        (4, 1, "leave one out"),
+        (2, 2, "leave one out"),
+        (4, 1, "REINFORCE++"),
+        (4, 1, "REINFORCE++-baseline"),
+        (2, 2, "REINFORCE++-baseline"),
+    ],
 )
-def test_two_processes_equal_one(launch, batch_size, accumulation, normalize):
-    alone, together = launch(1, 8, 1, normalize), launch(2, batch_size, accumulation, normalize)
+def test_two_processes_equal_one(launch, batch_size, accumulation, method):
+    alone, together = launch(1, 8, 1, method), launch(2, batch_size, accumulation, method)
     for name, expected in alone["parameters"].items():
         actual = torch.tensor(together["parameters"][name])
         torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
@@ -59,5 +66,5 @@ def test_two_processes_equal_one(launch, batch_size, accumulation, normalize):
 
 
 def test_the_comparison_can_fail(launch):
-    plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "normalize")
+    plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "REINFORCE++-baseline")
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)

@@ -12,6 +12,7 @@ import torch
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 
 from .conftest import build_model
+from .test_returns import by_hand
 
 
 pytestmark = pytest.mark.trainer
@@ -34,15 +35,18 @@ def reference_loss(policy, proposal, ref, tokenizer, reward, args):
     """(policy loss, proposal loss) of Algorithm 1 on the recorded completions, written out."""
     policy_loss, proposal_loss = 0.0, 0.0
     rows = len(PROMPTS) * N
-    for prompt, ours, theirs in zip(PROMPTS, POLICY, PROPOSAL, strict=True):
+    all_log_ps, returns = [], []
+    for prompt, ours in zip(PROMPTS, POLICY, strict=True):
         texts = [tokenizer.decode(c, skip_special_tokens=True) for c in ours]
         log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in ours]
         kls = [(lp.detach() - rows_log_p(ref, tokenizer, prompt, c)).sum() for lp, c in zip(log_ps, ours, strict=True)]
-        returns = [r - args.beta * kl for r, kl in zip(reward(texts), kls, strict=True)]
-        for i in range(N):
-            baseline = sum(returns[j] for j in range(N) if j != i) / (N - 1)
-            length = log_ps[i].mean() if args.logprob_reduction == "mean" else log_ps[i].sum()
-            policy_loss = policy_loss - (returns[i] - baseline).detach() * length / rows
+        all_log_ps.append(log_ps)
+        returns.append([r - args.beta * kl.item() for r, kl in zip(reward(texts), kls, strict=True)])
+    advantages = by_hand(returns, args.baseline, args.normalize_advantages)
+    for prompt, theirs, log_ps, group in zip(PROMPTS, PROPOSAL, all_log_ps, advantages.tolist(), strict=True):
+        for log_p, advantage in zip(log_ps, group, strict=True):
+            length = log_p.mean() if args.logprob_reduction == "mean" else log_p.sum()
+            policy_loss = policy_loss - advantage * length / rows
         if args.alpha == 0:
             continue
 
@@ -163,6 +167,9 @@ CASES = {
     "published": {},
     "eq4": {"alpha_normalization": "none", "logprob_reduction": "sum"},
     "no KL": {"beta": 0.0},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+    "group mean": {"baseline": "group_mean"},
 }
 
 
@@ -191,12 +198,33 @@ def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward):
         assert_gradients(proposal_loss, proposal, grads["proposal"])
 
 
-@pytest.mark.parametrize("batches", [(8, 1), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
-def test_reinforce_is_the_first_term_alone(run, tokenizer, reward, batches):
+METHODS = {
+    "published": {},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+def test_reinforce_is_the_first_term_alone(run, tokenizer, reward, batches, method):
     for trainer_cls, settings in ((RecordedReinforce, {}), (RecordedRePULSe, {"alpha": 0.0})):
-        _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=trainer_cls, beta=0.3, **settings)
+        settings = {"beta": 0.3, **METHODS[method], **settings}
+        _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=trainer_cls, **settings)
         args.alpha = 0.0
         policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
+        assert_gradients(policy_loss, policy, grads["policy"])
+
+
+@pytest.mark.parametrize("wrong", [{"normalize_advantages": False}, {"baseline": "none"}], ids=["plain", "baseline"])
+def test_a_wrong_normalisation_would_be_noticed(run, tokenizer, reward, wrong):
+    settings = {"beta": 0.3, **METHODS["REINFORCE++-baseline"]}
+    _, policy, _, reference, grads, args = run("gpt2", trainer_cls=RecordedReinforce, **settings)
+    args.alpha = 0.0
+    for name, value in wrong.items():
+        setattr(args, name, value)
+    policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
+    with pytest.raises(AssertionError):
         assert_gradients(policy_loss, policy, grads["policy"])
 
 

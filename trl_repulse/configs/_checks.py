@@ -25,7 +25,7 @@ def require_choice(args: "ReinforceConfig", name: str, choices: tuple) -> None:
 
 def check_reinforce_config(args: "ReinforceConfig") -> None:
     """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
-    require_choice(args, "baseline", ("leave_one_out", "constant", "none"))
+    require_choice(args, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
     require_choice(args, "logprob_reduction", ("mean", "sum"))
     require_choice(args, "reward_transform", ("exponential", "indicator", None))
     for name in ("baseline_constant", "reward_transform_alpha", "reward_transform_beta"):
@@ -35,6 +35,9 @@ def check_reinforce_config(args: "ReinforceConfig") -> None:
         require(args, value is None or math.isfinite(value), name, "must be a finite number, or left unset")
     if args.baseline != "constant":
         require(args, args.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
+    if args.baseline == "constant":
+        remedy = "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
+        require(args, not args.normalize_advantages, "baseline", remedy)
     if args.reward_transform is None:
         unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
         for name, default in unset.items():

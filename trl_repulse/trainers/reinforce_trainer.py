@@ -388,18 +388,16 @@ class ReinforceTrainer(RLOOTrainer):
         generations = self._num_generations(mode)
         kl = self._kl(batch, log_p)
         returns = self._transform(batch["rewards"]) - self.beta * kl
+        baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
+        elif self.normalize_advantages:  # over the generation batch, that of all processes
+            everyone = self.accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
+            advantages = compute_advantages(everyone, *baseline, normalize=True)
+            advantages = advantages.flatten()[self._local_rows(returns.numel())].view_as(returns)
         else:
-            advantages = compute_advantages(
-                self._to_prompts(returns, generations), self.args.baseline, self.args.baseline_constant
-            )
+            advantages = compute_advantages(self._to_prompts(returns, generations), *baseline)
             advantages = self._to_units(advantages, returns)
-            if self.normalize_advantages:
-                scored = ~returns.isnan()
-                pooled = self.accelerator.gather(torch.where(scored, advantages, torch.nan))
-                advantages = (advantages - pooled.nanmean()) / (nanstd(pooled) + 1e-4)
-                advantages = torch.where(scored, advantages, 0.0)
 
         if self.beta != 0.0:
             totals = torch.stack([kl.nansum(), batch["completion_mask"].sum()])
