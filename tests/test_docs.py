@@ -176,8 +176,12 @@ def test_metrics_are_documented():
     page = (ROOT / "docs" / "repulse_trainer.md").read_text(encoding="utf-8")
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((PACKAGE / "trainers").glob("*.py")))
     written = re.findall(r"""(?:\[f?"([^"]+)"\]\.append\(|_log_mean\(f?"([^"]+)")""", source)
-    names = {"".join(pair).replace("{PROPOSAL_FOLDER}", "proposal").replace("{name}", "NAME") for pair in written}
-    assert {"reward", "kl", "proposal/ess", "proposal/log_z", "rewards/NAME/mean"} <= names
+    names = {
+        "".join(pair).replace("{PROPOSAL_FOLDER}", "proposal").replace("{name}", "NAME").replace("{prefix}", prefix)
+        for pair in written
+        for prefix in ("proposal", "negative")
+    }
+    assert {"reward", "kl", "proposal/ess", "negative/ess", "proposal/log_z", "rewards/NAME/mean"} <= names
     assert not {name for name in names if f"`{name}`" not in page}
 
 

@@ -55,11 +55,17 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
         logs["rewards"][name].extend(column.tolist())
     logs["advantages"].extend([math.nan] * len(prompts))
 
+    pending = trainer._pending_extra_logs  # a column of the same name that a reward function logged stays
+    if len(trainer.reward_func_names) > 1:
+        pending.setdefault("reward", samples.rewards.tolist())
+    if trainer.transforms_rewards:
+        pending.setdefault("reward_transformed", trainer._transform(samples.rewards).tolist())
+
     # Sorted, so that all processes gather the same column at the same time
-    for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):
-        values = trainer._pending_extra_logs.get(column, [None] * len(samples.prompts))
+    for column in sorted(set(gather_object(list(pending)))):
+        values = pending.get(column, [None] * len(samples.prompts))
         logs["extra"][column].extend(gather_object(values))
-    trainer._pending_extra_logs.clear()
+    pending.clear()
     prefix = "" if source == "policy" else f"{source}/"
     for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
         values = trainer._pending_metrics.get(name, [])
@@ -89,6 +95,8 @@ def _append_negatives(
                     "completion": completion,
                     "reward": reward,
                 }
+                if trainer.transforms_rewards:
+                    row["reward_transformed"] = trainer._transform(torch.tensor(reward)).item()
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

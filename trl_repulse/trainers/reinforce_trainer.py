@@ -26,6 +26,7 @@ from ..losses import compute_advantages, policy_gradient_loss
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
 from ._records import NEGATIVES, record_advantages, record_samples
+from ._rewards import with_checks
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -104,7 +105,7 @@ class ReinforceTrainer(RLOOTrainer):
 
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; while training, if a prompt
-            does not fit the model's context or a reward is infinite.
+            does not fit the model's context, or a reward function returns what is neither a finite number nor `None`.
     """
 
     _tag_names = ["trl", "trl-repulse", "reinforce"]
@@ -167,6 +168,10 @@ class ReinforceTrainer(RLOOTrainer):
             peft_config,
         )
 
+        self.reward_funcs = [
+            function if isinstance(function, torch.nn.Module) else with_checks(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
         # Every update is made with the generations of the current policy: no ratio, no second pass.
         generate_every = args.steps_per_generation * args.num_iterations
         self._on_policy = args.gradient_accumulation_steps % generate_every == 0
@@ -354,6 +359,11 @@ class ReinforceTrainer(RLOOTrainer):
 
     # Credit
 
+    @property
+    def transforms_rewards(self) -> bool:
+        """Whether the policy maximises something else than the reward: a clipped or transformed one."""
+        return bool(self.reward_clip_range) or self.args.reward_transform is not None
+
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         """r': what the policy maximises instead of the reward r; r itself without clipping or a transform."""
         args = self.args
@@ -404,7 +414,7 @@ class ReinforceTrainer(RLOOTrainer):
             totals = self.accelerator.reduce(totals, reduction="sum")
             self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1)).item())
         self._log_mean("return", batch["rewards"] - self.beta * kl)
-        if self.args.reward_transform is not None:
+        if self.transforms_rewards:
             self._log_mean("reward_transformed", self._transform(batch["rewards"]))
             self._log_mean("return_transformed", returns)
         record_advantages(self, batch["rows"], advantages)
