@@ -9,7 +9,7 @@ import torch
 from trl_repulse.returns import compute_advantages
 
 
-NAN = math.nan
+INF, NAN = math.inf, math.nan
 EPSILON = 1e-4
 RETURNS = [[1.0, 2.5, -6.0], [0.0, 0.25, 3.0], [NAN, 4.0, 1.5], [7.0, NAN, NAN], [NAN, NAN, NAN]]
 
@@ -105,3 +105,30 @@ def test_nothing_to_compare_is_no_advantage(returns, baseline):
 def test_group_mean_needs_a_group():
     with pytest.raises(ValueError, match="`baseline='group_mean'` needs N >= 2"):
         compute_advantages(double([[1.0]]), "group_mean")
+
+
+def test_advantages():
+    returns = double([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
+    expected = double([[-3.0, -1.5, 4.5], [-1.5, -1.5, 3.0]])
+    assert torch.equal(compute_advantages(returns), expected)
+    assert torch.equal(compute_advantages(returns, "constant", 2.0), returns - 2.0)
+    assert torch.equal(compute_advantages(returns, "none", 2.0), returns)
+    assert not compute_advantages(returns.requires_grad_()).requires_grad
+
+
+def test_advantages_leave_nan_out():
+    returns = double([[1.0, NAN, 5.0], [NAN, 4.0, NAN], [NAN, NAN, NAN]])
+    assert torch.equal(compute_advantages(returns), double([[-4.0, 0, 4.0], [0, 0, 0], [0, 0, 0]]))
+    assert torch.equal(compute_advantages(returns, "constant", 1.0), double([[0, 0, 4.0], [0, 3.0, 0], [0, 0, 0]]))
+
+
+def test_advantages_refuse():
+    with pytest.raises(ValueError, match="N >= 2"):
+        compute_advantages(double([[1.0], [2.0]]))
+    assert torch.equal(compute_advantages(double([[1.0]]), "none"), double([[1.0]]))
+    with pytest.raises(ValueError, match="infinite"):
+        compute_advantages(double([[1.0, -INF]]))
+    with pytest.raises(ValueError, match="`baseline` must be"):
+        compute_advantages(double([[1.0, 2.0]]), "mean")
+    with pytest.raises(ValueError, match="shape"):
+        compute_advantages(double([1.0, 2.0]))
