@@ -58,8 +58,9 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
     pending = trainer._pending_extra_logs  # a column of the same name that a reward function logged stays
     if len(trainer.reward_func_names) > 1:
         pending.setdefault("reward", samples.rewards.tolist())
-    if trainer.transforms_rewards:
-        pending.setdefault("reward_transformed", trainer._transform(samples.rewards).tolist())
+    transformed = trainer._transform(samples.rewards) if trainer.transforms_rewards else None
+    if transformed is not None:
+        pending.setdefault("reward_transformed", transformed.tolist())
 
     # Sorted, so that all processes gather the same column at the same time
     for column in sorted(set(gather_object(list(pending)))):
@@ -76,17 +77,24 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
 
     if trainer.args.save_negatives and mode == "train":
         rewards = trainer.accelerator.gather(samples.rewards).tolist()
+        if transformed is not None:
+            transformed = trainer.accelerator.gather(transformed).tolist()
         if trainer.accelerator.is_main_process:
-            _append_negatives(trainer, source, prompts, completions, rewards)
+            _append_negatives(trainer, source, prompts, completions, rewards, transformed)
 
 
 def _append_negatives(
-    trainer: "ReinforceTrainer", source: str, prompts: list, completions: list, rewards: list[float]
+    trainer: "ReinforceTrainer",
+    source: str,
+    prompts: list,
+    completions: list,
+    rewards: list[float],
+    transformed: list[float] | None = None,
 ) -> None:
     path = Path(trainer.args.output_dir) / NEGATIVES
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True):
+        for i, (prompt, completion, reward) in enumerate(zip(prompts, completions, rewards, strict=True)):
             if reward < trainer.args.bad_reward_threshold:  # False for NaN
                 row = {
                     "step": trainer.state.global_step,
@@ -95,8 +103,8 @@ def _append_negatives(
                     "completion": completion,
                     "reward": reward,
                 }
-                if trainer.transforms_rewards:
-                    row["reward_transformed"] = trainer._transform(torch.tensor(reward)).item()
+                if transformed is not None:
+                    row["reward_transformed"] = transformed[i]
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

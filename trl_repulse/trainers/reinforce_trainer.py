@@ -33,6 +33,7 @@ from ._trl_bridge import (
     nanstd,
     pad,
     prepare_scoring,
+    require_pinned,
     token_log_probs,
     use_adapter,
     withheld_from_uploads,
@@ -106,6 +107,7 @@ class ReinforceTrainer(RLOOTrainer):
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; while training, if a prompt
             does not fit the model's context, or a reward function returns what is neither a finite number nor `None`.
+        `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
 
     _tag_names = ["trl", "trl-repulse", "reinforce"]
@@ -145,6 +147,7 @@ class ReinforceTrainer(RLOOTrainer):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: "PeftConfig | None" = None,
     ):
+        require_pinned()
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
