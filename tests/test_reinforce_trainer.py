@@ -42,11 +42,10 @@ def test_each_method_raises_the_reward(make, evaluator, method):
     assert end.log_prob_bad < start.log_prob_bad - 0.2
 
 
-@pytest.mark.parametrize("method", METHODS)
+# A transform takes from low rewards alone, so that it does not turn with the reward
+@pytest.mark.parametrize("method", [name for name in METHODS if "reward_transform" not in METHODS[name]])
 def test_each_method_follows_the_sign_of_the_reward(make, evaluator, reward, method):
     """The control: the directions above are those of the reward, and turn with it."""
-    if "reward_transform" in METHODS[method]:
-        pytest.skip("a transform takes from low rewards alone")
 
     def turned(completions, **kwargs):
         return [-r for r in reward(completions)]

@@ -222,8 +222,9 @@ def test_a_failing_reward_is_named_and_the_server_lives_on(serve):
         ([1.0, float("nan"), 2.0], "it returned nan for completion 1 of 3"),
         ([1.0, 2.0, float("-inf")], "it returned -inf for completion 2 of 3"),
         ([1.0, None, 2.0], "it returned None for completion 1 of 3"),
-        (["a", "b", "c"], "ValueError: could not convert string to float"),
-        (None, "TypeError: 'NoneType' object is not iterable"),
+        (["1", "2", "3"], "it returned '1' for completion 0 of 3"),
+        (None, "it returned None instead of a list"),
+        ({"rewards": [1.0, 2.0, 3.0]}, "instead of a list"),
     ],
 )
 def test_what_is_no_reward_is_not_sent(serve, rewards, message):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ._numbers import as_number, as_values
 from ._texts import Messages
 
 
@@ -153,8 +154,8 @@ class RewardServer:
             return []
         try:
             with self._lock:
-                rewards = list(self._reward(**columns, completion_ids=None))
-            return _check_rewards(rewards, count)
+                result = self._reward(**columns, completion_ids=None)
+            return _check_rewards(result, count)
         except Exception as error:
             logger.exception("The reward function %s failed", self.name)
             raise _Refusal(
@@ -212,19 +213,25 @@ def _completion(query: str | Messages, prompt: str | Messages, i: int) -> str | 
     return query[len(prompt) :]
 
 
-def _check_rewards(rewards: list[Any], count: int) -> list[float]:
+def _check_rewards(result: Any, count: int) -> list[float]:
     """
     Rewards as plain numbers.
 
     Raises:
         `ValueError`: If they are not one finite number a completion.
     """
-    if len(rewards) != count:
-        raise ValueError(f"it returned {len(rewards)} rewards for {count} completions")
+    values = as_values(result)
+    if values is None:
+        raise ValueError(f"it returned {result!r:.60} instead of a list")
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} rewards for {count} completions")
+    rewards = [as_number(value) for value in values]
     for i, reward in enumerate(rewards):
-        if reward is None or not math.isfinite(float(reward)):
-            raise ValueError(f"it returned {reward} for completion {i} of {count}; only finite numbers can be sent")
-    return [float(reward) for reward in rewards]
+        if reward is None or not math.isfinite(reward):
+            raise ValueError(
+                f"it returned {values[i]!r:.60} for completion {i} of {count}; only finite numbers can be sent"
+            )
+    return rewards
 
 
 class _Http(ThreadingHTTPServer):
