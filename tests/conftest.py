@@ -24,6 +24,7 @@ from transformers import (
 torch.set_num_threads(1)
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "ate", "fish", "bad"]
+BAD = 18  # " bad"
 
 
 def build_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
@@ -102,3 +103,53 @@ def word_reward(completions, **kwargs):
 @pytest.fixture(scope="session")
 def reward():
     return word_reward
+
+
+@pytest.fixture
+def make(tmp_path, model_dirs, prompts, reward):
+    """Builds a trainer, RePULSe's by default; `extra` are arguments of the trainer, `kwargs` of its configuration."""
+    from trl_repulse import RePULSeConfig, RePULSeTrainer
+
+    def make(trainer_cls=RePULSeTrainer, model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
+        config_cls = trainer_cls._config_cls
+        settings = {
+            "output_dir": str(tmp_path / "out"),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_steps": 1,
+            "max_steps": 2,
+            "per_device_train_batch_size": 16,
+            "num_generations": 4,
+            "max_completion_length": 2,
+            "beta": 0.0,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+        }
+        if config_cls is RePULSeConfig:
+            settings |= {"target_dist_beta": -2.0, "alpha": 1.0}
+        model = model_dirs.get(model, model) if isinstance(model, str) else model
+        return trainer_cls(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=config_cls(**(settings | kwargs)),
+            train_dataset=dataset,
+            **(extra or {}),
+        )
+
+    return make
+
+
+@pytest.fixture
+def evaluator(tokenizer, prompts, reward):
+    """Exact evaluation of the tiny models; a completion is bad if it has the token `BAD`."""
+    from trl_repulse.evaluation.exact import ExactEvaluator
+
+    return ExactEvaluator(tokenizer, prompts["prompt"], lambda texts: torch.tensor(reward(texts)), [BAD], 2)
+
+
+def same_parameters(one, other):
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))

@@ -26,7 +26,14 @@ class RecordedByRow(RecordedRePULSe):
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
 
-def main(folder: str, batch_size: str, accumulation: str, normalize: str) -> None:
+METHODS = {
+    "leave one out": {},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+}
+
+
+def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
     tokenizer = build_tokenizer()
     args = RePULSeConfig(
         output_dir=f"{folder}/run",
@@ -48,7 +55,7 @@ def main(folder: str, batch_size: str, accumulation: str, normalize: str) -> Non
         alpha=2.0,
         target_dist_beta=-0.7,
         beta=0.3,
-        normalize_advantages=normalize == "normalize",
+        **METHODS[method],
     )
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test

@@ -83,6 +83,8 @@ REFUSED = [
     ("negative_baseline", {"negative_baseline": "policy"}),
     ("baseline", {"baseline": "mean"}),
     ("baseline_constant", {"baseline_constant": 1.0}),
+    ("baseline_constant", {"baseline_constant": 1.0, "baseline": "group_mean"}),
+    ("baseline", {"baseline": "constant", "baseline_constant": 1.0, "normalize_advantages": True}),
     ("logprob_reduction", {"logprob_reduction": "max"}),
     ("alpha_normalization", {"alpha_normalization": "tokens"}),
     ("reward_transform", {"reward_transform": "log"}),

@@ -42,7 +42,7 @@ PPO_METRICS = (
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, tokenizer):
     @functools.cache
-    def launch(processes, batch_size, accumulation, variant="plain", script="distributed_run"):
+    def launch(processes, batch_size, accumulation, variant="leave one out", script="distributed_run"):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -59,10 +59,17 @@ def launch(tmp_path_factory, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accumulation", "normalize"), [(4, 1, "plain"), (2, 2, "plain"), (4, 1, "normalize")]
+    ("batch_size", "accumulation", "method"),
+    [
+        (4, 1, "leave one out"),
+        (2, 2, "leave one out"),
+        (4, 1, "REINFORCE++"),
+        (4, 1, "REINFORCE++-baseline"),
+        (2, 2, "REINFORCE++-baseline"),
+    ],
 )
-def test_two_processes_equal_one(launch, batch_size, accumulation, normalize):
-    assert_equal(launch(1, 8, 1, normalize), launch(2, batch_size, accumulation, normalize), METRICS)
+def test_two_processes_equal_one(launch, batch_size, accumulation, method):
+    assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
 
 
 def assert_equal(alone, together, metrics):
@@ -76,7 +83,7 @@ def assert_equal(alone, together, metrics):
 
 
 def test_the_comparison_can_fail(launch):
-    plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "normalize")
+    plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "REINFORCE++-baseline")
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)
 
 
@@ -86,4 +93,4 @@ def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
     distributed_ppo_run.main(str(tmp_path), "8", "1", "plain")
     alone = json.loads((tmp_path / "result.json").read_text())
     assert alone["world_size"] == 1 and alone["logs"][1]["value/clip_fraction"] > 0
-    assert_equal(alone, launch(2, 2, 2, script="distributed_ppo_run"), PPO_METRICS)
+    assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run"), PPO_METRICS)

@@ -178,9 +178,13 @@ def test_metrics_are_documented():
     page = "\n".join((ROOT / "docs" / f"{name}_trainer.md").read_text("utf-8") for name in ("repulse", "ppo"))
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((PACKAGE / "trainers").glob("*.py")))
     written = re.findall(r"""(?:\[f?"([^"]+)"\]\.append\(|_log_mean\(f?"([^"]+)")""", source)
-    names = {"".join(pair).replace("{PROPOSAL_FOLDER}", "proposal").replace("{name}", "NAME") for pair in written}
+    names = {
+        "".join(pair).replace("{PROPOSAL_FOLDER}", "proposal").replace("{name}", "NAME").replace("{prefix}", prefix)
+        for pair in written
+        for prefix in ("proposal", "negative")
+    }
     names = {name.replace("{VALUE_FOLDER}", "value") for name in names}
-    assert {"reward", "kl", "proposal/ess", "proposal/log_z", "rewards/NAME/mean", "value/loss"} <= names
+    assert {"reward", "kl", "proposal/ess", "negative/ess", "rewards/NAME/mean", "value/loss"} <= names
     assert not {name for name in names if f"`{name}`" not in page}
 
 

@@ -152,3 +152,16 @@ def test_shapes_are_checked():
         sequence_log_prob(log_p[0], mask[0])
     with pytest.raises(ValueError, match="log_w"):
         normalize_weights(potential[0])
+
+
+def test_log_z_counts_the_samples_that_have_a_reward():
+    log_w = torch.tensor([[0.5, -1.0, -math.inf], [-math.inf] * 3], dtype=torch.float64)
+    scored = torch.tensor([[True, True, False], [False] * 3])
+    without = log_z_estimate(log_w[:1, :2])
+    torch.testing.assert_close(
+        log_z_estimate(log_w, scored), torch.cat([without, torch.full_like(without, -math.inf)])
+    )
+    assert log_z_estimate(log_w)[0] == pytest.approx(without.item() + math.log(2 / 3))  # as a weight of 0, it counts
+    torch.testing.assert_close(log_z_estimate(log_w, torch.ones_like(scored)), log_z_estimate(log_w))
+    with pytest.raises(ValueError, match="`scored` has shape"):
+        log_z_estimate(log_w, scored[:, :2])

@@ -90,7 +90,7 @@ def value_and_gradient(name, batch, log_w=None):
     return (proposal_value_and_gradient if name in PROPOSAL else policy_value_and_gradient)(name, batch, log_w)
 
 
-# Reductions and advantages
+# Reductions
 
 
 def test_reductions():
@@ -100,33 +100,6 @@ def test_reductions():
     assert torch.equal(reduce_log_probs(log_p, mask, "mean"), double([[-1.5, -3.0, 0.0]]))
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
         reduce_log_probs(log_p, mask, "median")
-
-
-def test_advantages():
-    returns = double([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
-    expected = double([[-3.0, -1.5, 4.5], [-1.5, -1.5, 3.0]])
-    assert torch.equal(compute_advantages(returns), expected)
-    assert torch.equal(compute_advantages(returns, "constant", 2.0), returns - 2.0)
-    assert torch.equal(compute_advantages(returns, "none", 2.0), returns)
-    assert not compute_advantages(returns.requires_grad_()).requires_grad
-
-
-def test_advantages_leave_nan_out():
-    returns = double([[1.0, NAN, 5.0], [NAN, 4.0, NAN], [NAN, NAN, NAN]])
-    assert torch.equal(compute_advantages(returns), double([[-4.0, 0, 4.0], [0, 0, 0], [0, 0, 0]]))
-    assert torch.equal(compute_advantages(returns, "constant", 1.0), double([[0, 0, 4.0], [0, 3.0, 0], [0, 0, 0]]))
-
-
-def test_advantages_refuse():
-    with pytest.raises(ValueError, match="N >= 2"):
-        compute_advantages(double([[1.0], [2.0]]))
-    assert torch.equal(compute_advantages(double([[1.0]]), "none"), double([[1.0]]))
-    with pytest.raises(ValueError, match="infinite"):
-        compute_advantages(double([[1.0, -INF]]))
-    with pytest.raises(ValueError, match="`baseline` must be"):
-        compute_advantages(double([[1.0, 2.0]]), "mean")
-    with pytest.raises(ValueError, match="shape"):
-        compute_advantages(double([1.0, 2.0]))
 
 
 # Policy
@@ -404,6 +377,33 @@ def test_identical_samples_give_ctl_exactly_nothing(parameterization, size):
     w = normalize_weights(b.log_w[:, :1].repeat(1, size))
     loss = ctl_loss(now, q, p, w, mask, parameterization=parameterization)
     assert torch.equal(torch.autograd.grad(loss, now)[0], torch.zeros_like(now))
+
+
+@pytest.mark.parametrize("parameterization", ["token", "prefix"])
+def test_samples_without_a_reward_are_in_no_weight(parameterization):
+    b = Batch()
+    kept = torch.tensor([0, 2, 3])
+    log_w = b.log_w.clone()
+    log_w[:, 1] = -INF
+    w, scored = normalize_weights(log_w), log_w > -INF
+
+    def coefficients(which, w, **options):
+        log_probs = [x[:, which] for x in (b.now, b.q, b.p)]
+        return ctl_coefficients(
+            *log_probs, w[:, which], b.mask[:, which], parameterization=parameterization, **options
+        )
+
+    everything, without = torch.arange(N), coefficients(kept, w)
+    result = coefficients(everything, w, scored=scored)
+    assert (result[:, 1] == 0).all()
+    torch.testing.assert_close(result[:, kept], without)
+    weighs_0 = coefficients(everything, w)  # the control: a weight of 0 is a reward, and is pushed
+    assert (weighs_0[:, 1] < 0).any() and not torch.allclose(weighs_0[:, kept], without)
+    negative = sixo_negative_weights(b.q, b.p, w, b.mask, scored)
+    assert (negative[:, 1] == 0).all()
+    torch.testing.assert_close(
+        negative[:, kept], sixo_negative_weights(b.q[:, kept], b.p[:, kept], w[:, kept], b.mask[:, kept])
+    )
 
 
 def test_ctl_refuses():

@@ -66,6 +66,12 @@ def test_wheel_is_small_and_pure(wheel):
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+def test_console_command(wheel, contents):
+    (name,) = (name for name in contents if name.endswith(".dist-info/entry_points.txt"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert "trl-repulse = trl_repulse.cli:main" in archive.read(name).decode("utf-8").splitlines()
+
+
 def test_metadata(metadata):
     assert metadata["Name"] == "trl-repulse"
     assert metadata["Version"] == PROJECT["version"]
@@ -101,7 +107,8 @@ def test_importing_the_package_is_light():
     heavy = {"torch", "transformers", "trl", "accelerate", "datasets"}
     imported = imported_by(
         "import trl_repulse; trl_repulse.__version__; dir(trl_repulse); import trl_repulse.embedded; "
-        "import trl_repulse.rewards; dir(trl_repulse.rewards); trl_repulse.rewards.RemoteReward"
+        "import trl_repulse.rewards; dir(trl_repulse.rewards); trl_repulse.rewards.RemoteReward; "
+        "trl_repulse.rewards.RewardServer; import trl_repulse.cli; trl_repulse.cli.build_parser()"
     )
     assert "trl_repulse.embedded" in imported
     assert not heavy & imported

@@ -13,59 +13,12 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, __version__
-from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse import RePULSeConfig, RePULSeTrainer, __version__
 
-from .conftest import build_model
+from .conftest import BAD, build_model, same_parameters
 
 
 pytestmark = pytest.mark.trainer
-
-BAD = 18  # " bad"
-
-
-@pytest.fixture
-def make(tmp_path, model_dirs, prompts, reward):
-    def make(trainer_cls=RePULSeTrainer, model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
-        config_cls = RePULSeConfig if trainer_cls is RePULSeTrainer else ReinforceConfig
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "max_steps": 2,
-            "per_device_train_batch_size": 16,
-            "num_generations": 4,
-            "max_completion_length": 2,
-            "beta": 0.0,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-        }
-        if config_cls is RePULSeConfig:
-            settings |= {"target_dist_beta": -2.0, "alpha": 1.0}
-        model = model_dirs.get(model, model) if isinstance(model, str) else model
-        return trainer_cls(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=config_cls(**(settings | kwargs)),
-            train_dataset=dataset,
-            **(extra or {}),
-        )
-
-    return make
-
-
-@pytest.fixture
-def evaluator(tokenizer, prompts, reward):
-    return ExactEvaluator(tokenizer, prompts["prompt"], lambda texts: torch.tensor(reward(texts)), [BAD], 2)
-
-
-def same_parameters(one, other):
-    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_policy_loses_and_proposal_gains_bad_outputs(make, evaluator, architecture):
@@ -435,62 +388,6 @@ def test_refused_models(make, model_dirs, tokenizer):
         make(extra={"proposal_model": build_model("gpt2", 30)})
     with pytest.raises(ValueError, match="builds no proposal"):
         make(alpha=0.0, extra={"proposal_model": model_dirs["gpt2"]})
-
-
-def test_refused_data(make):
-    with pytest.raises(ValueError, match="no column `prompt`, only question"):
-        make(dataset=Dataset.from_dict({"question": ["a"]}))
-    with pytest.raises(ValueError, match="has 1 prompts, but one batch of generations takes 4"):
-        make(dataset=Dataset.from_dict({"prompt": ["the cat"]}))
-    with pytest.raises(ValueError, match="is empty"):
-        make(dataset=Dataset.from_dict({"prompt": []}))
-    with pytest.raises(ValueError, match="exceed the model's context of 32 tokens"):
-        make(dataset=Dataset.from_dict({"prompt": ["the cat " * 20] * 4})).train()
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
-def test_infinite_rewards_are_refused(make, value):
-    def broken(completions, **kwargs):
-        return [value] * len(completions)
-
-    with pytest.raises(ValueError, match="'broken' returned .*inf"):
-        make(reward_funcs=broken).train()
-
-
-def test_nan_from_a_reward_model_is_refused(make, model_dirs):
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(model_dirs["gpt2"], num_labels=1)
-    torch.nn.init.constant_(model.score.weight, torch.nan)
-    with pytest.raises(ValueError, match="returned nan .* check its weights"):
-        make(reward_funcs=model).train()
-
-
-def test_samples_without_a_reward_take_part_in_nothing(make):
-    def partial(completions, reward=None, **kwargs):
-        return [None if "cat" in c else float(len(c)) for c in completions]
-
-    trainer = make(reward_funcs=partial, max_steps=3)
-    trainer.train()
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    assert all(torch.isfinite(p).all() for p in trainer.proposal.module.parameters())
-
-    def nothing(completions, **kwargs):
-        return [None] * len(completions)
-
-    trainer = make(reward_funcs=nothing, weight_decay=0.0)
-    start = [p.clone() for p in trainer.model.parameters()]
-    trainer.train()  # no reward at all: no push at all
-    assert all(torch.equal(p, q) for p, q in zip(start, trainer.model.parameters(), strict=True))
-
-
-def test_reinforce_trainer(make, evaluator):
-    trainer = make(ReinforceTrainer, max_steps=20)
-    start = evaluator.evaluate(trainer.model).expected_reward
-    trainer.train()
-    assert evaluator.evaluate(trainer.model).expected_reward > start + 0.2
-    for settings in ({"baseline": "none"}, {"baseline": "constant", "baseline_constant": 0.5}):
-        make(ReinforceTrainer, max_steps=1, **settings).train()
 
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):

@@ -12,6 +12,7 @@ import torch
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 
 from .conftest import build_model
+from .test_returns import by_hand
 
 
 pytestmark = pytest.mark.trainer
@@ -34,26 +35,31 @@ def reference_loss(policy, proposal, ref, tokenizer, reward, args):
     """(policy loss, proposal loss) of Algorithm 1 on the recorded completions, written out."""
     policy_loss, proposal_loss = 0.0, 0.0
     rows = len(PROMPTS) * N
-    for prompt, ours, theirs in zip(PROMPTS, POLICY, PROPOSAL, strict=True):
+    all_log_ps, returns = [], []
+    for prompt, ours in zip(PROMPTS, POLICY, strict=True):
         texts = [tokenizer.decode(c, skip_special_tokens=True) for c in ours]
         log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in ours]
         kls = [(lp.detach() - rows_log_p(ref, tokenizer, prompt, c)).sum() for lp, c in zip(log_ps, ours, strict=True)]
-        returns = [r - args.beta * kl for r, kl in zip(reward(texts), kls, strict=True)]
-        for i in range(N):
-            baseline = sum(returns[j] for j in range(N) if j != i) / (N - 1)
-            length = log_ps[i].mean() if args.logprob_reduction == "mean" else log_ps[i].sum()
-            policy_loss = policy_loss - (returns[i] - baseline).detach() * length / rows
+        all_log_ps.append(log_ps)
+        pairs = zip(reward(texts), kls, strict=True)
+        returns.append([math.nan if r is None else r - args.beta * kl.item() for r, kl in pairs])
+    advantages = by_hand(returns, args.baseline, args.normalize_advantages)
+    for prompt, theirs, log_ps, group in zip(PROMPTS, PROPOSAL, all_log_ps, advantages.tolist(), strict=True):
+        for log_p, advantage in zip(log_ps, group, strict=True):
+            length = log_p.mean() if args.logprob_reduction == "mean" else log_p.sum()
+            policy_loss = policy_loss - advantage * length / rows
         if args.alpha == 0:
             continue
 
         texts = [tokenizer.decode(c, skip_special_tokens=True) for c in theirs]
         log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in theirs]
         log_qs = [rows_log_p(proposal, tokenizer, prompt, c) for c in theirs]
+        rewards = reward(texts)  # `None` for a sample that takes part in nothing
         unnormalised = [
-            math.exp(lp.sum().item() + args.target_dist_beta * r - lq.sum().item())
-            for lp, lq, r in zip(log_ps, log_qs, reward(texts), strict=True)
+            0.0 if r is None else math.exp(lp.sum().item() + args.target_dist_beta * r - lq.sum().item())
+            for lp, lq, r in zip(log_ps, log_qs, rewards, strict=True)
         ]
-        w = [u / sum(unnormalised) for u in unnormalised]
+        w = [u / (sum(unnormalised) or 1.0) for u in unnormalised]
         for i in range(N):
             length = log_ps[i].mean() if args.logprob_reduction == "mean" else log_ps[i].sum()
             alpha = args.alpha / N if args.alpha_normalization == "samples" else args.alpha
@@ -61,10 +67,13 @@ def reference_loss(policy, proposal, ref, tokenizer, reward, args):
             for t in range(len(theirs[i])):
                 # Σ_{u≤t} log p + log ψ_t − Σ_{u≤t} log q; a shorter completion contributes its whole prefix, ψ = 1
                 scores = []
-                for lp, lq in zip(log_ps, log_qs, strict=True):
+                for lp, lq, r in zip(log_ps, log_qs, rewards, strict=True):
+                    if r is None:
+                        scores.append(0.0)
+                        continue
                     psi = (lq[t] - lp[t]).item() if t < len(lp) else 0.0
                     scores.append(math.exp(lp[: t + 1].sum().item() + psi - lq[: t + 1].sum().item()))
-                w_minus = scores[i] / sum(scores)
+                w_minus = scores[i] / (sum(scores) or 1.0)
                 twist = log_qs[i][t] - log_ps[i][t].detach()
                 proposal_loss = proposal_loss - (w[i] - w_minus) * twist / len(theirs[i]) / rows
     return policy_loss, proposal_loss
@@ -100,7 +109,7 @@ def run(tmp_path, tokenizer, reward):
     """Runs one update on the recorded completions and returns losses and gradients of both models."""
     from datasets import Dataset
 
-    def run(architecture, batch_size=8, accumulation=1, trainer_cls=RecordedRePULSe, **kwargs):
+    def run(architecture, batch_size=8, accumulation=1, trainer_cls=RecordedRePULSe, reward_funcs=reward, **kwargs):
         config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
         args = config_cls(
             output_dir=str(tmp_path / "run"),
@@ -130,7 +139,7 @@ def run(tmp_path, tokenizer, reward):
             proposal = extra["proposal_model"] = build_model(architecture, len(tokenizer), seed=1)
         trainer = trainer_cls(
             model=policy,
-            reward_funcs=reward,
+            reward_funcs=reward_funcs,
             args=args,
             train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
             processing_class=tokenizer,
@@ -163,6 +172,9 @@ CASES = {
     "published": {},
     "eq4": {"alpha_normalization": "none", "logprob_reduction": "sum"},
     "no KL": {"beta": 0.0},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+    "group mean": {"baseline": "group_mean"},
 }
 
 
@@ -191,12 +203,33 @@ def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward):
         assert_gradients(proposal_loss, proposal, grads["proposal"])
 
 
-@pytest.mark.parametrize("batches", [(8, 1), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
-def test_reinforce_is_the_first_term_alone(run, tokenizer, reward, batches):
+METHODS = {
+    "published": {},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+def test_reinforce_is_the_first_term_alone(run, tokenizer, reward, batches, method):
     for trainer_cls, settings in ((RecordedReinforce, {}), (RecordedRePULSe, {"alpha": 0.0})):
-        _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=trainer_cls, beta=0.3, **settings)
+        settings = {"beta": 0.3, **METHODS[method], **settings}
+        _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=trainer_cls, **settings)
         args.alpha = 0.0
         policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
+        assert_gradients(policy_loss, policy, grads["policy"])
+
+
+@pytest.mark.parametrize("wrong", [{"normalize_advantages": False}, {"baseline": "none"}], ids=["plain", "baseline"])
+def test_a_wrong_normalisation_would_be_noticed(run, tokenizer, reward, wrong):
+    settings = {"beta": 0.3, **METHODS["REINFORCE++-baseline"]}
+    _, policy, _, reference, grads, args = run("gpt2", trainer_cls=RecordedReinforce, **settings)
+    args.alpha = 0.0
+    for name, value in wrong.items():
+        setattr(args, name, value)
+    policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
+    with pytest.raises(AssertionError):
         assert_gradients(policy_loss, policy, grads["policy"])
 
 
@@ -209,3 +242,63 @@ def test_reused_generations_start_from_the_same_gradient(run, tokenizer, reward,
     policy_loss, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
     assert_gradients(policy_loss, policy, grads["policy"])
     assert_gradients(proposal_loss, proposal, grads["proposal"])
+
+
+# Completions of the first prompt: the policy's first and the proposal's first; all of the proposal's
+LEFT_OUT = {
+    "one of each": [" cat dog sat", " bad dog"],
+    "a prompt's": [" bad dog", " bad fish", " dog sat ran", " bad bad"],
+}
+
+
+def leaving_out(reward, texts):
+    def partial(completions, **kwargs):
+        values = reward(completions)
+        return [None if c in texts else r for c, r in zip(completions, values, strict=True)]
+
+    return partial
+
+
+@pytest.mark.parametrize("which", LEFT_OUT)
+@pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize("case", ["published", "eq4", "REINFORCE++-baseline"])
+def test_a_sample_without_a_reward_is_as_if_not_drawn(run, tokenizer, reward, which, batches, case):
+    """Its weight is 0, and all others' are those computed without it; P·N stays the denominator."""
+    partial = leaving_out(reward, LEFT_OUT[which])
+    settings = {"alpha": 2.0, "target_dist_beta": -0.7, "beta": 0.3, **CASES[case]}
+    trainer, policy, proposal, reference, grads, args = run("gpt2", *batches, reward_funcs=partial, **settings)
+    policy_loss, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, partial, args)
+    assert_gradients(policy_loss, policy, grads["policy"])
+    assert_gradients(proposal_loss, proposal, grads["proposal"])
+
+
+@pytest.mark.parametrize("batches", [(8, 1), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+def test_a_reward_of_0_instead_would_be_noticed(run, tokenizer, reward, batches):
+    partial = leaving_out(reward, LEFT_OUT["one of each"])
+    settings = {"alpha": 2.0, "target_dist_beta": -0.7, "beta": 0.3}
+    _, policy, proposal, reference, grads, args = run("gpt2", *batches, reward_funcs=partial, **settings)
+    losses = reference_loss(
+        policy, proposal, reference, tokenizer, lambda texts: [r or 0.0 for r in partial(texts)], args
+    )
+    for loss, module, name in zip(losses, (policy, proposal), ("policy", "proposal"), strict=True):
+        with pytest.raises(AssertionError):
+            assert_gradients(loss, module, grads[name])
+
+
+def test_the_weight_of_a_sample_without_a_reward_is_exactly_0(run, tokenizer, reward):
+    partial = leaving_out(reward, [" bad bad"])
+    settings = {"alpha": 2.0, "target_dist_beta": -0.7}
+    trainer, *_ = run("gpt2", 1, 8, reward_funcs=partial, **settings)
+    batch = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS for _ in range(N)])
+    texts = [tokenizer.decode(c, skip_special_tokens=True) for group in PROPOSAL for c in group]
+    left_out = torch.tensor([text == " bad bad" for text in texts])
+    assert left_out.nonzero().flatten().tolist() == [3]
+    for name in ("proposal_w", "negative_coefficients", "proposal_coefficients"):
+        values = batch[name].flatten(1)
+        assert (values[left_out] == 0).all(), name
+    others = batch["proposal_w"].view(2, N)[0, :3]
+    whole, *_ = run("gpt2", 1, 8, **settings)
+    batch = whole._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS for _ in range(N)])
+    with_it = batch["proposal_w"].view(2, N)[0]
+    torch.testing.assert_close(others, with_it[:3] / with_it[:3].sum())
+    assert with_it[3] > 0.5  # the control: it had a weight

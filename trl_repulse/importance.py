@@ -204,16 +204,18 @@ def max_weight_share(log_w: torch.Tensor) -> torch.Tensor:
     return normalize_weights(log_w).amax(dim=-1)
 
 
-def log_z_estimate(log_w: torch.Tensor) -> torch.Tensor:
+def log_z_estimate(log_w: torch.Tensor, scored: torch.Tensor | None = None) -> torch.Tensor:
     """
     Estimate of log Z = log E_p[φ] per prompt: the log of the mean weight, on average a lower bound.
 
-    Samples of weight −inf count in the mean. That is right for weights that are 0; samples left out for want of a
-    reward cannot be told from them here, and lower the estimate.
+    Samples of weight −inf count in the mean. That is right for weights that are 0, and wrong for samples left out for
+    want of a reward: `scored` tells them apart.
 
     Args:
         log_w (`torch.Tensor`):
             Log-weights of shape (P, N), in nats.
+        scored (`torch.Tensor`, *optional*):
+            Of shape (P, N), bool: which samples have a reward, by default all.
 
     Returns:
         `torch.Tensor`:
@@ -223,4 +225,7 @@ def log_z_estimate(log_w: torch.Tensor) -> torch.Tensor:
         `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
     """
     _check_log_w(log_w)
-    return log_w.logsumexp(dim=-1) - math.log(log_w.shape[-1])
+    if scored is None:
+        return log_w.logsumexp(dim=-1) - math.log(log_w.shape[-1])
+    require_shape("scored", scored, tuple(log_w.shape))
+    return log_w.logsumexp(dim=-1) - scored.sum(dim=-1).clamp(min=1).log()

@@ -31,6 +31,11 @@ def _log_twist(
     raise ValueError(f"`parameterization` must be 'token' or 'prefix', got {parameterization!r}.")
 
 
+def _leave_out(log_w: torch.Tensor, scored: torch.Tensor | None) -> torch.Tensor:
+    """Log-weights, −inf where nothing is known of a sample's reward."""
+    return log_w if scored is None else log_w.masked_fill(~scored, -torch.inf)
+
+
 def _mean_over_samples(
     values: torch.Tensor, mask: torch.Tensor, reduction: Reduction, denominator: float | torch.Tensor | None
 ) -> torch.Tensor:
@@ -46,6 +51,7 @@ def ctl_coefficients(
     mask: torch.Tensor,
     second_term: bool = True,
     parameterization: Parameterization = "token",
+    scored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Coefficients w − w⁻_t of contrastive twist learning (CTL, Eq. 6), from whole groups.
@@ -77,10 +83,14 @@ def ctl_coefficients(
             Whether w⁻_t is subtracted. Without it the coefficients are w.
         parameterization (`str`, *optional*, defaults to `"token"`):
             `"token"` or `"prefix"`.
+        scored (`torch.Tensor`, *optional*):
+            Of shape (P, N), bool: which samples have a reward, by default all. The others are in no w⁻; a sample that
+            has one, and weighs 0, is.
 
     Returns:
         `torch.Tensor`:
-            Coefficients of shape (P, N, T), detached; 0 where masked and in prompts whose weights are all 0.
+            Coefficients of shape (P, N, T), detached; 0 where masked, for samples without a reward, and in prompts
+            whose weights are all 0.
 
     Raises:
         `ValueError`: If N is 1 with the second term (w and w⁻ would cancel), shapes do not fit together, or a
@@ -105,6 +115,7 @@ def ctl_coefficients(
         log_w_negative = before + (now - then)
     else:
         log_w_negative = torch.where(running, (now - then).cumsum(dim=-1), drift)
+    log_w_negative = _leave_out(log_w_negative, None if scored is None else scored.unsqueeze(-1))
     by_position = log_w_negative.transpose(1, 2).reshape(prompts * tokens, samples)
     w_negative = normalize_weights(by_position).reshape(prompts, tokens, samples).transpose(1, 2)
     alive = (w > 0).any(dim=1, keepdim=True)  # (P, 1, 1)
@@ -177,21 +188,27 @@ def ctl_loss(
 
 
 def sixo_negative_weights(
-    log_q: torch.Tensor, log_p: torch.Tensor, normalized_w: torch.Tensor, mask: torch.Tensor
+    log_q: torch.Tensor,
+    log_p: torch.Tensor,
+    normalized_w: torch.Tensor,
+    mask: torch.Tensor,
+    scored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Weights that turn proposal samples into approximate policy samples, softmax_N(Σ_t log p − Σ_t log q).
 
     Args:
-        log_q, log_p, normalized_w, mask:
+        log_q, log_p, normalized_w, mask, scored:
             As for [`ctl_coefficients`]; whole groups, at sampling time.
 
     Returns:
-        `torch.Tensor`: Weights of shape (P, N), detached; 0 in prompts whose `normalized_w` are all 0.
+        `torch.Tensor`: Weights of shape (P, N), detached; 0 for samples without a reward, and in prompts whose
+        `normalized_w` are all 0.
     """
     require_shape("log_q", log_q, tuple(log_p.shape))
     require_shape("normalized_w", normalized_w, tuple(log_p.shape[:-1]))
-    weights = normalize_weights((sequence_log_prob(log_p, mask) - sequence_log_prob(log_q, mask)).detach())
+    log_w = (sequence_log_prob(log_p, mask) - sequence_log_prob(log_q, mask)).detach()
+    weights = normalize_weights(_leave_out(log_w, scored))
     return weights * (normalized_w > 0).any(dim=1, keepdim=True)
 
 

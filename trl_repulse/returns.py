@@ -11,7 +11,9 @@ import torch
 from .importance import require_shape, zero_masked
 
 
-Baseline = Literal["leave_one_out", "constant", "none"]
+Baseline = Literal["leave_one_out", "group_mean", "constant", "none"]
+# Keeps advantages that are all the same from being divided by 0; TRL's value, in units of return
+_EPSILON = 1e-4
 
 
 def kl_token_rewards(
@@ -78,26 +80,39 @@ def kl_penalized_returns(
 
 
 def compute_advantages(
-    returns: torch.Tensor, baseline: Baseline = "leave_one_out", constant: float = 0.0
+    returns: torch.Tensor, baseline: Baseline = "leave_one_out", constant: float = 0.0, normalize: bool = False
 ) -> torch.Tensor:
     """
-    Advantages: returns less a baseline.
+    Advantages: returns less a baseline, normalised over all samples if asked for.
+
+    `"none"` with `normalize` is [REINFORCE++](https://huggingface.co/papers/2501.03262), `"group_mean"` with it
+    REINFORCE++-baseline: the statistics are those of the whole batch, not of a prompt as in GRPO. The paper normalises
+    the advantages of tokens, from which the KL penalty of later tokens alone is taken; here a completion has one
+    advantage, all of its penalty in it, and counts once however long it is.
 
     Args:
         returns (`torch.Tensor`):
-            Returns of shape (P, N); NaN leaves a sample out.
+            Returns of shape (P, N); NaN leaves a sample out. To normalise, those of the whole batch over all
+            processes.
         baseline (`str`, *optional*, defaults to `"leave_one_out"`):
-            `"leave_one_out"`: mean return of the prompt's other samples; `"constant"`: `constant`; `"none"`: nothing.
+            `"leave_one_out"`: mean return of the prompt's other samples; `"group_mean"`: mean return of all the
+            prompt's samples, which makes every advantage (N − 1)/N of that; `"constant"`: `constant`; `"none"`:
+            nothing.
         constant (`float`, *optional*, defaults to `0.0`):
             The constant of `"constant"`, in units of return.
+        normalize (`bool`, *optional*, defaults to `False`):
+            Whether to subtract the mean of all advantages and divide by their standard deviation + 1e-4 (with Bessel's
+            correction, as TRL does).
 
     Returns:
         `torch.Tensor`:
-            Advantages of shape (P, N), detached. A sample left out gets 0 and is in no other sample's baseline; the
-            only sample left of a prompt gets 0 under `"leave_one_out"`.
+            Advantages of shape (P, N), detached. A sample left out gets 0 and is in no other sample's baseline, nor in
+            mean and standard deviation. So does the only sample left of a prompt under `"leave_one_out"` and
+            `"group_mean"`, and, normalised, the only one of the batch.
 
     Raises:
-        `ValueError`: If N is 1 under `"leave_one_out"`, a return is infinite, or `baseline` is unknown.
+        `ValueError`: If N is 1 under `"leave_one_out"` or `"group_mean"`, a return is infinite, or `baseline` is
+            unknown.
     """
     require_shape("returns", returns, (-1, -1))
     returns = returns.detach()
@@ -105,12 +120,20 @@ def compute_advantages(
         raise ValueError("A return is infinite; bound the reward, or return NaN (`None`) to leave a sample out.")
     scored = ~returns.isnan()  # (P, N)
     known = returns.masked_fill(~scored, 0.0)
-    if baseline == "leave_one_out":
+    if baseline in ("leave_one_out", "group_mean"):
         if returns.shape[1] < 2:
-            raise ValueError("`baseline='leave_one_out'` needs N >= 2 per prompt; draw more or use another baseline.")
-        others = (scored.sum(dim=1, keepdim=True) - 1).clamp(min=0)  # (P, 1)
-        mean_of_others = (known.sum(dim=1, keepdim=True) - known) / others.clamp(min=1)
-        return torch.where(scored & (others > 0), known - mean_of_others, 0.0)
-    if baseline in ("constant", "none"):
-        return torch.where(scored, known - (constant if baseline == "constant" else 0.0), 0.0)
-    raise ValueError(f"`baseline` must be 'leave_one_out', 'constant' or 'none', got {baseline!r}.")
+            raise ValueError(f"`baseline={baseline!r}` needs N >= 2 per prompt; draw more or use another baseline.")
+        count, total = scored.sum(dim=1, keepdim=True), known.sum(dim=1, keepdim=True)  # (P, 1)
+        scored = scored & (count > 1)
+        if baseline == "leave_one_out":
+            count, total = count - 1, total - known
+        advantages = known - total / count.clamp(min=1)
+    elif baseline in ("constant", "none"):
+        advantages = known - (constant if baseline == "constant" else 0.0)
+    else:
+        raise ValueError(f"`baseline` must be 'leave_one_out', 'group_mean', 'constant' or 'none', got {baseline!r}.")
+    if normalize:
+        counted = advantages[scored]
+        spread = counted.std() if len(counted) > 1 else torch.inf
+        advantages = (advantages - counted.mean()) / (spread + _EPSILON)
+    return torch.where(scored, advantages, 0.0)

@@ -53,11 +53,14 @@ def check_reward_config(args: "RewardConfig") -> None:
 def check_reinforce_config(args: "ReinforceConfig") -> None:
     """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
     check_reward_config(args)
-    require_choice(args, "baseline", ("leave_one_out", "constant", "none"))
+    require_choice(args, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
     require_choice(args, "logprob_reduction", ("mean", "sum"))
     require(args, math.isfinite(args.baseline_constant), "baseline_constant", "must be a finite number")
     if args.baseline != "constant":
         require(args, args.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
+    if args.baseline == "constant":
+        remedy = "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
+        require(args, not args.normalize_advantages, "baseline", remedy)
 
 
 def check_ppo_config(args: "PPOConfig") -> None:

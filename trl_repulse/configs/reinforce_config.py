@@ -25,7 +25,9 @@ class ReinforceConfig(RewardConfig, RLOOConfig):
 
         baseline (`str`, *optional*, defaults to `"leave_one_out"`):
             What is subtracted from a return to give the advantage: the mean return of the prompt's other samples
-            (`"leave_one_out"`), `baseline_constant` (`"constant"`), or nothing (`"none"`).
+            (`"leave_one_out"`) or of all of them (`"group_mean"`), `baseline_constant` (`"constant"`), or nothing
+            (`"none"`). With [`~trl.RLOOConfig`]'s `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"`
+            REINFORCE++-baseline.
         baseline_constant (`float`, *optional*, defaults to `0.0`):
             Constant subtracted from each return when `baseline="constant"`, in units of reward.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
@@ -44,11 +46,11 @@ class ReinforceConfig(RewardConfig, RLOOConfig):
     )
 
     # Parameters that control the policy loss
-    baseline: Literal["leave_one_out", "constant", "none"] = field(
+    baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = field(
         default="leave_one_out",
         metadata={
-            "help": "What is subtracted from a return: the mean of the prompt's other samples (`leave_one_out`), "
-            "`baseline_constant` (`constant`), or nothing (`none`)."
+            "help": "What is subtracted from a return: the mean of the prompt's other samples (`leave_one_out`) or of "
+            "all of them (`group_mean`), `baseline_constant` (`constant`), or nothing (`none`)."
         },
     )
     baseline_constant: float = field(

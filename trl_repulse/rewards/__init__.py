@@ -11,18 +11,28 @@ _EXPORTS = {
     "ChatReward": "classifiers",
     "GuardReward": "guard",
     "RemoteReward": "remote",
+    "RewardServer": "server",
     "SequencePairReward": "classifiers",
     "ToxicityReward": "classifiers",
     "load_reward_function": "functions",
 }
 
-__all__ = ["ChatReward", "GuardReward", "RemoteReward", "SequencePairReward", "ToxicityReward", "load_reward_function"]
+__all__ = [
+    "ChatReward",
+    "GuardReward",
+    "RemoteReward",
+    "RewardServer",
+    "SequencePairReward",
+    "ToxicityReward",
+    "load_reward_function",
+]
 
 if TYPE_CHECKING:
     from .classifiers import ChatReward, SequencePairReward, ToxicityReward
     from .functions import load_reward_function
     from .guard import GuardReward
     from .remote import RemoteReward
+    from .server import RewardServer
 
 
 def __getattr__(name: str) -> Any:

@@ -5,13 +5,13 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ._numbers import as_number, as_values
 from ._texts import Messages, as_queries, pick_labels
 
 
@@ -139,14 +139,14 @@ class FunctionReward:
             result = result.get("rewards")
         if isinstance(result, torch.Tensor):
             result = result.detach().flatten().tolist()
-        if not isinstance(result, Iterable) or isinstance(result, str):
+        values = as_values(result)
+        if values is None:
             raise ValueError(f'{self._where} must return a list, a tensor, or {{"rewards": ...}}, got {result!r:.60}.')
-        result = list(result)
-        rewards = [_as_number(value) for value in result]
+        rewards = [as_number(value) for value in values]
         for i, reward in enumerate(rewards):
             if reward is not None and not math.isfinite(reward):
                 raise ValueError(
-                    f"{self._where} gave {result[i]!r:.60} for completion {i} of {count}; return a finite number, "
+                    f"{self._where} gave {values[i]!r:.60} for completion {i} of {count}; return a finite number, "
                     "or `None` to leave the completion out."
                 )
         if len(rewards) != count:
@@ -195,16 +195,6 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
     if not path.endswith(".py") or not function.isidentifier():
         raise ValueError(f"A reward function is named as 'path/to/file.py:function', got {spec!r}.")
     return FunctionReward(path, function, label_column)
-
-
-def _as_number(value: Any) -> float | None:
-    """What a reward function gave for one completion; NaN for what is no number."""
-    if value is None:
-        return None
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors of several numbers
-        return math.nan
 
 
 def _run(path: Path) -> ModuleType:

@@ -11,6 +11,7 @@ from ..configs import RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
 from ._records import NEGATIVES
+from ._rewards import with_checks
 from ._trl_bridge import prepare_scoring, withheld_from_uploads, without_generation_habits
 
 
@@ -48,6 +49,13 @@ class TrainerHooks:
             if scored is not None:
                 unwrapped = self.accelerator.unwrap_model(scored)
                 prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+
+    def _check_reward_functions(self) -> None:
+        """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
+        self.reward_funcs = [
+            function if isinstance(function, torch.nn.Module) else with_checks(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
 
     def _tokenize_prompts(self, prompts: list):
         tokenized = super()._tokenize_prompts(prompts)

@@ -82,6 +82,7 @@ def proposal_coefficients(
     log_p: torch.Tensor,
     normalized_w: torch.Tensor,
     mask: torch.Tensor,
+    scored: torch.Tensor,
 ) -> torch.Tensor:
     """
     What a prompt's samples set against their weights in the proposal's loss; needs them together; detached.
@@ -95,6 +96,8 @@ def proposal_coefficients(
             Importance weights, normalised within each prompt.
         mask (`torch.Tensor` of shape `(P, N, T)`):
             1 at completion tokens.
+        scored (`torch.Tensor` of shape `(P, N)`):
+            Which samples have a reward; the others take part in nothing.
 
     Returns:
         `torch.Tensor`: Of shape `(P, N, T)`, the token coefficients of CTL (w − w⁻_t, or w alone without its second
@@ -103,7 +106,7 @@ def proposal_coefficients(
     if args.proposal_loss == "dpg":
         return normalized_w
     if args.proposal_loss == "sixo":
-        return sixo_negative_weights(log_q, log_p, normalized_w, mask)
+        return sixo_negative_weights(log_q, log_p, normalized_w, mask, scored)
     return ctl_coefficients(
         log_q_now,
         log_q,
@@ -112,6 +115,7 @@ def proposal_coefficients(
         mask,
         second_term=args.proposal_loss != "ctl_no_second_term",
         parameterization=args.proposal_parameterization,
+        scored=scored,
     )
 
 

@@ -56,11 +56,18 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
         logs["rewards"][name].extend(column.tolist())
     logs["advantages"].extend([math.nan] * len(prompts))
 
+    pending = trainer._pending_extra_logs  # a column of the same name that a reward function logged stays
+    if len(trainer.reward_func_names) > 1:
+        pending.setdefault("reward", samples.rewards.tolist())
+    transformed = trainer._transform(samples.rewards) if trainer.transforms_rewards else None
+    if transformed is not None:
+        pending.setdefault("reward_transformed", transformed.tolist())
+
     # Sorted, so that all processes gather the same column at the same time
-    for column in sorted(set(gather_object(list(trainer._pending_extra_logs)))):
-        values = trainer._pending_extra_logs.get(column, [None] * len(samples.prompts))
+    for column in sorted(set(gather_object(list(pending)))):
+        values = pending.get(column, [None] * len(samples.prompts))
         logs["extra"][column].extend(gather_object(values))
-    trainer._pending_extra_logs.clear()
+    pending.clear()
     prefix = "" if source == "policy" else f"{source}/"
     for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
         values = trainer._pending_metrics.get(name, [])
@@ -71,12 +78,19 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
 
     if trainer.args.save_negatives and mode == "train":
         rewards = trainer.accelerator.gather(samples.rewards).tolist()
+        if transformed is not None:
+            transformed = trainer.accelerator.gather(transformed).tolist()
         if trainer.accelerator.is_main_process:
-            append_negatives(trainer, source, prompts, completions, rewards)
+            append_negatives(trainer, source, prompts, completions, rewards, transformed)
 
 
 def append_negatives(
-    trainer: "ReinforceTrainer | PPOTrainer", source: str, prompts: list, completions: list, rewards: list[float]
+    trainer: "ReinforceTrainer | PPOTrainer",
+    source: str,
+    prompts: list,
+    completions: list,
+    rewards: list[float],
+    transformed: list[float] | None = None,
 ) -> None:
     """
     Appends the bad ones among completions of all processes to the negative data; for the main process alone.
@@ -88,11 +102,13 @@ def append_negatives(
             As for [`record_samples`].
         prompts, completions, rewards (`list`):
             One of each a sample; a NaN reward is not bad.
+        transformed (`list`, *optional*):
+            Transformed rewards, which are written beside the raw ones.
     """
     path = Path(trainer.args.output_dir) / NEGATIVES
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True):
+        for i, (prompt, completion, reward) in enumerate(zip(prompts, completions, rewards, strict=True)):
             if reward < trainer.args.bad_reward_threshold:  # False for NaN
                 row = {
                     "step": trainer.state.global_step,
@@ -101,6 +117,8 @@ def append_negatives(
                     "completion": completion,
                     "reward": reward,
                 }
+                if transformed is not None:
+                    row["reward_transformed"] = transformed[i]
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 Each entry says what it relies on, since which version, why, and what would let it go. `PINNED` lists the methods the
 trainers override or call; a test compares their signatures with the installed packages, so that an upgrade which moves
-one fails there and not in somebody's run.
+one fails there and not in somebody's run. The trainers compare them too, when they are built.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from trl.trainer.utils import (
     create_model_from_path,
     disable_dropout_in_model,
     get_config_model_id,
+    is_async_callable,
     nanstd,
     pad,
     print_prompt_completions_sample,
@@ -44,9 +47,11 @@ __all__ = [
     "disable_dropout_in_model",
     "disable_gradient_checkpointing",
     "get_config_model_id",
+    "is_async_callable",
     "nanstd",
     "pad",
     "prepare_scoring",
+    "require_pinned",
     "print_prompt_completions_sample",
     "sampling_from",
     "split_tensor_dict",
@@ -91,6 +96,19 @@ PINNED: dict[Any, tuple[str, ...]] = {
     ),
     # Overridden around `super()`: the value model steps when the policy's gradient is complete.
     GRPOTrainer.training_step: ("self", "model", "inputs", "num_items_in_batch"),
+    # Called with these arguments, by position or by name.
+    create_model_from_path: ("model_id", "architecture"),
+    disable_dropout_in_model: ("model",),
+    disable_gradient_checkpointing: ("model", "gradient_checkpointing_kwargs"),
+    get_config_model_id: ("config",),
+    is_async_callable: ("func",),
+    nanstd: ("tensor",),
+    pad: ("tensors", "padding_value", "padding_side", "pad_to_multiple_of"),
+    print_prompt_completions_sample: (
+        *("prompts", "completions", "rewards", "advantages", "step", "num_samples", "extra"),
+    ),
+    split_tensor_dict: ("tensor_dict", "num_chunks"),
+    use_adapter: ("model", "adapter_name"),
     # Patches the forward that every log-probability of either model comes from.
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
@@ -103,6 +121,43 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
 }
+
+
+def pinned_changes() -> list[str]:
+    """What [`PINNED`] relies on and the installed packages no longer have.
+
+    Returns:
+        `list[str]`: One line each, with package, version and name; empty if all is in place.
+    """
+    changes = []
+    for method, expected in PINNED.items():
+        package, name = method.__module__.partition(".")[0], method.__qualname__
+        found: Any = import_module(method.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        actual = None if found is None else tuple(inspect.signature(found).parameters)
+        if actual is None:
+            changes.append(f"{package} {version(package)}: {name}({', '.join(expected)}) is gone")
+        elif actual[: len(expected)] != expected:
+            change = f"{name} takes ({', '.join(actual)}) and no longer ({', '.join(expected)}, ...)"
+            changes.append(f"{package} {version(package)}: {change}")
+    return changes
+
+
+def require_pinned() -> None:
+    """Refuses to go on with a TRL or transformers that this version of the package was not made for.
+
+    Raises:
+        `RuntimeError`: If anything in [`PINNED`] has moved.
+    """
+    changes = pinned_changes()
+    if changes:
+        raise RuntimeError(
+            "Methods that trl-repulse builds on have changed: "
+            + "; ".join(changes)
+            + ". Install the versions of TRL and "
+            "transformers that its requirements name, and look for patches of them."
+        )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,12 @@ from ..ppo import approximate_kl, explained_variance, generalized_advantages, ma
 from ..returns import kl_token_rewards
 from ._hooks import TrainerHooks, transform_rewards
 from ._records import append_negatives
-from ._trl_bridge import disable_gradient_checkpointing, get_config_model_id, without_kl_in_loss
+from ._trl_bridge import (
+    disable_gradient_checkpointing,
+    get_config_model_id,
+    require_pinned,
+    without_kl_in_loss,
+)
 from ._value import build_value_model, check_value_model, token_values
 from .reinforce_trainer import RewardFunc
 from .second_model import SecondModel
@@ -134,6 +139,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         value_model: str | PreTrainedModel | None = None,
         value_peft_config: "PeftConfig | None" = None,
     ):
+        require_pinned()
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
@@ -163,6 +169,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             rollout_func,
             environment_factory,
         )
+        self._check_reward_functions()
         self._prepare_scoring()
         check_value_model(value, self.model)
         if value_peft_config is not None and self.args.activation_checkpointing:
@@ -194,9 +201,11 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         rewards[self._rewards_per_func.isnan().all(dim=1)] = torch.nan
         self._log_bad_fraction(rewards)
         if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
-            append_negatives(
-                self, "policy", list(self._logs["prompt"]), list(self._logs["completion"]), rewards.tolist()
-            )
+            transformed = None
+            if self.args.reward_transform is not None:
+                transformed = transform_rewards(self.args, rewards).tolist()
+            prompts, completions = (list(self._logs[name]) for name in ("prompt", "completion"))
+            append_negatives(self, "policy", prompts, completions, rewards.tolist(), transformed)
         first = self.accelerator.process_index * len(inputs)
         return batch | self._credit(batch, rewards[first : first + len(inputs)])
 

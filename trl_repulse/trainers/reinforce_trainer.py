@@ -28,6 +28,7 @@ from ._trl_bridge import (
     get_config_model_id,
     nanstd,
     pad,
+    require_pinned,
     token_log_probs,
     use_adapter,
 )
@@ -98,7 +99,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
 
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; while training, if a prompt
-            does not fit the model's context or a reward is infinite.
+            does not fit the model's context, or a reward function returns what is neither a finite number nor `None`.
+        `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
 
     _tag_names = ["trl", "trl-repulse", "reinforce"]
@@ -136,6 +138,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: "PeftConfig | None" = None,
     ):
+        require_pinned()
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
@@ -155,6 +158,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             peft_config,
         )
 
+        self._check_reward_functions()
         # Every update is made with the generations of the current policy: no ratio, no second pass.
         generate_every = args.steps_per_generation * args.num_iterations
         self._on_policy = args.gradient_accumulation_steps % generate_every == 0
@@ -330,6 +334,11 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
 
     # Credit
 
+    @property
+    def transforms_rewards(self) -> bool:
+        """Whether the policy maximises something else than the reward: a clipped or transformed one."""
+        return bool(self.reward_clip_range) or self.args.reward_transform is not None
+
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         """r': what the policy maximises instead of the reward r; r itself without clipping or a transform."""
         if self.reward_clip_range:
@@ -359,25 +368,23 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         generations = self._num_generations(mode)
         kl = self._kl(batch, log_p)
         returns = self._transform(batch["rewards"]) - self.beta * kl
+        baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
+        elif self.normalize_advantages:  # over the generation batch, that of all processes
+            everyone = self.accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
+            advantages = compute_advantages(everyone, *baseline, normalize=True)
+            advantages = advantages.flatten()[self._local_rows(returns.numel())].view_as(returns)
         else:
-            advantages = compute_advantages(
-                self._to_prompts(returns, generations), self.args.baseline, self.args.baseline_constant
-            )
+            advantages = compute_advantages(self._to_prompts(returns, generations), *baseline)
             advantages = self._to_units(advantages, returns)
-            if self.normalize_advantages:
-                scored = ~returns.isnan()
-                pooled = self.accelerator.gather(torch.where(scored, advantages, torch.nan))
-                advantages = (advantages - pooled.nanmean()) / (nanstd(pooled) + 1e-4)
-                advantages = torch.where(scored, advantages, 0.0)
 
         if self.beta != 0.0:
             totals = torch.stack([kl.nansum(), batch["completion_mask"].sum()])
             totals = self.accelerator.reduce(totals, reduction="sum")
             self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1)).item())
         self._log_mean("return", batch["rewards"] - self.beta * kl)
-        if self.args.reward_transform is not None:
+        if self.transforms_rewards:
             self._log_mean("reward_transformed", self._transform(batch["rewards"]))
             self._log_mean("return_transformed", returns)
         record_advantages(self, batch["rows"], advantages)

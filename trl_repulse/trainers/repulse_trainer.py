@@ -248,7 +248,9 @@ class RePULSeTrainer(ReinforceTrainer):
             mode = "train" if self.model.training else "eval"
             rewards, size = batch["rewards"], self._num_generations(mode)
             log_w = self._to_prompts(self._log_potential(rewards, self.args.reweighting_beta), size)  # (P, N)
-            log_w = torch.where(log_w.isnan(), -torch.inf, log_w)
+            scored = ~log_w.isnan()
+            log_w = torch.where(scored, log_w, -torch.inf)
+            self._log_importance("negative", log_w, scored)
             returns = self._to_prompts(credit["returns"], size)
             negative = self._negative_coefficients(log_w, returns, returns)
             credit["coefficients"] = credit["coefficients"] + self._to_units(negative, rewards)
@@ -304,7 +306,7 @@ class RePULSeTrainer(ReinforceTrainer):
             return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, N)
 
         log_w = log_weights(None)
-        self._log_importance(log_w)
+        self._log_importance(PROPOSAL_FOLDER, log_w, self._to_prompts(~rewards.isnan(), size))
         weights = {"proposal_w": self._to_units(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
             negative_log_w = log_w if self.args.reweighting_beta is None else log_weights(self.args.reweighting_beta)
@@ -326,7 +328,10 @@ class RePULSeTrainer(ReinforceTrainer):
         size = self._num_proposals(mode)
         whole = [
             self._to_prompts(x, size)
-            for x in (log_q_now, log_q, log_p, batch["proposal_w"], batch["proposal_completion_mask"])
+            for x in (
+                *(log_q_now, log_q, log_p, batch["proposal_w"], batch["proposal_completion_mask"]),
+                ~batch["proposal_rewards"].isnan(),
+            )
         ]
         coefficients = proposal_coefficients(self.args, *whole)
         return {"proposal_coefficients": self._to_units(coefficients, batch["proposal_rewards"])}
@@ -428,15 +433,15 @@ class RePULSeTrainer(ReinforceTrainer):
 
     # Logging
 
-    def _log_importance(self, log_w: torch.Tensor) -> None:
-        """Logs the diagnostics of the log-weights (P, N), over all processes."""
+    def _log_importance(self, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+        """Logs the diagnostics of log-weights (P, N) over all processes, of the samples that have a reward."""
         mode = "train" if self.model.training else "eval"
         ess = self.accelerator.gather(effective_sample_size(log_w))
-        self._metrics[mode][f"{PROPOSAL_FOLDER}/ess"].append(ess.mean().item())
-        self._metrics[mode][f"{PROPOSAL_FOLDER}/ess_min"].append(ess.min().item())
-        self._log_mean(f"{PROPOSAL_FOLDER}/max_weight", max_weight_share(log_w))
-        log_z = log_z_estimate(log_w)
-        self._log_mean(f"{PROPOSAL_FOLDER}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
+        self._metrics[mode][f"{prefix}/ess"].append(ess.mean().item())
+        self._metrics[mode][f"{prefix}/ess_min"].append(ess.min().item())
+        self._log_mean(f"{prefix}/max_weight", max_weight_share(log_w))
+        log_z = log_z_estimate(log_w, scored)
+        self._log_mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)

@@ -1,0 +1,154 @@
+"""The console command, in a process of its own where it serves."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trl_repulse import __version__, rewards
+from trl_repulse._commands.serve_reward import _MODEL, KINDS
+from trl_repulse.cli import COMMANDS, build_parser, main
+from trl_repulse.rewards import RemoteReward, SequencePairReward
+
+from .reward_models import ANSWERS, QUESTIONS, build_tokenizer, save_model
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Starts the command and returns its process and the address it names."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    running = []
+
+    def launch(*arguments):
+        command = [sys.executable, "-m", "trl_repulse.cli", "serve-reward", *arguments, "--port", "0"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd="/")
+        running.append(process)
+        line = process.stdout.readline()
+        assert line.startswith("Serving ") and line.endswith("; stop with Ctrl+C.\n")
+        return process, line.split(" at ")[1].split(";")[0]
+
+    yield launch
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def end(process, number):
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 0
+    assert process.stdout.read() == "Stopped.\n"
+
+
+def test_a_reward_served_by_the_command_is_the_reward(launch, tmp_path):
+    path, _ = save_model(tmp_path / "judge", "deberta", build_tokenizer("pair"))
+    expected = SequencePairReward(path, device="cpu", max_length=9, name="kind")(QUESTIONS, ANSWERS)
+    options = ["--device", "cpu", "--max_length", "9", "--name", "kind", "--max_batch_size", "2"]
+    process, url = launch("pair", path, *options)
+    assert RemoteReward(url, batch_size=2)(QUESTIONS, ANSWERS) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    uncut = SequencePairReward(path, device="cpu")(QUESTIONS, ANSWERS)
+    assert expected != pytest.approx(uncut, rel=1e-4, abs=1e-5)  # the control: the option mattered
+    with pytest.raises(ValueError, match="more than the 2 of a request"):
+        RemoteReward(url)(QUESTIONS, ANSWERS)
+    end(process, signal.SIGINT)
+    with pytest.raises(ConnectionError):
+        RemoteReward(url, retries=0)(QUESTIONS, ANSWERS)
+
+
+def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_path):
+    file, started = tmp_path / "mine.py", tmp_path / "started"
+    file.write_text(
+        "import pathlib, time\n"
+        "def slow(queries, prompts, labels):\n"
+        f"    pathlib.Path({str(started)!r}).touch()\n"
+        "    time.sleep(1)\n"
+        "    return [len(q) + 100 * len(x) for q, x in zip(queries, labels)]\n"
+    )
+    process, url = launch("function", f"{file}:slow")
+    results = []
+    reward = RemoteReward(url, retries=0, label_column="answer")
+    asking = threading.Thread(target=lambda: results.append(reward(["a"], ["bc"], answer=["xx"])))
+    asking.start()
+    deadline = time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    end(process, signal.SIGTERM)
+    asking.join(timeout=30)
+    assert results == [[203.0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_argument_of_a_reward_class_is_an_option(kind):
+    cls, _, options = KINDS[kind]
+    fields = {field.name for field in dataclasses.fields(getattr(rewards, cls)) if field.name != "_"}
+    assert set(options | _MODEL) == fields - {"model"}
+
+
+def parse(*arguments):
+    return build_parser("serve-reward").parse_args(["serve-reward", *arguments])
+
+
+def test_options():
+    args = parse("toxicity", "m", "--label", "toxic", "--negate", "--include_prompt", "false", "--dtype", "float32")
+    assert (args.label, args.negate, args.include_prompt, args.dtype) == ("toxic", True, False, "float32")
+    assert "output" not in args and (args.host, args.port) == ("127.0.0.1", 5000)
+    args = parse("guard", "m", "--leads", "", "\n", "--chat_template_kwargs", '{"a": 1}', "--drop_system")
+    assert (args.leads, args.chat_template_kwargs, args.drop_system) == (["", "\n"], {"a": 1}, True)
+    assert parse("pair", "m", "--label", "1").label == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["serve-reward"], "arguments are required: KIND"),
+        (["serve-reward", "ppl", "m"], "invalid choice: 'ppl'"),
+        (["serve-reward", "chat"], "arguments are required: MODEL"),
+        (["serve-reward", "chat", "m", "--negate"], "unrecognized arguments: --negate"),
+        (["serve-reward", "toxicity", "m", "--negate", "maybe"], "'maybe' is neither true nor false"),
+        (["serve-reward", "chat", "m", "--chat_template_kwargs", "[1]"], "'[1]' is no JSON object"),
+        (["serve-reward", "chat", "m", "--chat_template_kwargs", "{"], "'{' is not JSON"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["function", "none.py:f"], "There is no file `"),
+        (["function", "none"], "named as 'path/to/file.py:function'"),
+        (["pair", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_a_reward_that_cannot_be_served(capsys, arguments, message):
+    assert main(["serve-reward", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "trl-repulse serve-reward: " in error and message in error
+
+
+def test_help_and_version(capsys):
+    for arguments, expected in (
+        (["--help"], [*COMMANDS]),
+        (["serve-reward", "--help"], [*KINDS, "function"]),
+        (["--version"], [f"trl-repulse {__version__}"]),
+    ):
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        printed = capsys.readouterr().out
+        assert exit.value.code == 0 and all(text in printed for text in expected)

@@ -1,0 +1,292 @@
+"""What the trainers make of reward functions: weighted sums, raw and transformed rewards, missing ones, faults."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
+
+from .conftest import same_parameters
+
+
+pytestmark = pytest.mark.trainer
+
+BOTH = pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer], ids=["reinforce", "repulse"])
+
+
+def words(completions, **kwargs):
+    return [float(len(c.split())) for c in completions]
+
+
+def badness(completions, **kwargs):
+    return [float(c.count("bad")) for c in completions]
+
+
+def weighted(completions, **kwargs):
+    return [0.5 * w - 2.0 * b for w, b in zip(words(completions), badness(completions), strict=True)]
+
+
+def trained(trainer):
+    """Trains at once: the seed is set when a trainer is built."""
+    trainer.train()
+    return trainer
+
+
+def logs_of(trainer):
+    return trainer.state.log_history[0]
+
+
+def prefixes(trainer_cls):
+    return ("", "proposal/") if trainer_cls is RePULSeTrainer else ("",)
+
+
+@BOTH
+def test_several_rewards_are_their_weighted_sum(make, trainer_cls):
+    settings = {"beta": 0.1, "bad_reward_threshold": -1.0}
+    both = trained(make(trainer_cls, reward_funcs=[words, badness], reward_weights=[0.5, -2.0], **settings))
+    one = trained(make(trainer_cls, reward_funcs=weighted, **settings))
+    unweighted = trained(make(trainer_cls, reward_funcs=[words, badness], **settings))
+    assert same_parameters(both.model, one.model)
+    assert not same_parameters(both.model, unweighted.model)  # the control: the weights mattered
+    if trainer_cls is RePULSeTrainer:
+        assert same_parameters(both.proposal.module, one.proposal.module)
+        assert not same_parameters(both.proposal.module, unweighted.proposal.module)
+    for prefix in prefixes(trainer_cls):
+        means = [logs_of(both)[f"{prefix}rewards/{name}/mean"] for name in ("words", "badness")]
+        assert logs_of(both)[f"{prefix}reward"] == pytest.approx(0.5 * means[0] - 2.0 * means[1], abs=1e-6)
+        for name in ("reward", "reward_std", "bad_fraction"):
+            assert logs_of(both)[prefix + name] == logs_of(one)[prefix + name]
+
+
+@BOTH
+def test_a_weight_for_each_function(make, trainer_cls):
+    with pytest.raises(ValueError, match="Number of reward weights"):
+        make(trainer_cls, reward_funcs=[words, badness], reward_weights=[1.0])
+
+
+TRANSFORMS = {
+    "indicator": (
+        {"reward_transform": "indicator", "reward_transform_alpha": 5.0, "reward_transform_threshold": -1.0},
+        lambda r: r - 5.0 * (r < -1.0),
+    ),
+    "exponential": (
+        {"reward_transform": "exponential", "reward_transform_alpha": 0.5},
+        lambda r: r - 0.5 * math.exp(-r),
+    ),
+    "clip": ({"reward_clip_range": (-0.75, 0.25)}, lambda r: min(max(r, -0.75), 0.25)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@BOTH
+def test_raw_and_transformed_rewards_stand_side_by_side(make, tmp_path, trainer_cls, name):
+    settings, transform = TRANSFORMS[name]
+    trainer = make(
+        trainer_cls,
+        reward_funcs=[words, badness],
+        reward_weights=[0.5, -2.0],
+        log_completions=True,
+        save_negatives=True,
+        bad_reward_threshold=-0.5,
+        max_steps=1,
+        **settings,
+    )
+    trainer.train()
+    tables = [trainer._logs] + ([trainer._proposal_logs] if trainer_cls is RePULSeTrainer else [])
+    for prefix, table in zip(prefixes(trainer_cls), tables, strict=True):
+        raw = weighted(table["completion"])
+        assert list(table["rewards"]["words"]) == words(table["completion"])
+        assert list(table["rewards"]["badness"]) == badness(table["completion"])
+        assert list(table["extra"]["reward"]) == raw
+        assert list(table["extra"]["reward_transformed"]) == pytest.approx([transform(r) for r in raw])
+        assert raw != pytest.approx(list(table["extra"]["reward_transformed"]))
+        assert logs_of(trainer)[f"{prefix}reward"] == pytest.approx(sum(raw) / len(raw))
+    raw = weighted(trainer._logs["completion"])
+    for logged in ("reward_transformed", "return_transformed"):
+        assert logs_of(trainer)[logged] == pytest.approx(sum(map(transform, raw)) / len(raw), rel=1e-5)
+    assert logs_of(trainer)["return"] == pytest.approx(sum(raw) / len(raw))
+
+    rows = [json.loads(line) for line in (tmp_path / "out" / "negatives.jsonl").read_text().splitlines()]
+    assert {row["source"] for row in rows} == {"policy", *(["proposal"] if trainer_cls is RePULSeTrainer else [])}
+    for row in rows:
+        assert [row["reward"]] == weighted([row["completion"]]) and row["reward"] < -0.5
+        assert row["reward_transformed"] == pytest.approx(transform(row["reward"]))
+
+
+def test_tables_without_a_transform_have_the_functions_alone(make):
+    trainer = make(log_completions=True, max_steps=1)
+    trainer.train()
+    assert not trainer._logs["extra"] and set(trainer._logs["rewards"]) == {"word_reward"}
+    assert "reward_transformed" not in logs_of(trainer)
+
+
+def test_a_column_of_the_same_name_stays_the_functions(make):
+    def logging(completions, log_extra, **kwargs):
+        log_extra("reward_transformed", ["mine"] * len(completions))
+        return words(completions)
+
+    trainer = make(reward_funcs=logging, log_completions=True, max_steps=1, reward_clip_range=(0, 1))
+    trainer.train()
+    assert set(trainer._logs["extra"]["reward_transformed"]) == {"mine"}
+
+
+# Missing rewards
+
+
+@BOTH
+def test_none_beside_another_function_adds_nothing(make, trainer_cls):
+    def sometimes(completions, **kwargs):
+        return [None if b == 0 else b for b in badness(completions)]
+
+    one = trained(make(trainer_cls, reward_funcs=[words, sometimes], max_steps=1))
+    other = trained(make(trainer_cls, reward_funcs=[words, badness], max_steps=1))
+    assert same_parameters(one.model, other.model)
+    assert logs_of(one)["rewards/sometimes/mean"] >= 1 > logs_of(other)["rewards/badness/mean"]
+
+
+def none_of_cats(completions, **kwargs):
+    return [None if "cat" in c else r for c, r in zip(completions, words(completions), strict=True)]
+
+
+@BOTH
+def test_a_sample_that_no_function_judged_is_left_out(make, trainer_cls):
+    trainer = make(trainer_cls, reward_funcs=[none_of_cats, none_of_cats], log_completions=True, max_steps=3)
+    trainer.train()
+    tables = [trainer._logs] + ([trainer._proposal_logs] if trainer_cls is RePULSeTrainer else [])
+    models = [trainer.model] + ([trainer.proposal.module] if trainer_cls is RePULSeTrainer else [])
+    left_out = [["cat" in c for c in table["completion"]] for table in tables]
+    assert all(any(column) and not all(column) for column in left_out)
+    for table, column in zip(tables, left_out, strict=True):
+        assert [math.isnan(r) for r in table["extra"]["reward"]] == column
+    advantages = list(trainer._logs["advantages"])
+    assert all(a == 0 for a, out in zip(advantages, left_out[0], strict=True) if out) and any(advantages)
+    assert all(torch.isfinite(p).all() for model in models for p in model.parameters())
+    assert all(math.isfinite(log["reward"]) for log in trainer.state.log_history[:3])
+
+
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo"])
+def test_without_any_reward_nothing_moves(make, loss):
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = make(reward_funcs=nothing, weight_decay=0.0, proposal_loss=loss)
+    models = [trainer.model, trainer.proposal.module]
+    start = [[p.clone() for p in model.parameters()] for model in models]
+    trainer.train()
+    for model, before in zip(models, start, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+# Faults
+
+
+def returning(value):
+    def faulty(completions, **kwargs):
+        return [*words(completions)[:-1], value]
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "returned nan for completion 15 of 16; return a finite number, or `None` to exclude"),
+        (torch.tensor(float("nan")), r"returned tensor\(nan\) for completion 15 of 16"),
+        (float("inf"), "returned inf for a completion; rewards must be finite"),
+        (float("-inf"), "returned -inf for a completion"),
+        (1e39, "returned inf for a completion"),  # more than single precision holds
+        ("1.0", "returned '1.0' for completion 15 of 16"),
+        ([1.0, 2.0], r"returned \[1.0, 2.0\] for completion 15 of 16"),
+        (True, None),
+        (torch.tensor(2.0), None),
+    ],
+    ids=str,
+)
+@BOTH
+def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls, value, message):
+    trainer = make(trainer_cls, reward_funcs=[words, returning(value)], max_steps=1)
+    if message is None:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match=f"^The reward function 'faulty' {message}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0] * 15, "'faulty' returned 15 rewards, but 16 were expected"),
+        ([1.0] * 17, "'faulty' returned 17 rewards"),
+        ([], "'faulty' returned 0 rewards"),
+        (None, "'faulty' returned None; it must return a list"),
+        (1.0, "'faulty' returned 1.0; it must return a list"),
+        ({"rewards": [1.0] * 16}, "'faulty' returned .*; it must return a list"),
+        ("x" * 16, "'faulty' returned 'x+'; it must return a list"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_what_is_no_list_of_rewards(make, result, message, asynchronous):
+    def faulty(completions, **kwargs):
+        return result
+
+    if asynchronous:
+        plain = faulty
+
+        async def faulty(**kwargs):
+            return plain(**kwargs)
+
+    with pytest.raises(ValueError, match=f"The reward function {message}"):
+        make(reward_funcs=faulty).train()
+
+
+@BOTH
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_an_error_of_a_function_keeps_its_type_and_names_it(make, trainer_cls, asynchronous):
+    class Down(Exception):
+        pass
+
+    def flaky(**kwargs):
+        raise Down("no answer")
+
+    if asynchronous:
+
+        async def flaky(**kwargs):
+            raise Down("no answer")
+
+    with pytest.raises(Down, match="no answer") as error:
+        make(trainer_cls, reward_funcs=[words, flaky]).train()
+    assert error.value.__notes__ == ["Raised by the reward function 'flaky'."]
+
+
+def test_functions_of_all_kinds_are_still_called_as_TRL_calls_them(make):
+    seen = {}
+
+    def plain(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):
+        seen["plain"] = len(prompts) == len(completions) == len(completion_ids)
+        log_metric("mine", 2.0)
+        return torch.tensor(words(completions))
+
+    class Judge:
+        async def __call__(self, completions, **kwargs):
+            seen["judge"] = True
+            return words(completions)
+
+    given = [plain, Judge()]
+    trainer = make(reward_funcs=given, max_steps=1)
+    trainer.train()
+    assert seen == {"plain": True, "judge": True} and given[0] is plain
+    log = logs_of(trainer)
+    assert log["mine"] == log["proposal/mine"] == 2.0
+    assert log["rewards/plain/mean"] == log["rewards/Judge/mean"]
+
+
+def test_nan_from_a_reward_model_is_refused(make, model_dirs):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(model_dirs["gpt2"], num_labels=1)
+    torch.nn.init.constant_(model.score.weight, torch.nan)
+    with pytest.raises(ValueError, match="returned nan .* check its weights"):
+        make(reward_funcs=model).train()

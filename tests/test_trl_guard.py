@@ -1,0 +1,285 @@
+"""What would happen if TRL changed: each change we could not live with is reported by method and version.
+
+Signatures are compared by the bridge, for users too. What methods return, and what a trainer keeps, is looked at here,
+on a trainer of TRL's own.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from transformers import Trainer
+from trl import RLOOConfig, RLOOTrainer
+from trl.trainer import utils as trl_utils
+
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse.trainers import _trl_bridge as bridge
+
+from .conftest import build_model, word_reward
+
+
+VERSION = f"trl {trl.__version__}"
+
+# Signatures
+
+
+def renamed(self, texts):
+    raise AssertionError
+
+
+def with_a_parameter_between(self, inputs, tools, prompts, completions, completion_ids_list):
+    raise AssertionError
+
+
+def with_a_parameter_after(self, prompts, images=None):
+    raise AssertionError
+
+
+SIGNATURES = {
+    "a renamed parameter": (RLOOTrainer, "_generate", renamed, "RLOOTrainer._generate takes (self, texts)"),
+    "a new parameter": (
+        RLOOTrainer,
+        "_calculate_rewards",
+        with_a_parameter_between,
+        "RLOOTrainer._calculate_rewards takes (self, inputs, tools, prompts",
+    ),
+    "a parameter less": (
+        RLOOTrainer,
+        "_compute_loss",
+        lambda self, inputs: None,
+        "RLOOTrainer._compute_loss takes (self, inputs) and no longer (self, model, inputs, ...)",
+    ),
+    "no such method": (
+        RLOOTrainer,
+        "_generate_single_turn",
+        None,
+        "RLOOTrainer._generate_single_turn(self, prompt_ids) is gone",
+    ),
+    "a function": (trl_utils, "pad", lambda tensors, value: None, "pad takes (tensors, value) and no longer (tensors"),
+}
+
+
+def test_the_installed_packages_are_those_we_build_on():
+    assert bridge.pinned_changes() == []
+
+
+def test_everything_taken_from_private_modules_is_pinned():
+    functions = {name for name, value in vars(bridge).items() if getattr(value, "__module__", "").startswith("trl.")}
+    functions -= {"GRPOTrainer", "RLOOTrainer"}  # public classes, whose methods are pinned one by one
+    assert functions and functions <= {method.__name__ for method in bridge.PINNED}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name):
+    owner, attribute, changed, message = SIGNATURES[name]
+    if changed is None:
+        monkeypatch.delattr(owner, attribute)
+    else:
+        monkeypatch.setattr(owner, attribute, changed)
+    (change,) = bridge.pinned_changes()
+    assert change.startswith(f"{VERSION}: {message}")
+
+
+def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):
+    monkeypatch.setattr(RLOOTrainer, "_generate", with_a_parameter_after)
+    assert bridge.pinned_changes() == []
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer])
+def test_a_trainer_is_not_built_on_changed_methods(make, monkeypatch, trainer_cls):
+    make(trainer_cls)
+    monkeypatch.setattr(RLOOTrainer, "_generate", renamed)
+    monkeypatch.delattr(Trainer, "_push_from_checkpoint")
+    message = (
+        rf"^Methods that .* {VERSION}: RLOOTrainer._generate takes \(self, texts\).*; transformers .*Trainer._push"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        make(trainer_cls)
+
+
+# What methods return, and what a trainer keeps
+
+
+@pytest.fixture
+def rloo(tmp_path, model_dirs, prompts):
+    """A trainer of TRL's, built and not trained."""
+    args = RLOOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        num_generations=4,
+        per_device_train_batch_size=16,
+        max_completion_length=2,
+        beta=0.0,
+    )
+
+    def sometimes(completions, **kwargs):
+        return [None] + [1.0] * (len(completions) - 1)
+
+    return RLOOTrainer(model_dirs["gpt2"], [word_reward, sometimes], args, prompts)
+
+
+def are_token_lists(value):
+    return isinstance(value, list) and all(isinstance(row, list) and isinstance(row[0], int) for row in value)
+
+
+def returned_changes(trainer):
+    """What TRL's hooks give that differs from what the trainers take, one line each."""
+    prompts = ["the cat", "fish"]
+    changes = []
+
+    def look(name, produce, problem):
+        """`problem` says in words what is wrong with a value, or nothing."""
+        try:
+            found = problem(produce())
+        except Exception as error:
+            found = f"fails with {type(error).__name__}: {error}"
+        if found:
+            changes.append(f"{VERSION}: {name} {found}")
+
+    def is_tuple(count):
+        def problem(value):
+            if not isinstance(value, tuple) or len(value) != count:
+                return f"returns {value!r:.40} and no longer {count} values"
+            if not are_token_lists(value[0]) or len(value[0]) != len(prompts):
+                return "no longer returns the prompts' tokens first"
+
+        return problem
+
+    def has_keys(*keys):
+        def problem(value):
+            missing = [key for key in keys if key not in value]
+            if missing:
+                return f"no longer has {', '.join(map(repr, missing))}"
+
+        return problem
+
+    look("RLOOTrainer._tokenize_prompts", lambda: trainer._tokenize_prompts(prompts)[:1], is_tuple(1))
+    look("RLOOTrainer._generate", lambda: trainer._generate(prompts), is_tuple(3))
+
+    rows = [{"prompt": prompt} for prompt in prompts]
+
+    def rewards():
+        return trainer._calculate_rewards(rows, prompts, [" fish", " bad"], [[17], [18]])
+
+    def is_reward_matrix(value):
+        expected = torch.tensor([[1.0, torch.nan], [-3.0, 1.0]])
+        if not isinstance(value, torch.Tensor) or not torch.equal(value.nan_to_num(9.0), expected.nan_to_num(9.0)):
+            return f"returns {value} and no longer a column a function, with NaN for None"
+
+    look("RLOOTrainer._calculate_rewards", rewards, is_reward_matrix)
+    look(
+        "RLOOTrainer._logs", lambda: trainer._logs, has_keys("prompt", "completion", "rewards", "advantages", "extra")
+    )
+    look("RLOOTrainer._metrics", lambda: trainer._metrics, has_keys("train", "eval"))
+    attributes = ("_pending_extra_logs", "_pending_metrics", "reward_func_names", "reward_weights", "model_wrapped")
+    look("RLOOTrainer", lambda: vars(trainer), has_keys(*attributes))
+
+    def batch():
+        return RLOOTrainer._generate_and_score_completions(trainer, [row for row in rows for _ in range(4)])
+
+    # What TRL's own loss reads; ours replaces this dict, and TRL must go on shuffling and splitting it by rows
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    look("RLOOTrainer._generate_and_score_completions", batch, has_keys(*names))
+
+    def scores():
+        model = build_model("gpt2", 19)
+        bridge.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        ids = torch.tensor([[4, 5, 6]])
+        labels, mask = torch.tensor([[-100, 5, 6]]), torch.ones_like(ids)
+        return vars(model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True))
+
+    look("add_fused_lm_head", scores, has_keys("log_probs", "entropy", "aux_loss"))
+
+    def checkpoint_step():
+        return inspect.getsource(Trainer._inner_training_loop).count("self._prepare_for_training(")
+
+    look("Trainer._inner_training_loop", checkpoint_step, lambda calls: None if calls == 1 else "prepares differently")
+    return changes
+
+
+@pytest.mark.trainer
+def test_the_installed_hooks_return_what_we_take(rloo):
+    assert returned_changes(rloo) == []
+
+
+def returning(change):
+    """Replaces a method by one that returns something else made of what it returned."""
+
+    def patch(monkeypatch, method):
+        original = getattr(RLOOTrainer, method)
+
+        def changed(self, *args, **kwargs):
+            return change(original(self, *args, **kwargs))
+
+        monkeypatch.setattr(RLOOTrainer, method, changed)
+
+    return patch
+
+
+def without(key):
+    return lambda values: {name: value for name, value in values.items() if name != key}
+
+
+RETURNS = {
+    "a fourth value": ("_generate", lambda values: (*values, None), "RLOOTrainer._generate returns ("),
+    "another order": (
+        "_generate",
+        lambda values: (values[2], values[1], values[0]),
+        "RLOOTrainer._generate no longer returns the prompts' tokens first",
+    ),
+    "a dict instead": (
+        "_tokenize_prompts",
+        lambda values: {"prompt_ids": values[0]},
+        "RLOOTrainer._tokenize_prompts fails with",
+    ),
+    "0 for None": (
+        "_calculate_rewards",
+        torch.nan_to_num,
+        "RLOOTrainer._calculate_rewards returns tensor([[ 1.,  0.],\n        [-3.,  1.]]) and no longer a column",
+    ),
+    "one reward a row": (
+        "_calculate_rewards",
+        lambda values: values.sum(dim=1),
+        "RLOOTrainer._calculate_rewards returns tensor([nan, -2.]) and no longer a column",
+    ),
+    "a dropped key": (
+        "_generate_and_score_completions",
+        without("advantages"),
+        "RLOOTrainer._generate_and_score_completions no longer has 'advantages'",
+    ),
+}
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_changed_return_is_reported_by_method_and_version(rloo, monkeypatch, name):
+    method, change, message = RETURNS[name]
+    returning(change)(monkeypatch, method)
+    assert any(line.startswith(f"{VERSION}: {message}") for line in returned_changes(rloo))
+
+
+@pytest.mark.trainer
+def test_a_dropped_key_of_what_a_trainer_keeps_is_reported(rloo, monkeypatch):
+    monkeypatch.setattr(rloo, "_logs", without("extra")(rloo._logs))
+    monkeypatch.delattr(rloo, "_pending_metrics")
+    changes = returned_changes(rloo)
+    assert f"{VERSION}: RLOOTrainer._logs no longer has 'extra'" in changes
+    assert f"{VERSION}: RLOOTrainer no longer has '_pending_metrics'" in changes
+
+
+@pytest.mark.trainer
+def test_a_dropped_output_of_the_fused_head_is_reported(rloo, monkeypatch):
+    original = bridge.add_fused_lm_head
+
+    def without_entropy(model, **kwargs):
+        original(model, **kwargs)
+        forward = model.forward
+        model.forward = lambda **inputs: SimpleNamespace(**without("entropy")(vars(forward(**inputs))))
+
+    monkeypatch.setattr(bridge, "add_fused_lm_head", without_entropy)
+    assert returned_changes(rloo) == [f"{VERSION}: add_fused_lm_head no longer has 'entropy'"]

@@ -1,0 +1,143 @@
+"""`trl-repulse serve-reward`: one of the reward classes, or a function from a file, behind HTTP."""
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import threading
+from typing import Any
+
+from .. import rewards
+from ..rewards.server import RewardServer
+
+
+Options = dict[str, dict[str, Any]]
+
+
+def _label(value: str) -> int | str:
+    return int(value) if value.isdecimal() else value
+
+
+def _boolean(value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false")
+    return value.lower() == "true"
+
+
+def _object(value: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is no JSON object")
+    return parsed
+
+
+def _switch(text: str) -> dict[str, Any]:
+    return {"type": _boolean, "nargs": "?", "const": True, "metavar": "true|false", "help": text}
+
+
+# Options are the arguments of the reward classes, by their names; those not given keep the class's default
+_MODEL: Options = {
+    "batch_size": {"type": int, "help": "texts of one forward pass (16)"},
+    "dtype": {"help": "precision of the weights, e.g. bfloat16 (that of the checkpoint)"},
+    "device": {"help": "where the model runs (the accelerator if there is one)"},
+    "trust_remote_code": _switch("run Python code that comes with the model"),
+    "revision": {"help": "branch, tag or commit on the Hub"},
+    "name": {"help": "name of the reward (the last part of MODEL)"},
+}
+_CLASSIFIER: Options = {"label": {"type": _label, "help": "label whose logit is the reward, a number or a name"}}
+_CHAT: Options = {
+    "chat_template_kwargs": {"type": _object, "metavar": "JSON", "help": "further variables of the chat template"},
+    "drop_system": _switch("leave out system messages"),
+}
+_CUT: Options = {"max_length": {"type": int, "help": "tokens of a text; longer ones are cut"}}
+# Kind -> class, what it reads, options
+KINDS: dict[str, tuple[str, str, Options]] = {
+    "pair": (
+        "SequencePairReward",
+        "sequence classifier of a question and its answer",
+        {
+            **_CLASSIFIER,
+            **_CUT,
+            "question": {"choices": ("last", "conversation"), "help": "what is the question in a conversation (last)"},
+        },
+    ),
+    "chat": ("ChatReward", "sequence classifier with a chat template", {**_CLASSIFIER, **_CHAT}),
+    "guard": (
+        "GuardReward",
+        'language model that answers "safe" or "unsafe"',
+        {
+            **_CHAT,
+            "safe": {"help": "the verdict on good texts (safe)"},
+            "unsafe": {"help": "the verdict on bad texts (unsafe)"},
+            "leads": {"nargs": "+", "help": "white space that may come before the verdict"},
+        },
+    ),
+    "toxicity": (
+        "ToxicityReward",
+        "sequence classifier of a whole text",
+        {
+            **_CLASSIFIER,
+            **_CUT,
+            "output": {"choices": ("logit", "log_odds"), "help": "what the reward is (logit)"},
+            "negate": _switch("change the sign, for a label that says what is bad"),
+            "include_prompt": _switch("whether the text begins with the prompt (true)"),
+        },
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares a sub-command for each kind of reward, with the arguments of its class and of the server."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for kind, (cls, summary, options) in KINDS.items():
+        subparser = kinds.add_parser(kind, help=summary, description=f"Serve `{cls}`: a {summary}.")
+        subparser.add_argument("model", metavar="MODEL", help="path or Hub id of the model and its tokenizer")
+        group = subparser.add_argument_group("reward")
+        for name, settings in (options | _MODEL).items():
+            group.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings)
+        _add_server_arguments(subparser)
+    summary = "function in a Python file"
+    subparser = kinds.add_parser("function", help=summary, description=f"Serve a {summary}, which is run.")
+    subparser.add_argument("function", metavar="FILE:FUNCTION", help="e.g. my_rewards.py:short_answers")
+    _add_server_arguments(subparser)
+    parser.set_defaults(run=run)
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of them (%(default)s)"
+    )
+    group.add_argument("--port", type=int, default=5000, help="port; 0 takes a free one (%(default)s)")
+    limit = {"type": int, "metavar": "N"}
+    group.add_argument("--max_batch_size", default=1024, help="most completions of a request (%(default)s)", **limit)
+    group.add_argument("--max_request_bytes", default=2**24, help="most bytes of a request (%(default)s)", **limit)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM; then answers the requests it has and returns 0, or 1 if it cannot serve."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        if args.kind == "function":
+            reward = rewards.load_reward_function(args.function, label_column="labels")
+        else:
+            cls, _, options = KINDS[args.kind]
+            given = {name: value for name, value in vars(args).items() if name in options | _MODEL}
+            reward = getattr(rewards, cls)(args.model, **given)
+        server = RewardServer(reward, args.host, args.port, args.max_batch_size, args.max_request_bytes)
+    except (ValueError, OSError, OverflowError) as error:
+        print(f"trl-repulse serve-reward: {error}", file=sys.stderr)
+        return 1
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with server:
+        print(f"Serving {server.name} at {server.url}; stop with Ctrl+C.", flush=True)
+        while not stop.wait(1):  # wakes now and then: a plain wait hears no signal on Windows
+            pass
+    print("Stopped.", flush=True)
+    return 0

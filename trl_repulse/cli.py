@@ -1,0 +1,59 @@
+"""The console command `trl-repulse`.
+
+`COMMANDS` names each sub-command and its module, which is imported once the sub-command is asked for and has a function
+`add_arguments(parser)` that declares its arguments and, with `parser.set_defaults(run=...)`, what it does.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+
+from trl_repulse import __version__
+
+
+# Sub-command -> its module, and what it does in one line
+COMMANDS = {
+    "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
+}
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """
+    The parser of the console command.
+
+    Args:
+        command (`str`, *optional*):
+            Sub-command whose arguments are declared; those of the others stay unknown, and their modules unloaded.
+
+    Returns:
+        `argparse.ArgumentParser`: The parser.
+    """
+    parser = argparse.ArgumentParser("trl-repulse", description="Tools around RePULSe for TRL.")
+    parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if name == command:
+            import_module(module).add_arguments(subparser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Runs the console command.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments, by default those of the process.
+
+    Returns:
+        `int`: Exit status; wrong arguments exit with status 2 before that.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    command = next((argument for argument in argv if not argument.startswith("-")), None)
+    args = build_parser(command).parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
