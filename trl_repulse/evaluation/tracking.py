@@ -34,11 +34,14 @@ class TrackingCallback(TrainerCallback):
             Updates of the policy so far; includes those before the checkpoint a run was resumed from.
         seconds (`float`):
             Time spent in training so far, without the time spent in this callback.
+        history (`list[dict]`):
+            Evaluations along the run; empty where nothing is evaluated.
     """
 
     def __init__(self, trainer: ReinforceTrainer):
         self.trainer = trainer
         self.updates = 0
+        self.history: list[dict[str, Any]] = []
         self._proposal = trainer.proposal if isinstance(trainer, RePULSeTrainer) else None
         self._micro_batches = 0
         self._seconds = 0.0
@@ -97,7 +100,6 @@ class _PeriodicTracking(TrackingCallback):
             raise ValueError(f"`every={every}` must be at least 1: the number of updates between two evaluations.")
         super().__init__(trainer)
         self.every = every
-        self.history: list[dict[str, Any]] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -333,7 +335,7 @@ def write_results(
         metrics (`dict`, *optional*):
             The metrics logged last.
     """
-    history = callback.history if isinstance(callback, _PeriodicTracking) else []
+    history = callback.history
     results = {
         "method": method,
         "seed": seed,
@@ -377,7 +379,7 @@ def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = No
         training. Where the expected reward is not known, the metrics too.
     """
     rows = [("samples drawn", "0", f"{callback.samples:,}"), ("seconds", "0.0", f"{callback.seconds:.1f}")]
-    if isinstance(callback, _PeriodicTracking):
+    if callback.history:
         start, end = callback.history[0]["policy"], callback.history[-1]["policy"]
         shown = {
             "expected reward": "expected_reward",
