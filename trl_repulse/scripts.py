@@ -224,7 +224,7 @@ def make_tracking(
     The callback that follows a run: exactly where that can be done, else counting what the run spends.
 
     Args:
-        trainer ([`~trl_repulse.ReinforceTrainer`] or another trainer of TRL that samples):
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
             Trainer to follow.
         script_args ([`TrainingScriptArguments`]):
             Names the bad tokens and how often to evaluate.

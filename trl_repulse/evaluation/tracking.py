@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
-from ..trainers import ReinforceTrainer, RePULSeTrainer
+from ..trainers import RePULSeTrainer
 from .bad_tokens import exact_log_prob_bad
 from .exact import ExactEvaluator
 
@@ -24,8 +25,8 @@ class TrackingCallback(TrainerCallback):
     checkpoint counts from where it resumes.
 
     Args:
-        trainer ([`~trl_repulse.ReinforceTrainer`]):
-            Trainer to follow.
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow, such as [`~trl_repulse.ReinforceTrainer`] and its kin.
 
     Attributes:
         samples (`int`):
@@ -38,7 +39,7 @@ class TrackingCallback(TrainerCallback):
             Evaluations along the run; empty where nothing is evaluated.
     """
 
-    def __init__(self, trainer: ReinforceTrainer):
+    def __init__(self, trainer: RLOOTrainer | GRPOTrainer):
         self.trainer = trainer
         self.updates = 0
         self.history: list[dict[str, Any]] = []
@@ -95,7 +96,7 @@ class TrackingCallback(TrainerCallback):
 class _PeriodicTracking(TrackingCallback):
     """Evaluates policy and proposal at the start of training, every few updates, and at the end; keeps `history`."""
 
-    def __init__(self, trainer: ReinforceTrainer, every: int):
+    def __init__(self, trainer: RLOOTrainer | GRPOTrainer, every: int):
         if every < 1:
             raise ValueError(f"`every={every}` must be at least 1: the number of updates between two evaluations.")
         super().__init__(trainer)
@@ -152,7 +153,7 @@ class ExactTrackingCallback(_PeriodicTracking):
     Args:
         evaluator ([`ExactEvaluator`]):
             Evaluator over the prompts of interest; with a `reference_model`, the divergence from it is tracked too.
-        trainer ([`~trl_repulse.ReinforceTrainer`]):
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
             Trainer to follow.
         every (`int`, *optional*, defaults to `10`):
             Updates between two evaluations.
@@ -176,14 +177,14 @@ class ExactTrackingCallback(_PeriodicTracking):
     ```
     """
 
-    def __init__(self, evaluator: ExactEvaluator, trainer: ReinforceTrainer, every: int = 10):
+    def __init__(self, evaluator: ExactEvaluator, trainer: RLOOTrainer | GRPOTrainer, every: int = 10):
         super().__init__(trainer, every)
         self.evaluator = evaluator
 
     @classmethod
     def from_trainer(
         cls,
-        trainer: ReinforceTrainer,
+        trainer: RLOOTrainer | GRPOTrainer,
         prompts: Sequence[str],
         bad_token_ids: Sequence[int],
         reference_model: PreTrainedModel | None = None,
@@ -193,7 +194,7 @@ class ExactTrackingCallback(_PeriodicTracking):
         Builds the evaluator from the trainer's own tokenizer, reward model and completion length.
 
         Args:
-            trainer ([`~trl_repulse.ReinforceTrainer`]):
+            trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
                 Trainer to follow. Its reward is one reward model.
             prompts (`Sequence[str]`):
                 Plain-text prompts to evaluate on.
@@ -245,7 +246,7 @@ class BadTokenTrackingCallback(_PeriodicTracking):
     completion. Evaluates at the start of training, every few updates, and at the end, on the main process.
 
     Args:
-        trainer ([`~trl_repulse.ReinforceTrainer`] or another trainer of TRL that samples):
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
             Trainer to follow; completions have its `max_completion_length` and its end-of-sequence tokens.
         prompts (`Sequence[str]`):
             Plain-text prompts to evaluate on, about 50,000 sequences each for GPT-2.
@@ -267,7 +268,7 @@ class BadTokenTrackingCallback(_PeriodicTracking):
 
     def __init__(
         self,
-        trainer: ReinforceTrainer,
+        trainer: RLOOTrainer | GRPOTrainer,
         prompts: Sequence[str],
         bad_token_ids: Sequence[int],
         every: int = 10,
@@ -296,7 +297,7 @@ class BadTokenTrackingCallback(_PeriodicTracking):
         return {"log_prob_bad": log_prob_bad.logsumexp(dim=0).item() - math.log(len(log_prob_bad))}
 
 
-def _tokenized(trainer: ReinforceTrainer, prompts: Sequence[str]) -> list[list[int]]:
+def _tokenized(trainer: RLOOTrainer | GRPOTrainer, prompts: Sequence[str]) -> list[list[int]]:
     """Tokens of plain-text prompts, each with room for a completion."""
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
