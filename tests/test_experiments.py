@@ -4,13 +4,16 @@ The published training commands: each has a configuration file that says the sam
 What a flag should have become is said here once more, flag by flag, independently of the files.
 """
 
+import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from trl import GRPOConfig
 
 
 ROOT = Path(__file__).parents[1]
@@ -262,3 +265,31 @@ def test_an_update_is_the_same_on_any_number_of_processes(monkeypatch, processes
 def test_a_batch_that_cannot_be_cut_is_refused():
     with pytest.raises(ValueError, match="`train_batch_size=81` is no multiple of the 20 completions of one pass"):
         parse("llama/repulse-1", "--train_batch_size", "81")
+
+
+def names_in(cell):
+    return re.findall(r"`(\w+)`", cell)
+
+
+def migrations():
+    """Rows of the tables of the migration page: flags -> names."""
+    text = (ROOT / "docs" / "migration.md").read_text()
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
+    return [(names_in(row[0]), names_in(row[1])) for row in rows]
+
+
+def test_the_migration_page_has_every_flag_of_the_commands():
+    flags = {flag for command in COMMANDS.values() for flag in command["flags"]}
+    assert flags <= {flag for row in migrations() for flag in row[0]}
+
+
+def test_the_migration_page_names_what_exists():
+    found = {
+        field.name
+        for script in ("repulse", "reinforce")
+        for dataclass in parse(f"smollm/{script}-1")
+        for field in dataclasses.fields(dataclass)
+    }
+    found |= {field.name for field in dataclasses.fields(GRPOConfig)}
+    ppo = {"value_learning_rate", "value_clip", "value_warmup_steps", "gae_lambda", "gamma", "value_model_path"}
+    assert {name for row in migrations() for name in row[1]} - found == ppo
