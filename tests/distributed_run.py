@@ -74,3 +74,6 @@ def main(folder: str, batch_size: str, accumulation: str, normalize: str) -> Non
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    if torch.distributed.is_initialized():  # left to the interpreter's exit, gloo's threads may abort the process
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
-from trl import RLOOConfig, TrlParser
+from trl import GRPOConfig, RLOOConfig, TrlParser
 
-from trl_repulse import ReinforceConfig, RePULSeConfig
+from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
+from trl_repulse.configs import RewardConfig
 
 
 @pytest.fixture
@@ -109,13 +110,68 @@ def test_fewer_than_two_generations_are_refused(make):
         make(num_generations=1)
 
 
-@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig])
+PPO_REFUSED = [
+    ("gamma", {"gamma": 1.1}),
+    ("gamma", {"gamma": -0.1}),
+    ("gae_lambda", {"gae_lambda": 1.5}),
+    ("gae_lambda", {"gae_lambda": float("nan")}),
+    ("value_learning_rate", {"value_learning_rate": -1.0}),
+    ("value_learning_rate", {"value_learning_rate": float("inf")}),
+    ("value_clip", {"value_clip": 0.0}),
+    ("value_clip", {"value_clip": float("nan")}),
+    ("value_warmup_steps", {"value_warmup_steps": -1}),
+    ("value_warmup_steps", {"value_warmup_steps": 1, "fp16": True, "max_grad_norm": 0.0}),
+    ("beta", {"beta": -0.1}),
+    ("num_generations", {"num_generations": 0}),
+    ("num_generations", {"num_generations": None}),
+    ("num_iterations", {"num_iterations": 0}),
+    ("epsilon", {"epsilon": 0.0}),
+    ("epsilon_high", {"epsilon_high": -0.2}),
+    ("loss_type", {"loss_type": "bnpo"}),
+    ("loss_type", {"loss_type": "cispo"}),
+    ("scale_rewards", {"scale_rewards": "group"}),
+    ("multi_objective_aggregation", {"multi_objective_aggregation": "normalize_then_sum"}),
+    ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
+    ("off_policy_mask_threshold", {"off_policy_mask_threshold": 0.1}),
+    ("bad_reward_threshold", {"save_negatives": True}),
+    ("reward_transform", {"reward_transform": "log"}),
+    ("reward_transform_threshold", {"reward_transform": "indicator"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"), PPO_REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PPO_REFUSED)]
+)
+def test_values_that_ppo_refuses_name_the_field_in_one_line(make, name, kwargs):
+    with pytest.raises(ValueError) as error:
+        make(PPOConfig, **kwargs)
+    message = str(error.value)
+    assert message.startswith(f"`{name}=")
+    assert "\n" not in message
+
+
+def test_ppo_needs_no_group(make):
+    """One completion a prompt, in batches that no other number divides; TRL itself still refuses it."""
+    for size in (1, 7):
+        config = make(PPOConfig, per_device_train_batch_size=size, do_eval=True, eval_strategy="steps")
+        assert config.num_generations == 1 and type(config.num_generations) is int
+        assert config.generation_batch_size == size
+    with pytest.raises(ValueError, match="divisible by num_generations"):
+        make(PPOConfig, per_device_train_batch_size=8, num_generations=3)
+    with pytest.raises(ValueError, match="at least 2 generations"):  # if this fails, `_Single` can go
+        make(GRPOConfig, num_generations=1)
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
 def test_every_own_field_has_help(config_cls):
-    inherited = {field.name for field in dataclasses.fields(RLOOConfig)}
+    base = GRPOConfig if issubclass(config_cls, GRPOConfig) else RLOOConfig
+    documented = config_cls.__doc__ + RewardConfig.__doc__
+    documented += ReinforceConfig.__doc__ if issubclass(config_cls, ReinforceConfig) else ""
+    inherited = {field.name for field in dataclasses.fields(base)}
     for field in dataclasses.fields(config_cls):
         if field.name not in inherited:
             assert len(field.metadata.get("help", "")) > 20, field.name
-            assert f"        {field.name} (" in config_cls.__doc__ + ReinforceConfig.__doc__, field.name
+            assert f"        {field.name} (" in documented, field.name
 
 
 def test_command_line(tmp_path):
@@ -124,3 +180,11 @@ def test_command_line(tmp_path):
     (config,) = TrlParser((RePULSeConfig,)).parse_args_and_config(argv)
     assert (config.potential, config.target_dist_beta, config.target_class) == ("class", 2.0, 0)
     assert (config.alpha, config.num_proposal_generations, config.reward_transform) == (3.0, 4, None)
+
+
+def test_command_line_of_ppo(tmp_path):
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--value_learning_rate", "1e-4"]
+    argv += ["--value_clip", "0.5", "--whiten_advantages", "false", "--reward_transform", "exponential"]
+    (config,) = TrlParser((PPOConfig,)).parse_args_and_config(argv)
+    assert (config.value_learning_rate, config.value_clip, config.whiten_advantages) == (1e-4, 0.5, False)
+    assert (config.num_generations, config.gae_lambda, config.reward_transform) == (1, 0.95, "exponential")

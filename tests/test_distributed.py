@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import distributed_ppo_run
 from .conftest import build_model
 
 
@@ -25,16 +26,27 @@ METRICS = (
     "proposal/ess",
     "proposal/log_z",
 )
+PPO_METRICS = (
+    "loss",
+    "grad_norm",
+    "kl",
+    "return",
+    "approx_kl",
+    "value/loss",
+    "value/grad_norm",
+    "value/clip_fraction",
+    "value/explained_variance",
+)
 
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, tokenizer):
     @functools.cache
-    def launch(processes, batch_size, accumulation, normalize="plain"):
+    def launch(processes, batch_size, accumulation, variant="plain", script="distributed_run"):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command += ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation), normalize]
+        command += ["-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         root = Path(__file__).parents[1]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
@@ -50,14 +62,28 @@ def launch(tmp_path_factory, tokenizer):
     ("batch_size", "accumulation", "normalize"), [(4, 1, "plain"), (2, 2, "plain"), (4, 1, "normalize")]
 )
 def test_two_processes_equal_one(launch, batch_size, accumulation, normalize):
-    alone, together = launch(1, 8, 1, normalize), launch(2, batch_size, accumulation, normalize)
+    assert_equal(launch(1, 8, 1, normalize), launch(2, batch_size, accumulation, normalize), METRICS)
+
+
+def assert_equal(alone, together, metrics):
+    assert set(metrics) <= set(alone["logs"][0])
     for name, expected in alone["parameters"].items():
         actual = torch.tensor(together["parameters"][name])
         torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
     for one, two in zip(alone["logs"], together["logs"], strict=True):
-        assert {name: two[name] for name in METRICS} == pytest.approx({name: one[name] for name in METRICS}, rel=1e-4)
+        expected = {name: one[name] for name in metrics if name in one}
+        assert {name: two[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_the_comparison_can_fail(launch):
     plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "normalize")
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)
+
+
+def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
+    """Whitening, explained variance and both losses run over all processes' tokens, of which each has its own number."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    distributed_ppo_run.main(str(tmp_path), "8", "1", "plain")
+    alone = json.loads((tmp_path / "result.json").read_text())
+    assert alone["world_size"] == 1 and alone["logs"][1]["value/clip_fraction"] > 0
+    assert_equal(alone, launch(2, 2, 2, script="distributed_ppo_run"), PPO_METRICS)

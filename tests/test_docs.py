@@ -8,16 +8,17 @@ import re
 from pathlib import Path
 
 import pytest
-from trl import RLOOConfig
+from trl import GRPOConfig, RLOOConfig
 
 import trl_repulse
-from trl_repulse import ReinforceConfig, RePULSeConfig
+from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
+from trl_repulse.configs import RewardConfig
 
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_repulse"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/**/*.md"))
-CONFIGS = [ReinforceConfig, RePULSeConfig]
+CONFIGS = [RewardConfig, ReinforceConfig, RePULSeConfig, PPOConfig]
 COMMANDS = {
     "test": 'pip install -e ".[test]" && pytest',
     "train": "pip install -e . && accelerate launch examples/repulse.py",
@@ -149,10 +150,11 @@ def test_configuration_docstrings_state_the_defaults(config, name):
     assert (type(default), default) == (type(field.default), field.default)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS[1:])
 def test_changed_defaults_are_announced(config):
-    base = {field.name: field.default for field in dataclasses.fields(RLOOConfig)}
-    announced = inspect.getdoc(ReinforceConfig)
+    trl_config, ours = (GRPOConfig, PPOConfig) if config is PPOConfig else (RLOOConfig, ReinforceConfig)
+    base = {field.name: field.default for field in dataclasses.fields(trl_config)}
+    announced = inspect.getdoc(ours)
     for field in dataclasses.fields(config):
         if field.name in base and field.default != base[field.name]:
             assert f"`{field.name}`: Defaults to `{field.default}` instead of `{base[field.name]}`" in announced
@@ -172,12 +174,13 @@ def test_example_of_the_readme_exists():
 
 
 def test_metrics_are_documented():
-    """Every metric name written down in the trainers is explained on the page of RePULSeTrainer."""
-    page = (ROOT / "docs" / "repulse_trainer.md").read_text(encoding="utf-8")
+    """Every metric name written down in the trainers is explained on the page of the trainer that logs it."""
+    page = "\n".join((ROOT / "docs" / f"{name}_trainer.md").read_text("utf-8") for name in ("repulse", "ppo"))
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((PACKAGE / "trainers").glob("*.py")))
     written = re.findall(r"""(?:\[f?"([^"]+)"\]\.append\(|_log_mean\(f?"([^"]+)")""", source)
     names = {"".join(pair).replace("{PROPOSAL_FOLDER}", "proposal").replace("{name}", "NAME") for pair in written}
-    assert {"reward", "kl", "proposal/ess", "proposal/log_z", "rewards/NAME/mean"} <= names
+    names = {name.replace("{VALUE_FOLDER}", "value") for name in names}
+    assert {"reward", "kl", "proposal/ess", "proposal/log_z", "rewards/NAME/mean", "value/loss"} <= names
     assert not {name for name in names if f"`{name}`" not in page}
 
 

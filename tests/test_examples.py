@@ -226,6 +226,36 @@ def test_own_models_and_conversations(example, tmp_path, model_dirs, reward_dir)
     assert all(row["prompt"] in prompts and row["completion"][0]["role"] == "assistant" for row in rows)
 
 
+# PPO, which shares all but the method
+
+
+@pytest.fixture
+def ppo_example(monkeypatch):
+    spec = importlib.util.spec_from_file_location("ppo_example", EXAMPLES / "ppo.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
+    value_model = ["--value_model_path", embedded.reward_model_path()]
+    ppo_example.main([*QUICK, "--seed", "3", "--output_dir", str(tmp_path), *value_model])
+    results = read_results(tmp_path)
+    assert (results["method"], results["seed"], results["policy_updates"], results["samples"]) == ("PPO", 3, 2, 256)
+    assert results["final"] == pytest.approx(exact(evaluator, tmp_path), abs=1e-6)
+    assert results["final"] != results["initial"]
+    settings = yaml.safe_load((EXAMPLES / "configs" / "embedded_ppo.yaml").read_text())
+    for name in ("learning_rate", "value_learning_rate", "num_generations", "gae_lambda"):
+        assert results["settings"][name] == settings[name]
+    value = json.loads((tmp_path / "value" / "config.json").read_text())
+    assert value["architectures"] == ["GPT2ForTokenClassification"]
+    assert value["n_embd"] == json.loads((Path(embedded.reward_model_path()) / "config.json").read_text())["n_embd"]
+    output = capsys.readouterr().out
+    assert "PPO, seed 3" in output and table_of(output)["samples drawn"] == ["0", "256"]
+    assert (tmp_path / "training.png").exists()
+
+
 # Flags and files of settings
 
 
@@ -355,8 +385,8 @@ def test_missing_model(monkeypatch, tmp_path):
 # As a command
 
 
-def launch(folder, *flags, launcher=("-m", "accelerate.commands.launch")):
-    command = [sys.executable, *launcher, str(SCRIPT), *flags]
+def launch(folder, *flags, launcher=("-m", "accelerate.commands.launch"), script=SCRIPT):
+    command = [sys.executable, *launcher, str(script), *flags]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ.copy())
 
 
@@ -381,3 +411,10 @@ def test_default_run_in_full(tmp_path):
     results = read_results(tmp_path / "repulse-embedded")
     assert results["final"]["expected_reward"] > results["initial"]["expected_reward"] + 1
     assert results["final"]["log_prob_bad"] < results["initial"]["log_prob_bad"] - 2
+
+
+@pytest.mark.slow
+def test_default_run_of_ppo_in_full(tmp_path):
+    done = launch(tmp_path, script=EXAMPLES / "ppo.py")
+    assert done.returncode == 0, done.stderr
+    assert read_results(tmp_path / "ppo-embedded")["final"]["expected_reward"] > 3.95

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_repulse"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PURE = ["importance.py", "losses.py", "proposal_losses.py", "returns.py", "rewards/transforms.py"]
+PURE = ["importance.py", "losses.py", "ppo.py", "proposal_losses.py", "returns.py", "rewards/transforms.py"]
 EXTRAS = {
     *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "plots"),
     *("test", "quality", "docs", "dev"),

@@ -1,4 +1,4 @@
-"""What the example scripts share, and those beside `repulse.py`: REINFORCE and GRPO."""
+"""What the example scripts share, and those beside `repulse.py`: REINFORCE, GRPO and PPO."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def load(name):
 
 @pytest.fixture(scope="module")
 def scripts():
-    return {name: load(name) for name in ("repulse", "reinforce", "grpo")}
+    return {name: load(name) for name in ("repulse", "reinforce", "grpo", "ppo")}
 
 
 def run(script, folder, *flags):
@@ -49,7 +49,7 @@ def log_prob_bad(folder, bad=None):
     return evaluator.evaluate(AutoModelForCausalLM.from_pretrained(folder)).log_prob_bad
 
 
-# REINFORCE and GRPO
+# REINFORCE, GRPO, PPO
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def log_prob_bad(folder, bad=None):
         ("grpo", [], "GRPO"),
         ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"], "Dr. GRPO"),
         ("grpo", ["--loss_type", "dapo"], "GRPO (dapo)"),
+        ("ppo", [], "PPO"),
     ],
 )
 def test_embedded_run(scripts, tmp_path, capsys, name, flags, method):

@@ -10,7 +10,7 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 from huggingface_hub.utils import filter_repo_objects
-from trl import RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from trl_repulse.trainers import _trl_bridge as bridge
 
@@ -36,6 +36,32 @@ def test_what_the_hooks_return():
     # Three values from the generation hook, one tensor from the reward hook, three from the scoring hook
     assert "return prompt_ids, completion_ids, completions" in inspect.getsource(RLOOTrainer._generate)
     assert "rewards_per_func = gather(rewards_per_func)" in inspect.getsource(RLOOTrainer._calculate_rewards)
+
+
+def test_what_grpo_makes_of_a_batch():
+    """The names that PPO reads from and writes into GRPO's batch, and where its loss looks for the KL coefficient."""
+    made, used = (
+        inspect.getsource(inspect.unwrap(method))
+        for method in (GRPOTrainer._generate_and_score_completions, GRPOTrainer._compute_loss)
+    )
+    written = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch")
+    assert all(f'"{name}": {name},' in made for name in written)
+    for name in ("old_per_token_logps", "ref_per_token_logps", "tool_mask"):
+        assert f'output["{name}"] = {name}' in made
+    assert 'self._logs["advantages"].extend(all_process_advantages.tolist())' in made
+    assert "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)" in made
+    assert "if advantages.dim() == 1:" in used and "per_token_loss1 = coef_1 * advantages" in used
+    assert used.count("if self.beta != 0.0:") == 3 and used.count("self.beta") == 4
+    assert 'inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes' in used
+    assert "self.current_gradient_accumulation_steps / self.args.steps_per_generation" in used
+
+
+def test_the_kl_coefficient_comes_back_after_an_error():
+    trainer = SimpleNamespace(beta=0.3)
+    with pytest.raises(RuntimeError), bridge.without_kl_in_loss(trainer):
+        assert trainer.beta == 0.0
+        raise RuntimeError
+    assert trainer.beta == 0.3
 
 
 def test_scores_do_not_depend_on_padding(tokenizer, architecture):

@@ -8,17 +8,27 @@ from typing import TYPE_CHECKING, Any
 __version__ = version("trl-repulse")
 
 _EXPORTS = {
+    "PPOConfig": "configs",
     "RePULSeConfig": "configs",
     "ReinforceConfig": "configs",
+    "PPOTrainer": "trainers",
     "RePULSeTrainer": "trainers",
     "ReinforceTrainer": "trainers",
 }
 
-__all__ = ["RePULSeConfig", "RePULSeTrainer", "ReinforceConfig", "ReinforceTrainer", "__version__"]
+__all__ = [
+    "PPOConfig",
+    "PPOTrainer",
+    "RePULSeConfig",
+    "RePULSeTrainer",
+    "ReinforceConfig",
+    "ReinforceTrainer",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from .configs import ReinforceConfig, RePULSeConfig
-    from .trainers import ReinforceTrainer, RePULSeTrainer
+    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig
+    from .trainers import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 
 
 def __getattr__(name: str) -> Any:

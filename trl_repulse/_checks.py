@@ -61,6 +61,30 @@ def check_dataset_size(dataset: Dataset | IterableDataset | None, prompts_per_ba
         )
 
 
+def check_datasets(
+    train_dataset: Dataset | IterableDataset | None,
+    eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
+    prompts_per_batch: int,
+) -> None:
+    """
+    Refuses data sets that a trainer cannot use: [`check_dataset`] on each, [`check_dataset_size`] on the training set.
+
+    Args:
+        train_dataset, eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            The trainer's arguments.
+        prompts_per_batch (`int`):
+            Prompts of one generation batch, over all processes.
+
+    Raises:
+        `ValueError`: If one of them is refused.
+    """
+    check_dataset(train_dataset, "train_dataset")
+    check_dataset_size(train_dataset, prompts_per_batch)
+    evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+    for name, dataset in evals.items():
+        check_dataset(dataset, name)
+
+
 def check_prompt_lengths(
     prompt_ids: list[list[int]], prompts: list[Any], config: PretrainedConfig, max_completion_length: int
 ) -> None:

@@ -1,7 +1,9 @@
 """Configurations, one file a trainer."""
 
+from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
 from .repulse_config import RePULSeConfig
+from .reward_config import RewardConfig
 
 
-__all__ = ["RePULSeConfig", "ReinforceConfig"]
+__all__ = ["PPOConfig", "RePULSeConfig", "ReinforceConfig", "RewardConfig"]

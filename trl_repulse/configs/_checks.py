@@ -5,36 +5,34 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .ppo_config import PPOConfig
     from .reinforce_config import ReinforceConfig
     from .repulse_config import RePULSeConfig
+    from .reward_config import RewardConfig
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
 
 
-def require(args: "ReinforceConfig", condition: bool, name: str, remedy: str) -> None:
+def require(args: "RewardConfig", condition: bool, name: str, remedy: str) -> None:
     """Raises `ValueError` naming the field, its value and the remedy unless the condition holds."""
     if not condition:
         raise ValueError(f"`{name}={getattr(args, name)!r}` {remedy}.")
 
 
-def require_choice(args: "ReinforceConfig", name: str, choices: tuple) -> None:
+def require_choice(args: "RewardConfig", name: str, choices: tuple) -> None:
     """Raises `ValueError` unless the field holds one of the choices."""
     require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
 
 
-def check_reinforce_config(args: "ReinforceConfig") -> None:
-    """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
-    require_choice(args, "baseline", ("leave_one_out", "constant", "none"))
-    require_choice(args, "logprob_reduction", ("mean", "sum"))
+def check_reward_config(args: "RewardConfig") -> None:
+    """Refuses bad or contradictory values among [`RewardConfig`]'s fields."""
     require_choice(args, "reward_transform", ("exponential", "indicator", None))
-    for name in ("baseline_constant", "reward_transform_alpha", "reward_transform_beta"):
+    for name in ("reward_transform_alpha", "reward_transform_beta"):
         require(args, math.isfinite(getattr(args, name)), name, "must be a finite number")
     for name in ("reward_transform_threshold", "bad_reward_threshold"):
         value = getattr(args, name)
         require(args, value is None or math.isfinite(value), name, "must be a finite number, or left unset")
-    if args.baseline != "constant":
-        require(args, args.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
     if args.reward_transform is None:
         unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
         for name, default in unset.items():
@@ -50,6 +48,54 @@ def check_reinforce_config(args: "ReinforceConfig") -> None:
     if args.save_negatives:
         remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+
+
+def check_reinforce_config(args: "ReinforceConfig") -> None:
+    """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
+    check_reward_config(args)
+    require_choice(args, "baseline", ("leave_one_out", "constant", "none"))
+    require_choice(args, "logprob_reduction", ("mean", "sum"))
+    require(args, math.isfinite(args.baseline_constant), "baseline_constant", "must be a finite number")
+    if args.baseline != "constant":
+        require(args, args.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
+
+
+def check_ppo_config(args: "PPOConfig") -> None:
+    """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
+    check_reward_config(args)
+    for name in ("gamma", "gae_lambda"):
+        require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
+    if args.value_learning_rate is not None:
+        remedy = "must be a finite number of at least 0 (0 freezes the value model)"
+        require(args, 0 <= args.value_learning_rate < math.inf, "value_learning_rate", remedy)
+    if args.value_clip is not None:
+        remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
+        require(args, 0 < args.value_clip < math.inf, "value_clip", remedy)
+    require(args, args.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
+    if args.fp16 and args.max_grad_norm == 0:  # nothing would have unscaled the gradient that is dropped
+        remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
+        require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
+    require(args, 0 <= args.beta < math.inf, "beta", "must be at least 0 (0 is no KL penalty)")
+    require(args, args.num_iterations >= 1, "num_iterations", "must be at least 1: it is the number of epochs")
+    require(args, args.epsilon > 0, "epsilon", "must be above 0: the ratio is clipped to 1 ± epsilon")
+    remedy = "must be above 0, or left unset to use `epsilon`"
+    require(args, args.epsilon_high is None or args.epsilon_high > 0, "epsilon_high", remedy)
+    _check_group_free(args)
+
+
+def _check_group_free(args: "PPOConfig") -> None:
+    """Refuses what GRPO offers around group advantages and losses that are not PPO's."""
+    remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
+    require(args, args.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
+    unused = "has no effect: advantages come from the value model, not from a prompt's other completions"
+    remedy = f"{unused}; leave it at 'none' and see `whiten_advantages`"
+    require(args, args.scale_rewards == "none", "scale_rewards", remedy)
+    remedy = f"{unused}; leave it at 'sum_then_normalize'"
+    require(args, args.multi_objective_aggregation == "sum_then_normalize", "multi_objective_aggregation", remedy)
+    remedy = "does not fit advantages of tokens; set 'token'"
+    require(args, args.importance_sampling_level == "token", "importance_sampling_level", remedy)
+    remedy = "masks whole completions by a group advantage, which PPO has not; leave it unset"
+    require(args, args.off_policy_mask_threshold is None, "off_policy_mask_threshold", remedy)
 
 
 def check_repulse_config(args: "RePULSeConfig") -> None:

@@ -6,15 +6,17 @@ from typing import Literal
 from trl import RLOOConfig
 
 from ._checks import check_reinforce_config
+from .reward_config import RewardConfig
 
 
 @dataclass
-class ReinforceConfig(RLOOConfig):
+class ReinforceConfig(RewardConfig, RLOOConfig):
     r"""
     Configuration class for the [`ReinforceTrainer`].
 
     This class includes only the parameters that are specific to REINFORCE as the RePULSe paper runs it. For the other
-    arguments, refer to [`~trl.RLOOConfig`] and [`~transformers.TrainingArguments`]. Mind one name: `beta` is, as
+    arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl.RLOOConfig`] and
+    [`~transformers.TrainingArguments`]. Mind one name: `beta` is, as
     everywhere in TRL, **the coefficient of the KL penalty** to the reference model. The inverse temperature of
     RePULSe's target distribution is `target_dist_beta`, that of a reward transform `reward_transform_beta`.
 
@@ -29,25 +31,6 @@ class ReinforceConfig(RLOOConfig):
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
             How a completion's token log-probabilities enter the policy loss: their `"mean"` (the convention to which
             the published learning rates and `alpha` belong) or their `"sum"` (what the derivation gives).
-
-        > Parameters that control the reward
-
-        reward_transform (`str`, *optional*):
-            Transform of the reward the policy maximises: `"exponential"` (r − a·exp(b·r)) or `"indicator"`
-            (r − a·1[r < threshold]). If `None`, the reward itself. Acts before the KL penalty, and never on the
-            reward that the target distribution, the logged `reward` and the evaluation see.
-        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
-            The transform's a, at least 0.
-        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
-            The exponential transform's b, below 0.
-        reward_transform_threshold (`float`, *optional*):
-            The indicator transform's threshold, in units of reward.
-        bad_reward_threshold (`float`, *optional*):
-            Reward under which a completion counts as bad: the logged shares of bad samples, the negative data and the
-            indicator potential use it.
-        save_negatives (`bool`, *optional*, defaults to `False`):
-            Whether to append each sampled completion with a reward under `bad_reward_threshold` to
-            `output_dir/negatives.jsonl`.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.RLOOConfig`]:
@@ -76,36 +59,6 @@ class ReinforceConfig(RLOOConfig):
         metadata={
             "help": "How token log-probabilities enter the policy loss: `mean` over the completion's tokens (the "
             "convention the published hyper-parameters belong to) or their `sum`."
-        },
-    )
-
-    # Parameters that control the reward
-    reward_transform: Literal["exponential", "indicator"] | None = field(
-        default=None,
-        metadata={
-            "help": "Transform of the reward the policy maximises: `exponential` (r - a*exp(b*r)) or `indicator` "
-            "(r - a*1[r < threshold]). Never seen by the target distribution or the evaluation."
-        },
-    )
-    reward_transform_alpha: float = field(default=1.0, metadata={"help": "The reward transform's a, at least 0."})
-    reward_transform_beta: float = field(
-        default=-1.0, metadata={"help": "The exponential reward transform's b, below 0."}
-    )
-    reward_transform_threshold: float | None = field(
-        default=None, metadata={"help": "The indicator reward transform's threshold, in units of reward."}
-    )
-    bad_reward_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "Reward under which a completion counts as bad, for logging, the negative data and the indicator "
-            "potential."
-        },
-    )
-    save_negatives: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to append each sampled completion with a reward under `bad_reward_threshold` to "
-            "`output_dir/negatives.jsonl`."
         },
     )
 

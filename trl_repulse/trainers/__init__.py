@@ -1,7 +1,8 @@
-"""Trainers: TRL's, with a proposal beside the policy."""
+"""Trainers: TRL's, with a second model beside the policy where the method has one."""
 
+from .ppo_trainer import PPOTrainer
 from .reinforce_trainer import ReinforceTrainer
 from .repulse_trainer import RePULSeTrainer
 
 
-__all__ = ["RePULSeTrainer", "ReinforceTrainer"]
+__all__ = ["PPOTrainer", "RePULSeTrainer", "ReinforceTrainer"]

@@ -8,12 +8,13 @@ from huggingface_hub import ModelCard
 
 
 if TYPE_CHECKING:
-    from ..configs import ReinforceConfig
+    from ..configs import RewardConfig
 
 
 _VERSIONS = "### Framework versions\n\n"
 _SHOWN = (
     "learning_rate",
+    "value_learning_rate",
     "beta",
     "alpha",
     "alpha_normalization",
@@ -25,6 +26,10 @@ _SHOWN = (
     "num_proposal_generations",
     "logprob_reduction",
     "baseline",
+    "gae_lambda",
+    "gamma",
+    "value_clip",
+    "whiten_advantages",
     "reward_transform",
     "reward_transform_alpha",
     "reward_transform_beta",
@@ -56,14 +61,14 @@ tags:
 """
 
 
-def amend_model_card(path: Path, args: "ReinforceConfig") -> None:
+def amend_model_card(path: Path, args: "RewardConfig") -> None:
     """
     Adds this package's version and the run's hyper-parameters to a model card that TRL wrote.
 
     Args:
         path (`Path`):
             The card.
-        args ([`ReinforceConfig`]):
+        args ([`RewardConfig`]):
             Configuration of the run; fields it lacks are left out.
     """
     card = ModelCard.load(path)

@@ -16,6 +16,7 @@ from ._trl_bridge import print_prompt_completions_sample
 
 
 if TYPE_CHECKING:
+    from .ppo_trainer import PPOTrainer
     from .reinforce_trainer import ReinforceTrainer, Samples
 
 
@@ -71,12 +72,23 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
     if trainer.args.save_negatives and mode == "train":
         rewards = trainer.accelerator.gather(samples.rewards).tolist()
         if trainer.accelerator.is_main_process:
-            _append_negatives(trainer, source, prompts, completions, rewards)
+            append_negatives(trainer, source, prompts, completions, rewards)
 
 
-def _append_negatives(
-    trainer: "ReinforceTrainer", source: str, prompts: list, completions: list, rewards: list[float]
+def append_negatives(
+    trainer: "ReinforceTrainer | PPOTrainer", source: str, prompts: list, completions: list, rewards: list[float]
 ) -> None:
+    """
+    Appends the bad ones among completions of all processes to the negative data; for the main process alone.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Gives the threshold and the folder.
+        source (`str`):
+            As for [`record_samples`].
+        prompts, completions, rewards (`list`):
+            One of each a sample; a NaN reward is not bad.
+    """
     path = Path(trainer.args.output_dir) / NEGATIVES
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
-from trl import RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import (
     add_fused_lm_head,
@@ -54,6 +54,7 @@ __all__ = [
     "use_adapter",
     "withheld_from_uploads",
     "without_generation_habits",
+    "without_kl_in_loss",
 ]
 
 # Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
@@ -70,6 +71,26 @@ PINNED: dict[Any, tuple[str, ...]] = {
     RLOOTrainer._generate_and_score_completions: ("self", "inputs"),
     # Overridden, as TRL's own experimental trainers do.
     RLOOTrainer._compute_loss: ("self", "model", "inputs"),
+    # The same on GRPO, for PPO. `_generate_single_turn` has more parameters, which differ between versions.
+    GRPOTrainer._generate_single_turn: ("self", "prompt_ids"),
+    GRPOTrainer._tokenize_prompts: ("self", "prompts"),
+    # Overridden around `super()`: the gathered rewards are kept, since the batch holds only group advantages.
+    GRPOTrainer._calculate_rewards: ("self", "inputs", "prompts", "completions", "completion_ids_list"),
+    # Overridden around `super()`: advantages of tokens, returns and values join what TRL shuffles and splits.
+    GRPOTrainer._generate_and_score_completions: ("self", "inputs"),
+    # Overridden around `super()`: takes advantages of shape (B, T), as its source says of subclasses.
+    GRPOTrainer._compute_loss: ("self", "model", "inputs"),
+    # Called, and overridden around `super()` to see the log-probabilities that the loss is made of.
+    GRPOTrainer._get_per_token_logps_and_entropies: (
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+    ),
+    # Overridden around `super()`: the value model steps when the policy's gradient is complete.
+    GRPOTrainer.training_step: ("self", "model", "inputs", "num_items_in_batch"),
     # Patches the forward that every log-probability of either model comes from.
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
@@ -138,6 +159,25 @@ def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         base.generation_config = habits
+
+
+@contextlib.contextmanager
+def without_kl_in_loss(trainer: GRPOTrainer) -> Iterator[None]:
+    """GRPO's loss inside the context has no KL term, though the trainer has a reference model.
+
+    TRL (1.16) builds the reference if `beta` is not 0, and reads `trainer.beta` in the loss. PPO pays its KL penalty in
+    the token rewards instead. Way out: an argument that says where the penalty goes.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer whose loss is computed inside the context.
+    """
+    beta = trainer.beta
+    trainer.beta = 0.0
+    try:
+        yield
+    finally:
+        trainer.beta = beta
 
 
 def prepare_scoring(model: PreTrainedModel) -> None:

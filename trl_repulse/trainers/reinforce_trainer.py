@@ -5,7 +5,6 @@ tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a
 completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
 """
 
-import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,28 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import RLOOTrainer
 
-from .._checks import check_dataset, check_dataset_size, check_prompt_lengths, check_rewards
+from .._checks import check_datasets, check_rewards
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
-from ..rewards.transforms import exponential_transform, indicator_transform
-from ._cards import amend_model_card
-from ._records import NEGATIVES, record_advantages, record_samples
+from ._hooks import TrainerHooks, transform_rewards
+from ._records import record_advantages, record_samples
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
     nanstd,
     pad,
-    prepare_scoring,
     token_log_probs,
     use_adapter,
-    withheld_from_uploads,
-    without_generation_habits,
 )
 
 
@@ -69,7 +63,7 @@ class Samples:
     rewards_per_func: torch.Tensor
 
 
-class ReinforceTrainer(RLOOTrainer):
+class ReinforceTrainer(TrainerHooks, RLOOTrainer):
     """
     Trainer for REINFORCE with the conventions of the RePULSe paper ([Reducing the Probability of Undesirable Outputs
     in Language Models Using Probabilistic Inference](https://huggingface.co/papers/2510.21184)).
@@ -122,8 +116,6 @@ class ReinforceTrainer(RLOOTrainer):
             }"""),
     }
     _config_cls = ReinforceConfig
-    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along
-    _withheld = (NEGATIVES, f"*/{NEGATIVES}")
 
     def __init__(
         self,
@@ -147,11 +139,7 @@ class ReinforceTrainer(RLOOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
-        check_dataset(train_dataset, "train_dataset")
-        check_dataset_size(train_dataset, args.generation_batch_size // args.num_generations)
-        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-        for name, dataset in evals.items():
-            check_dataset(dataset, name)
+        check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
 
         super().__init__(
             model,
@@ -170,21 +158,9 @@ class ReinforceTrainer(RLOOTrainer):
         # Every update is made with the generations of the current policy: no ratio, no second pass.
         generate_every = args.steps_per_generation * args.num_iterations
         self._on_policy = args.gradient_accumulation_steps % generate_every == 0
-        for scored in (self.model, self.ref_model):
-            if scored is not None:
-                unwrapped = self.accelerator.unwrap_model(scored)
-                prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+        self._prepare_scoring()
 
     # Sampling
-
-    def _tokenize_prompts(self, prompts: list):
-        tokenized = super()._tokenize_prompts(prompts)
-        check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length)
-        return tokenized
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        with without_generation_habits(self.accelerator.unwrap_model(self.model_wrapped)):
-            return super()._generate_single_turn(*args, **kwargs)
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
         """Draws one completion a row, scores it, and logs rewards."""
@@ -356,14 +332,9 @@ class ReinforceTrainer(RLOOTrainer):
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         """r': what the policy maximises instead of the reward r; r itself without clipping or a transform."""
-        args = self.args
         if self.reward_clip_range:
             rewards = rewards.clamp(*self.reward_clip_range)
-        if args.reward_transform == "exponential":
-            return exponential_transform(rewards, args.reward_transform_alpha, args.reward_transform_beta)
-        if args.reward_transform == "indicator":
-            return indicator_transform(rewards, args.reward_transform_alpha, args.reward_transform_threshold)
-        return rewards
+        return transform_rewards(self.args, rewards)
 
     def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
         """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
@@ -444,11 +415,6 @@ class ReinforceTrainer(RLOOTrainer):
 
     # Logging
 
-    def _log_mean(self, name: str, values: torch.Tensor) -> None:
-        """Logs the mean over all processes, without the samples that have no reward."""
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(self.accelerator.gather(values.detach()).nanmean().item())
-
     def _log_rewards(self, rewards: torch.Tensor, rewards_per_func: torch.Tensor) -> None:
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
@@ -457,21 +423,4 @@ class ReinforceTrainer(RLOOTrainer):
             metrics[f"rewards/{name}/std"].append(nanstd(column).item())
         metrics["reward"].append(rewards.nanmean().item())
         metrics["reward_std"].append(nanstd(rewards).item())
-        if self.args.bad_reward_threshold is not None:
-            scored = ~rewards.isnan()
-            bad = (rewards < self.args.bad_reward_threshold)[scored]
-            metrics["bad_fraction"].append(bad.float().mean().item() if len(bad) else math.nan)
-
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        super().create_model_card(model_name, dataset_name, tags)
-        if self.is_world_process_zero():
-            amend_model_card(Path(self.args.output_dir) / "README.md", self.args)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with withheld_from_uploads(self._withheld):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Uploads the policy as [`~transformers.Trainer.push_to_hub`] does; a proposal and negative data stay."""
-        with withheld_from_uploads(self._withheld):
-            return super().push_to_hub(*args, **kwargs)
+        self._log_bad_fraction(rewards)

@@ -1,0 +1,77 @@
+"""Three PPO updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+
+from trl_repulse import PPOConfig
+
+from .conftest import build_model, build_tokenizer, word_reward
+from .test_ppo_math import RecordedPPO, build_reward_model
+from .test_trainer_math import POLICY, PROMPTS, N
+
+
+class Shortened(RecordedPPO):
+    """The first prompt's completions, all on the first of two processes, are shorter than the second's."""
+
+    def _generate(self, prompts):
+        prompt_ids, completions, tool_mask, texts, *rest = super()._generate(prompts)
+        completions = [c[:2] if c in POLICY[0] else c for c in completions]
+        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+        return prompt_ids, completions, tool_mask, texts, *rest
+
+
+def main(folder: str, batch_size: str, accumulation: str, variant: str) -> None:
+    tokenizer = build_tokenizer()
+    args = PPOConfig(
+        output_dir=f"{folder}/run",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        max_steps=3,
+        per_device_train_batch_size=int(batch_size),
+        gradient_accumulation_steps=int(accumulation),
+        num_generations=N,
+        num_iterations=2,
+        max_completion_length=3,
+        optim="sgd",  # Adam would blow up the rounding noise of gradients that are 0
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        beta=0.3,
+        value_clip=0.01,
+        whiten_advantages=variant == "plain",
+    )
+    policy = build_model("gpt2", len(tokenizer), seed=0)
+    policy.config._name_or_path = f"{folder}/reference"  # saved by the test
+    trainer = Shortened(
+        model=policy,
+        reward_funcs=word_reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tokenizer,
+        value_model=build_reward_model("gpt2", len(tokenizer), seed=1),
+    )
+    trainer.train()
+    models = {"policy": policy, "value": trainer.value.module}
+    flat = {name: torch.cat([p.detach().flatten() for p in model.parameters()]) for name, model in models.items()}
+    if trainer.accelerator.is_main_process:
+        result = {
+            "world_size": trainer.accelerator.num_processes,
+            "logs": trainer.state.log_history[:3],
+            "parameters": {name: values.tolist() for name, values in flat.items()},
+        }
+        Path(folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    if torch.distributed.is_initialized():  # left to the interpreter's exit, gloo's threads may abort the process
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,120 @@
+"""Configuration of [`~trl_repulse.PPOTrainer`]."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ._checks import check_ppo_config, require
+from .reward_config import RewardConfig
+
+
+class _Single(int):
+    """
+    The number 1, which passes TRL's check that a prompt has at least two generations.
+
+    GRPO compares the generations of a prompt; PPO does not, and one is enough. `GRPOConfig.__post_init__` (TRL 1.16)
+    refuses `num_generations < 2` with no way to opt out; its trainer runs with 1. Way out: a class attribute for the
+    minimum in TRL.
+    """
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+
+@dataclass
+class PPOConfig(RewardConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`PPOTrainer`].
+
+    This class includes only the parameters that are specific to PPO. For the other arguments, refer to [`RewardConfig`]
+    (reward transforms, negative data), [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Among GRPO's,
+    `beta` is the coefficient of the KL penalty (in the token rewards, not in the loss), `epsilon` and `epsilon_high` clip
+    the policy's ratio, `num_iterations` is the number of epochs over a generation batch and `steps_per_generation` the
+    number of micro-batches it is cut into: an epoch has `steps_per_generation / gradient_accumulation_steps` updates.
+    `use_bias_correction_kl`, about a KL term in the loss, has no effect.
+
+    Parameters:
+        > Parameters that control the value model
+
+        value_learning_rate (`float`, *optional*):
+            Peak learning rate of the value model. If `None`, the policy's. Schedule, weight decay and clipping
+            (`max_grad_norm`) are the policy's arguments, applied to each model by itself.
+        value_clip (`float`, *optional*, defaults to `0.2`):
+            How far a value may move from the one at sampling time before the value loss stops following it, in units of
+            reward. If `None`, the value loss is not clipped.
+        value_warmup_steps (`int`, *optional*, defaults to `0`):
+            Number of first updates in which the value model learns alone and the policy stays as it is. They count as
+            updates: the policy's learning-rate schedule runs on.
+
+        > Parameters that control the advantages
+
+        gae_lambda (`float`, *optional*, defaults to `0.95`):
+            λ of generalized advantage estimation, from 0 (one token's reward and the next value) to 1 (all rewards to
+            come).
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount of a token's delay.
+        whiten_advantages (`bool`, *optional*, defaults to `True`):
+            Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of a generation batch, over
+            all processes.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > - `beta`: Defaults to `0.05` instead of `0.0`.
+    > - `num_generations`: Defaults to `1` instead of `8`: nothing is compared within a prompt, and TRL's minimum of 2
+    >   does not apply.
+    > - `scale_rewards`: Defaults to `none` instead of `group`: there are no group advantages to scale.
+    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
+    >   differ from pass to pass. The value model never has dropout.
+    """
+
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},
+    )
+    beta: float = field(
+        default=0.05, metadata={"help": "Coefficient of the KL penalty, which is part of the token rewards."}
+    )
+    num_generations: int | None = field(
+        default=1, metadata={"help": "Number of completions a prompt, at least 1. PPO does not compare them."}
+    )
+    scale_rewards: str = field(
+        default="none", metadata={"help": "Must stay 'none': there are no group advantages to scale."}
+    )
+
+    # Parameters that control the value model
+    value_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Peak learning rate of the value model. If `None`, the policy's."},
+    )
+    value_clip: float | None = field(
+        default=0.2,
+        metadata={
+            "help": "How far a value may move from the one at sampling time before the value loss stops following it, "
+            "in units of reward. If `None`, the value loss is not clipped."
+        },
+    )
+    value_warmup_steps: int = field(
+        default=0,
+        metadata={"help": "Number of first updates in which the value model learns alone."},
+    )
+
+    # Parameters that control the advantages
+    gae_lambda: float = field(
+        default=0.95, metadata={"help": "Lambda of generalized advantage estimation, from 0 to 1."}
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount of a token's delay, from 0 to 1."})
+    whiten_advantages: bool = field(
+        default=True,
+        metadata={"help": "Whether to scale advantages to mean 0 and variance 1 over a generation batch."},
+    )
+
+    def __post_init__(self):
+        remedy = "must be at least 1: the number of completions drawn for each prompt"
+        require(self, (self.num_generations or 0) >= 1, "num_generations", remedy)
+        single = self.num_generations == 1
+        if single:
+            self.num_generations = _Single(1)
+        super().__post_init__()
+        if single:
+            self.num_generations = 1
+        check_ppo_config(self)

@@ -1,0 +1,381 @@
+"""PPO on TRL's GRPO trainer: GRPO's sampling and clipped loss, advantages from a value model.
+
+Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens, T completion tokens.
+"""
+
+import functools
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from .._checks import check_datasets, check_rewards
+from ..configs import PPOConfig
+from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
+from ..returns import kl_token_rewards
+from ._hooks import TrainerHooks, transform_rewards
+from ._records import append_negatives
+from ._trl_bridge import disable_gradient_checkpointing, get_config_model_id, without_kl_in_loss
+from ._value import build_value_model, check_value_model, token_values
+from .reinforce_trainer import RewardFunc
+from .second_model import SecondModel
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from peft import PeftConfig, PeftModel
+
+# Folder of the value model inside `output_dir` and inside each checkpoint, and prefix of its metrics.
+VALUE_FOLDER = "value"
+
+
+class _HoldPolicy(TrainerCallback):
+    """Drops the policy's gradient while the value model warms up: parameters without one are not touched at all."""
+
+    def __init__(self, trainer: "PPOTrainer"):
+        self._trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step < args.value_warmup_steps:
+            self._trainer.model.zero_grad(set_to_none=True)
+
+
+class PPOTrainer(TrainerHooks, GRPOTrainer):
+    """
+    Trainer for PPO ([Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347)).
+
+    TRL's [`~trl.GRPOTrainer`] samples, scores and clips; the advantages come from a value model instead of from the other
+    completions of a prompt. The KL penalty is part of the token rewards, the reward is given at the last token, and
+    generalized advantage estimation spreads both over the tokens. One completion a prompt is enough.
+
+    The value model has an optimizer of its own. It is saved to `output_dir/value`, is part of each checkpoint, and is not
+    uploaded with the policy.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse import PPOConfig, PPOTrainer
+    >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
+
+    >>> args = PPOConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> trainer = PPOTrainer(
+    ...     model=policy_path(),
+    ...     reward_funcs=reward_model_path(),
+    ...     args=args,
+    ...     train_dataset=load_prompts(),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
+            As for [`~trl.GRPOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text.
+        args ([`PPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            What the value model starts from: a path, a model id, or a model. A causal language model gives its
+            transformer under a new head; a sequence classifier with one label, that is a reward model, gives its head
+            too; a token classifier with one label is trained as it is. Must be causal and read the policy's tokens. If
+            `None`, the initial policy.
+        value_peft_config (`peft.PeftConfig`, *optional*):
+            If given, an adapter and the head of the value model are trained; else, also with a `peft_config`, all of it.
+
+    Raises:
+        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
+            vocabulary, several labels, or reads to the right; while training, if a prompt does not fit the model's
+            context or a reward is infinite.
+    """
+
+    _tag_names = ["trl", "trl-repulse", "ppo"]
+    _name = "PPO"
+    _paper = {
+        "title": "Proximal Policy Optimization Algorithms",
+        "id": "1707.06347",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @misc{schulman2017proximal,
+                title         = {{Proximal Policy Optimization Algorithms}},
+                author        = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+                year          = 2017,
+                eprint        = {arXiv:1707.06347},
+            }"""),
+    }
+    _config_cls = PPOConfig
+    _withheld = (*TrainerHooks._withheld, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: "list[Callable] | None" = None,
+        rollout_func: "Callable | None" = None,
+        environment_factory: "Callable | dict[str, Callable] | None" = None,
+        value_model: str | PreTrainedModel | None = None,
+        value_peft_config: "PeftConfig | None" = None,
+    ):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        if environment_factory is None:  # an environment may bring the prompts
+            check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+        init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        init_kwargs["device_map"] = None
+        if value_model is not None and value_model != model:
+            init_kwargs.pop("revision", None)  # the policy's
+        if value_peft_config is not None and quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+        # Before TRL wraps or patches the policy
+        value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            tools,
+            rollout_func,
+            environment_factory,
+        )
+        self._prepare_scoring()
+        check_value_model(value, self.model)
+        if value_peft_config is not None and self.args.activation_checkpointing:
+            value.enable_input_require_grads()
+        learning_rate = self.args.value_learning_rate
+        self.value = SecondModel(
+            value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
+        )
+        if self.args.value_warmup_steps > 0:
+            self.add_callback(_HoldPolicy(self))
+        self._sum_over_processes = functools.partial(self.accelerator.reduce, reduction="sum")
+
+    # Sampling and credit
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
+        check_rewards(rewards_per_func, self.reward_func_names, are_models)
+        self._rewards_per_func = rewards_per_func  # (B_all, F)
+        return rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
+        mode = "train" if self.model.training else "eval"
+        batch = super()._generate_and_score_completions(inputs)
+        self._metrics[mode].pop("frac_reward_zero_std", None)  # says something of groups alone
+
+        # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
+        rewards = (self._rewards_per_func * self.reward_weights.to(self._rewards_per_func.device)).nansum(dim=1)
+        rewards[self._rewards_per_func.isnan().all(dim=1)] = torch.nan
+        self._log_bad_fraction(rewards)
+        if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
+            append_negatives(
+                self, "policy", list(self._logs["prompt"]), list(self._logs["completion"]), rewards.tolist()
+            )
+        first = self.accelerator.process_index * len(inputs)
+        return batch | self._credit(batch, rewards[first : first + len(inputs)])
+
+    def _credit(self, batch: dict[str, torch.Tensor], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        What the losses need of a generation batch beside its tokens.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                What TRL sampled and scored.
+            rewards (`torch.Tensor` of shape `(B,)`):
+                Rewards of this process's completions, NaN where there is none.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `advantages`, `returns`, `old_values` and `credit_mask` (1 at the tokens that take
+            part), each of shape `(B, T)`, and `num_items_in_batch`, the number of those tokens in all processes.
+        """
+        counted = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, T)
+        mask = counted * ~rewards.isnan().unsqueeze(1)
+        log_p = log_ref = torch.zeros_like(mask, dtype=torch.float32)
+        if self.beta != 0.0:
+            log_ref = batch["ref_per_token_logps"]
+            log_p = batch.get("old_per_token_logps")
+            if log_p is None:
+                log_p = self._sampling_log_probs(batch)
+
+        # Token rewards: the KL penalty at each token, the reward at the last
+        rows = [x.unsqueeze(1) for x in (log_p, log_ref, transform_rewards(self.args, rewards))]
+        token_rewards = kl_token_rewards(*rows, self.beta, mask.unsqueeze(1)).squeeze(1)  # (B, T)
+        values = self._sampling_values(batch)
+        advantages, returns = generalized_advantages(
+            token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
+        )
+        self._log_credit(rewards, (log_p - log_ref).masked_fill(counted == 0, 0.0), counted)
+        self._log_values(values, returns, mask)
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, mask, self._sum_over_processes)
+        self._show_advantages(advantages, mask)
+        return {
+            "advantages": advantages,
+            "returns": returns,
+            "old_values": values,
+            "credit_mask": mask,
+            "num_items_in_batch": self._sum_over_processes(mask.sum()),
+        }
+
+    def _sampling_log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probabilities (B, T) under the policy that sampled, nats; needed for the KL penalty alone."""
+        input_ids, attention_mask, width = _joined(batch)
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self._get_per_token_logps_and_entropies(
+                self.model, input_ids, attention_mask, width, batch_size=self._micro_batch_size()
+            )[0]
+
+    def _sampling_values(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """V(s_t) under the value model that is at hand at sampling time, shape (B, T), in chunks, without gradient."""
+        input_ids, attention_mask, width = _joined(batch)
+        module, size = self.value.module, self._micro_batch_size()
+        rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
+            return torch.cat([token_values(module, module, self.accelerator, *chunk, width) for chunk in rows])
+
+    def _micro_batch_size(self) -> int:
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
+    # Losses
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        # Tokens of an average micro-batch: sums over it add up to a token mean, however a batch is split
+        denominator = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        if self.model.training:
+            denominator = denominator / self.args.steps_per_generation
+
+        self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
+        with without_kl_in_loss(self):
+            loss = super()._compute_loss(model, inputs)
+
+        log_p = self._scored_log_p
+        old_log_p = inputs.get("old_per_token_logps", log_p)
+        self._log_mean("approx_kl", approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator).view(1))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._scored_log_p = scores[0].detach()
+        return scores
+
+    def _learn_values(self, inputs: dict[str, torch.Tensor], denominator: torch.Tensor) -> None:
+        """Value loss of a micro-batch; in training, its gradient is accumulated."""
+        learn = self.model.training
+        input_ids, attention_mask, width = _joined(inputs)
+        with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
+            engine = self.value.engine if learn else self.value.module
+            values = token_values(engine, self.value.module, self.accelerator, input_ids, attention_mask, width)
+            loss, clipped = value_loss(
+                values,
+                inputs["old_values"],
+                inputs["returns"],
+                inputs["credit_mask"],
+                self.args.value_clip,
+                denominator,
+            )
+            if learn:
+                self.value.backward(loss / self.current_gradient_accumulation_steps)
+        self._log_mean(f"{VALUE_FOLDER}/loss", loss.view(1))
+        self._log_mean(f"{VALUE_FOLDER}/clip_fraction", clipped.view(1))
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            metrics = self._metrics["train"]
+            metrics[f"{VALUE_FOLDER}/learning_rate"].append(self.value.optimizer.param_groups[0]["lr"])
+            metrics[f"{VALUE_FOLDER}/grad_norm"].append(self.value.step())
+            self.value.scheduler.step()
+        return loss
+
+    # Logging
+
+    def _log_credit(self, rewards: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
+        """Logs KL and returns from the log-ratios (B, T) to the reference, 0 where masked."""
+        mode = "train" if self.model.training else "eval"
+        penalty = self.beta * log_ratio.sum(dim=1)
+        if self.beta != 0.0:
+            self._metrics[mode]["kl"].append(masked_moments(log_ratio, mask, self._sum_over_processes)[0].item())
+        self._log_mean("return", rewards - penalty)
+        if self.args.reward_transform is not None:
+            transformed = transform_rewards(self.args, rewards)
+            self._log_mean("reward_transformed", transformed)
+            self._log_mean("return_transformed", transformed - penalty)
+
+    def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        explained = explained_variance(values, returns, mask, self._sum_over_processes)
+        metrics[f"{VALUE_FOLDER}/explained_variance"].append(explained.item())
+        metrics[f"{VALUE_FOLDER}/mean"].append(masked_moments(values, mask, self._sum_over_processes)[0].item())
+
+    def _show_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """Replaces the group advantages that GRPO put into the completions table by the means over tokens."""
+        if not self.log_completions:
+            return
+        means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        column = self._logs["advantages"]
+        shown = min(len(means), len(column))
+        for i in range(1, shown + 1):
+            column[-i] = means[-i]
+
+    # Saving and loading
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self.value.prepare(self, max_steps)
+        if resume_from_checkpoint is not None:
+            folder = Path(resume_from_checkpoint) / VALUE_FOLDER
+            if not folder.is_dir():
+                raise ValueError(
+                    f"The checkpoint {resume_from_checkpoint} holds no value model; resume from one that `PPOTrainer` "
+                    "wrote, or start anew with `model` set to that checkpoint."
+                )
+            self._load_from_checkpoint(str(folder), self.value.module)
+            self.value.load_state(folder)
+        return prepared
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
+            self.value.module.save_pretrained(folder)
+            self.processing_class.save_pretrained(folder)
+        super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model, trial):
+        # Before the policy's: a checkpoint that looks complete is complete
+        if self.args.should_save and not self.args.save_only_model:
+            checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.value.save_state(checkpoint / VALUE_FOLDER)
+        super()._save_checkpoint(model, trial)
+
+
+def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Tokens and mask of prompts and completions, (B, L + T), and T."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    return input_ids, attention_mask, batch["completion_ids"].size(1)
