@@ -9,7 +9,9 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from trl_repulse import data
-from trl_repulse.data import load_prompts
+from trl_repulse.data import drop_long_prompts, load_prompts
+
+from .conftest import build_tokenizer
 
 
 PLAIN = ["the cat, and the dog", "naïve “quotes”", "two\u2028lines\nhere"]
@@ -162,3 +164,73 @@ class TestHub:
         self.answer = Dataset.from_dict({"prompt": ["a", None]})
         with pytest.raises(ValueError, match="Row 2 of `org/name` has an empty `prompt`"):
             load_prompts("org/name")
+
+
+# Columns, conversations, lengths
+
+
+def write_rows(folder, suffix, rows):
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == ".csv":
+        path.write_text("\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]))
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_another_column(tmp_path, suffix):
+    path = write_rows(tmp_path, suffix, [{"question": "a b", "prompt": "no"}, {"question": "c", "prompt": "no"}])
+    dataset = load_prompts(path, column="question")
+    assert dataset.column_names == ["prompt"]
+    assert dataset["prompt"][:] == ["a b", "c"]
+
+
+def test_another_column_on_the_hub(monkeypatch):
+    loaded = Dataset.from_dict({"question": ["a"], "prompt": ["no"], "id": [1]})
+    monkeypatch.setattr("trl_repulse.data.load_dataset", lambda *args, **kwargs: loaded)
+    dataset = load_prompts("someone/something", column="question")
+    assert (dataset["prompt"][:], set(dataset.column_names)) == (["a"], {"prompt", "id"})
+    stream = loaded.to_iterable_dataset()
+    monkeypatch.setattr("trl_repulse.data.load_dataset", lambda *args, **kwargs: stream)
+    assert list(load_prompts("someone/something", column="question", streaming=True)) == [{"prompt": "a", "id": 1}]
+    with pytest.raises(ValueError, match="`someone/something` has no column `answer`, only question, prompt, id"):
+        load_prompts("someone/something", column="answer")
+
+
+def test_a_missing_column_of_a_file(tmp_path):
+    path = write_rows(tmp_path, ".jsonl", [{"question": "a"}])
+    with pytest.raises(ValueError, match="has no column `answer`, only question; name one of those"):
+        load_prompts(path, column="answer")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_as_conversation(tmp_path, streaming):
+    messages = [{"role": "user", "content": "a"}]
+    plain = write_rows(tmp_path, ".jsonl", [{"prompt": "a", "id": 1}])
+    assert list(load_prompts(plain, streaming=streaming, as_conversation=True)) == [{"prompt": messages, "id": 1}]
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"prompt": messages}))
+    assert list(load_prompts(chat, streaming=streaming, as_conversation=True)) == [{"prompt": messages}]
+
+
+def test_long_prompts_are_left_out(tokenizer):
+    prompts = Dataset.from_dict({"prompt": ["the cat", "the cat sat", "fish"]})
+    with pytest.warns(UserWarning, match="1 of 3 prompts have more than `max_prompt_length=2` tokens"):
+        assert drop_long_prompts(prompts, tokenizer, 2)["prompt"][:] == ["the cat", "fish"]
+    assert list(drop_long_prompts(prompts.to_iterable_dataset(), tokenizer, 1)) == [{"prompt": "fish"}]
+    with pytest.raises(ValueError, match="`max_prompt_length=1` leaves out every prompt"):
+        drop_long_prompts(prompts.select([0, 1]), tokenizer, 1)
+    with pytest.raises(ValueError, match="`max_prompt_length=0` must be at least 1"):
+        drop_long_prompts(prompts, tokenizer, 0)
+
+
+def test_conversations_are_counted_in_their_template():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %} fish{% endif %}"
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("the cat", "the")]})
+    with pytest.warns(UserWarning, match="1 of 2"):
+        assert len(drop_long_prompts(prompts, tokenizer, 2)) == 1
+    assert len(drop_long_prompts(prompts, tokenizer, 3)) == 2

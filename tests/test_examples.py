@@ -231,8 +231,6 @@ def test_own_models_and_conversations(example, tmp_path, model_dirs, reward_dir)
 
 @pytest.fixture
 def ppo_example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.delitem(sys.modules, "repulse", raising=False)
     spec = importlib.util.spec_from_file_location("ppo_example", EXAMPLES / "ppo.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, IterableDataset, load_dataset
+from transformers import PreTrainedTokenizerBase
 
 from ._checks import check_dataset
 
@@ -19,7 +21,12 @@ _FILE_SUFFIXES = (*LOCAL_SUFFIXES, ".arrow", ".gz", ".md", ".tsv", ".txt", ".xls
 
 
 def load_prompts(
-    path_or_name: str | Path, split: str = "train", config: str | None = None, streaming: bool = False
+    path_or_name: str | Path,
+    split: str = "train",
+    config: str | None = None,
+    streaming: bool = False,
+    column: str = "prompt",
+    as_conversation: bool = False,
 ) -> Dataset | IterableDataset:
     """
     Loads prompts, and refuses what a trainer could not use with one line that says what to mend.
@@ -38,13 +45,18 @@ def load_prompts(
             Configuration of a data set on the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
             Whether to stream. A file is read whole all the same. Rows that are streamed from the Hub are not checked.
+        column (`str`, *optional*, defaults to `"prompt"`):
+            Column that holds the prompts; it is renamed to `"prompt"`, in place of one of that name.
+        as_conversation (`bool`, *optional*, defaults to `False`):
+            Whether to make a plain prompt the message of a user, so that the tokenizer's chat template is applied.
+            Conversations stay as they are.
 
     Returns:
         [`~datasets.Dataset`], or [`~datasets.IterableDataset`] if `streaming`: rows with a `"prompt"`.
 
     Raises:
         `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if there is no row
-            or no column `"prompt"`; if a prompt is empty, or neither text nor messages.
+            or no such column; if a prompt is empty, or neither text nor messages.
 
     Example:
 
@@ -58,16 +70,82 @@ def load_prompts(
     name, path = str(path_or_name), Path(path_or_name).expanduser()
     named_as_file = path.suffix.lower() in _FILE_SUFFIXES or name.startswith(("/", "./", "../", "~"))
     if path.is_file() or (named_as_file and not path.is_dir()):
-        dataset = _load_file(path, split)
-        return dataset.to_iterable_dataset() if streaming else dataset
-    dataset = load_dataset(name, config, split=split, streaming=streaming)
-    check_dataset(dataset, name)
-    if isinstance(dataset, Dataset):
-        _check_prompts(dataset["prompt"], name)
-    return dataset
+        dataset = _load_file(path, split, column)
+        dataset = dataset.to_iterable_dataset() if streaming else dataset
+    else:
+        dataset = _rename(load_dataset(name, config, split=split, streaming=streaming), column, name)
+        check_dataset(dataset, name)
+        if isinstance(dataset, Dataset):
+            _check_prompts(dataset["prompt"], name)
+    return dataset.map(_as_conversation) if as_conversation else dataset
 
 
-def _load_file(path: Path, split: str) -> Dataset:
+def drop_long_prompts(
+    dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> Dataset | IterableDataset:
+    """
+    Leaves out the prompts that have more tokens than `max_length`, and says how many.
+
+    A prompt that was cut would be another prompt, and one that exceeds the model's context ends a run in the middle.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with a `"prompt"`, plain text or messages.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The policy's tokenizer; messages are counted in its chat template.
+        max_length (`int`):
+            Tokens a prompt may have.
+
+    Returns:
+        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: the other rows. A stream is filtered while it is read.
+
+    Raises:
+        `ValueError`: If `max_length` is less than 1 or no prompt is left.
+    """
+    if max_length < 1:
+        raise ValueError(f"`max_prompt_length={max_length}` must be at least 1.")
+
+    def fits(row: dict[str, Any]) -> bool:
+        text, options = row["prompt"], {}
+        if not isinstance(text, str):
+            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+            options = {"add_special_tokens": False}  # the template wrote them
+        return len(tokenizer(text, **options)["input_ids"]) <= max_length
+
+    kept = dataset.filter(fits)
+    if isinstance(kept, Dataset) and len(kept) < len(dataset):
+        if len(kept) == 0:
+            raise ValueError(f"`max_prompt_length={max_length}` leaves out every prompt; raise it.")
+        warnings.warn(
+            f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than `max_prompt_length={max_length}` "
+            "tokens and are left out."
+        )
+    return kept
+
+
+def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:
+    prompt = row["prompt"]
+    return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
+
+
+def _rename(dataset: Dataset | IterableDataset, column: str, name: str) -> Dataset | IterableDataset:
+    if column == "prompt":
+        return dataset
+    columns = dataset.column_names
+    if columns is not None:
+        _check_column(columns, column, name)
+        dataset = dataset.remove_columns("prompt") if "prompt" in columns else dataset
+    return dataset.rename_column(column, "prompt")
+
+
+def _check_column(columns: Iterable[str], column: str, name: str) -> None:
+    if column not in columns:
+        raise ValueError(
+            f"`{name}` has no column `{column}`, only {', '.join(columns) or 'no columns'}; name one of those."
+        )
+
+
+def _load_file(path: Path, split: str, column: str) -> Dataset:
     readable = f"{', '.join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]}"
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a {readable} file of prompts.")
@@ -81,6 +159,9 @@ def _load_file(path: Path, split: str) -> Dataset:
         kind = path.suffix[1:].lower()
         raise ValueError(f"`{path}` cannot be read as {kind} ({error}); mend the file, or its suffix.") from error
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    if column != "prompt":
+        _check_column(columns, column, str(path))
+        columns["prompt"] = columns.pop(column)
     # Before Arrow meets the column: it refuses text beside messages, without saying where
     _check_prompts(columns.get("prompt", []), str(path))
     try:

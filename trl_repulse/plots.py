@@ -30,6 +30,7 @@ def plot_training(
     Args:
         history (`list[dict]`):
             [`~trl_repulse.evaluation.tracking.ExactTrackingCallback.history`], or the `history` of a results file.
+            Where it has log P(bad) alone, so has the figure.
         path (`str` or `Path`):
             File to write; its suffix decides the format, its folder is created if missing.
         x (`str`, *optional*, defaults to `"samples"`):
@@ -37,11 +38,12 @@ def plot_training(
     """
     both = any(entry["proposal"] is not None for entry in history)
     axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
-    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    panels = {key: value for key, value in _PANELS.items() if any(key in entry["policy"] for entry in history)}
+    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
-    axes = figure.subplots(1, len(_PANELS))
-    for panel, (quantity, (title, unit)) in zip(axes, _PANELS.items(), strict=True):
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, (quantity, (title, unit)) in zip(axes, panels.items(), strict=True):
         for model, (label, colour, style) in _MODELS.items():
             points = [(entry[x], entry[model][quantity]) for entry in history if entry[model] is not None]
             points = [(place, value) for place, value in points if value is not None and math.isfinite(value)]

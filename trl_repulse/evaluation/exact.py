@@ -157,6 +157,11 @@ class ExactEvaluator:
                 raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
             reward = _reward_of_model(reward, reward_tokenizer)
         self.vocab_size = len(tokenizer)
+        unknown = [token for token in bad_token_ids if not 0 <= token < self.vocab_size]
+        if unknown:
+            raise ValueError(
+                f"bad_token_ids has {unknown[0]}, but the tokenizer's ids are 0 to {self.vocab_size - 1}; use its own."
+            )
         count = sum((self.vocab_size - 1) ** depth for depth in range(max_completion_length + 1))
         if count * len(prompts) > MAX_ENUMERATED:
             raise ValueError(

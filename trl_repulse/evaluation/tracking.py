@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
-from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from ..trainers import RePULSeTrainer
+from .bad_tokens import exact_log_prob_bad
 from .exact import ExactEvaluator
 
 
@@ -23,8 +25,8 @@ class TrackingCallback(TrainerCallback):
     checkpoint counts from where it resumes.
 
     Args:
-        trainer ([`~trl_repulse.ReinforceTrainer`] or [`~trl_repulse.PPOTrainer`]):
-            Trainer to follow.
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow, such as [`~trl_repulse.ReinforceTrainer`] and its kin.
 
     Attributes:
         samples (`int`):
@@ -33,11 +35,14 @@ class TrackingCallback(TrainerCallback):
             Updates of the policy so far; includes those before the checkpoint a run was resumed from.
         seconds (`float`):
             Time spent in training so far, without the time spent in this callback.
+        history (`list[dict]`):
+            Evaluations along the run; empty where nothing is evaluated.
     """
 
-    def __init__(self, trainer: ReinforceTrainer | PPOTrainer):
+    def __init__(self, trainer: RLOOTrainer | GRPOTrainer):
         self.trainer = trainer
         self.updates = 0
+        self.history: list[dict[str, Any]] = []
         self._proposal = trainer.proposal if isinstance(trainer, RePULSeTrainer) else None
         self._micro_batches = 0
         self._seconds = 0.0
@@ -88,99 +93,14 @@ class TrackingCallback(TrainerCallback):
         self._pause()
 
 
-class ExactTrackingCallback(TrackingCallback):
-    """
-    Evaluates policy and proposal exactly at the start of training, every few updates, and at the end.
+class _PeriodicTracking(TrackingCallback):
+    """Evaluates policy and proposal at the start of training, every few updates, and at the end; keeps `history`."""
 
-    The main process alone evaluates, so each process has to hold whole models: one process, or plain data parallelism.
-
-    Args:
-        evaluator ([`ExactEvaluator`]):
-            Evaluator over the prompts of interest; with a `reference_model`, the divergence from it is tracked too.
-        trainer ([`~trl_repulse.ReinforceTrainer`] or [`~trl_repulse.PPOTrainer`]):
-            Trainer to follow.
-        every (`int`, *optional*, defaults to `10`):
-            Updates between two evaluations.
-
-    Attributes:
-        history (`list[dict]`):
-            One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`, and
-            `"proposal"`, which is `None` where the trainer has none. A model's entry has `"expected_reward"` (in reward
-            units), `"log_prob_bad"` (nats) and `"kl"` (to the reference, nats; `None` without one).
-
-    Raises:
-        `ValueError`: If `every` is less than 1.
-
-    Example:
-
-    ```python
-    >>> tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad_token_ids)
-    >>> trainer.add_callback(tracking)
-    >>> trainer.train()
-    >>> tracking.history[-1]["policy"]["log_prob_bad"]
-    ```
-    """
-
-    def __init__(self, evaluator: ExactEvaluator, trainer: ReinforceTrainer | PPOTrainer, every: int = 10):
+    def __init__(self, trainer: RLOOTrainer | GRPOTrainer, every: int):
         if every < 1:
             raise ValueError(f"`every={every}` must be at least 1: the number of updates between two evaluations.")
         super().__init__(trainer)
-        self.evaluator = evaluator
         self.every = every
-        self.history: list[dict[str, Any]] = []
-
-    @classmethod
-    def from_trainer(
-        cls,
-        trainer: ReinforceTrainer | PPOTrainer,
-        prompts: Sequence[str],
-        bad_token_ids: Sequence[int],
-        reference_model: PreTrainedModel | None = None,
-        every: int = 10,
-    ) -> "ExactTrackingCallback":
-        """
-        Builds the evaluator from the trainer's own tokenizer, reward model and completion length.
-
-        Args:
-            trainer ([`~trl_repulse.ReinforceTrainer`] or [`~trl_repulse.PPOTrainer`]):
-                Trainer to follow. Its reward is one reward model.
-            prompts (`Sequence[str]`):
-                Plain-text prompts to evaluate on.
-            bad_token_ids (`Sequence[int]`):
-                Tokens whose presence, anywhere in a completion, makes it bad.
-            reference_model ([`~transformers.PreTrainedModel`], *optional*):
-                Model that `"kl"` is measured against, for instance the initial policy.
-            every (`int`, *optional*, defaults to `10`):
-                Updates between two evaluations.
-
-        Returns:
-            [`ExactTrackingCallback`]: to be added with `trainer.add_callback`.
-
-        Raises:
-            `ValueError`: If the reward is not one model, if a prompt is too long for the policy's context or is no
-                text, or if there are too many completions to enumerate.
-        """
-        reward, tokenizer = trainer.reward_funcs[0], trainer.processing_class
-        if len(trainer.reward_funcs) != 1 or not isinstance(reward, nn.Module):
-            raise ValueError(
-                "Exact tracking needs `reward_funcs` to be one reward model; build `ExactEvaluator` for others."
-            )
-        if not all(isinstance(prompt, str) for prompt in prompts):
-            raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
-        length = trainer.max_completion_length
-        check_prompt_lengths(
-            [tokenizer(prompt)["input_ids"] for prompt in prompts], prompts, trainer.model.config, length
-        )
-        evaluator = ExactEvaluator(
-            tokenizer,
-            prompts,
-            reward,
-            bad_token_ids,
-            length,
-            reward_tokenizer=trainer.reward_processing_classes[0],
-            reference_model=reference_model,
-        )
-        return cls(evaluator, trainer, every)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -220,12 +140,170 @@ class ExactTrackingCallback(TrackingCallback):
         self._resume()
 
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
+        """What is known of one model: any of `"expected_reward"`, `"log_prob_bad"` and `"kl"`."""
+        raise NotImplementedError
+
+
+class ExactTrackingCallback(_PeriodicTracking):
+    """
+    Evaluates policy and proposal exactly at the start of training, every few updates, and at the end.
+
+    The main process alone evaluates, so each process has to hold whole models: one process, or plain data parallelism.
+
+    Args:
+        evaluator ([`ExactEvaluator`]):
+            Evaluator over the prompts of interest; with a `reference_model`, the divergence from it is tracked too.
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow.
+        every (`int`, *optional*, defaults to `10`):
+            Updates between two evaluations.
+
+    Attributes:
+        history (`list[dict]`):
+            One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`, and
+            `"proposal"`, which is `None` where the trainer has none. A model's entry has `"expected_reward"` (in reward
+            units), `"log_prob_bad"` (nats) and `"kl"` (to the reference, nats; `None` without one).
+
+    Raises:
+        `ValueError`: If `every` is less than 1.
+
+    Example:
+
+    ```python
+    >>> tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad_token_ids)
+    >>> trainer.add_callback(tracking)
+    >>> trainer.train()
+    >>> tracking.history[-1]["policy"]["log_prob_bad"]
+    ```
+    """
+
+    def __init__(self, evaluator: ExactEvaluator, trainer: RLOOTrainer | GRPOTrainer, every: int = 10):
+        super().__init__(trainer, every)
+        self.evaluator = evaluator
+
+    @classmethod
+    def from_trainer(
+        cls,
+        trainer: RLOOTrainer | GRPOTrainer,
+        prompts: Sequence[str],
+        bad_token_ids: Sequence[int],
+        reference_model: PreTrainedModel | None = None,
+        every: int = 10,
+    ) -> "ExactTrackingCallback":
+        """
+        Builds the evaluator from the trainer's own tokenizer, reward model and completion length.
+
+        Args:
+            trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+                Trainer to follow. Its reward is one reward model.
+            prompts (`Sequence[str]`):
+                Plain-text prompts to evaluate on.
+            bad_token_ids (`Sequence[int]`):
+                Tokens whose presence, anywhere in a completion, makes it bad.
+            reference_model ([`~transformers.PreTrainedModel`], *optional*):
+                Model that `"kl"` is measured against, for instance the initial policy.
+            every (`int`, *optional*, defaults to `10`):
+                Updates between two evaluations.
+
+        Returns:
+            [`ExactTrackingCallback`]: to be added with `trainer.add_callback`.
+
+        Raises:
+            `ValueError`: If the reward is not one model, if a prompt is too long for the policy's context or is no
+                text, or if there are too many completions to enumerate.
+        """
+        reward, tokenizer = trainer.reward_funcs[0], trainer.processing_class
+        if len(trainer.reward_funcs) != 1 or not isinstance(reward, nn.Module):
+            raise ValueError(
+                "Exact tracking needs `reward_funcs` to be one reward model; build `ExactEvaluator` for others."
+            )
+        _tokenized(trainer, prompts)  # refuses what cannot be evaluated
+        evaluator = ExactEvaluator(
+            tokenizer,
+            prompts,
+            reward,
+            bad_token_ids,
+            trainer.max_completion_length,
+            reward_tokenizer=trainer.reward_processing_classes[0],
+            reference_model=reference_model,
+        )
+        return cls(evaluator, trainer, every)
+
+    def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
         report = self.evaluator.evaluate(model)
         return {
             "expected_reward": report.expected_reward,
             "log_prob_bad": report.log_prob_bad,
             "kl": report.kl,
         }
+
+
+class BadTokenTrackingCallback(_PeriodicTracking):
+    """
+    Follows the exact log P(bad) of policy and proposal over a vocabulary of any size, for completions of up to two tokens.
+
+    Where the vocabulary is too large for [`ExactTrackingCallback`], which also asks the reward model about every
+    completion. Evaluates at the start of training, every few updates, and at the end, on the main process.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow; completions have its `max_completion_length` and its end-of-sequence tokens.
+        prompts (`Sequence[str]`):
+            Plain-text prompts to evaluate on, about 50,000 sequences each for GPT-2.
+        bad_token_ids (`Sequence[int]`):
+            Tokens whose presence, anywhere in a completion, makes it bad.
+        every (`int`, *optional*, defaults to `10`):
+            Updates between two evaluations.
+        batch_size (`int`, *optional*):
+            Sequences of one forward pass, as in [`~trl_repulse.evaluation.bad_tokens.exact_log_prob_bad`].
+
+    Attributes:
+        history (`list[dict]`):
+            As that of [`ExactTrackingCallback`], but a model's entry has `"log_prob_bad"` alone (nats).
+
+    Raises:
+        `ValueError`: If `every` is less than 1, `max_completion_length` is above 2, or a prompt is no text or too long
+            for the policy's context.
+    """
+
+    def __init__(
+        self,
+        trainer: RLOOTrainer | GRPOTrainer,
+        prompts: Sequence[str],
+        bad_token_ids: Sequence[int],
+        every: int = 10,
+        batch_size: int | None = None,
+    ):
+        super().__init__(trainer, every)
+        length = trainer.max_completion_length
+        if length > 2:
+            raise ValueError(
+                f"`max_completion_length={length}` is too long to compute log P(bad) exactly; leave out the bad tokens, "
+                "or set it to 1 or 2."
+            )
+        self._prompt_ids = _tokenized(trainer, prompts)
+        self._bad_token_ids, self._batch_size = list(bad_token_ids), batch_size
+
+    def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
+        trainer = self.trainer
+        log_prob_bad = exact_log_prob_bad(
+            model,
+            self._prompt_ids,
+            self._bad_token_ids,
+            trainer.max_completion_length,
+            trainer.eos_token_ids,
+            self._batch_size,
+        )
+        return {"log_prob_bad": log_prob_bad.logsumexp(dim=0).item() - math.log(len(log_prob_bad))}
+
+
+def _tokenized(trainer: RLOOTrainer | GRPOTrainer, prompts: Sequence[str]) -> list[list[int]]:
+    """Tokens of plain-text prompts, each with room for a completion."""
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    check_prompt_lengths(ids, prompts, trainer.model.config, trainer.max_completion_length)
+    return ids
 
 
 def write_results(
@@ -241,7 +319,7 @@ def write_results(
 
     The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (each with
     `expected_reward`, `log_prob_bad` in nats and `kl` in nats, of the policy), `seconds`, `metrics`, `history` and
-    `settings`. Without exact evaluation `initial` and `final` are null and `history` is empty. Numbers that are not
+    `settings`. With [`BadTokenTrackingCallback`] `log_prob_bad` is alone. Without exact evaluation `initial` and `final` are null and `history` is empty. Numbers that are not
     finite become null, which keeps the file strict JSON.
 
     Args:
@@ -251,14 +329,14 @@ def write_results(
             Name of the method.
         seed (`int`):
             Seed of the run.
-        callback ([`TrackingCallback`] or [`ExactTrackingCallback`]):
+        callback ([`TrackingCallback`], [`ExactTrackingCallback`] or [`BadTokenTrackingCallback`]):
             Callback that followed the run.
         settings (`dict`):
             Hyper-parameters of the run; values that JSON does not know are written as text.
         metrics (`dict`, *optional*):
             The metrics logged last.
     """
-    history = callback.history if isinstance(callback, ExactTrackingCallback) else []
+    history = callback.history
     results = {
         "method": method,
         "seed": seed,
@@ -291,26 +369,28 @@ def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = No
     Lays out where a run started and where it ended.
 
     Args:
-        callback ([`TrackingCallback`] or [`ExactTrackingCallback`]):
+        callback ([`TrackingCallback`], [`ExactTrackingCallback`] or [`BadTokenTrackingCallback`]):
             Callback that followed the run.
         metrics (`dict`, *optional*):
-            Metrics logged last; shown where there is no exact evaluation.
+            Metrics logged last; shown where the expected reward is not known exactly.
 
     Returns:
-        `str`: a table of several lines. With exact evaluation, at the start and at the end: the policy's expected
-        reward, exact log P(bad) and KL to the reference, the samples drawn, and the seconds of training. Without, the
-        samples, the seconds and the metrics.
+        `str`: a table of several lines. With exact evaluation, at the start and at the end: what is known of the
+        policy's expected reward, exact log P(bad) and KL to the reference, the samples drawn, and the seconds of
+        training. Where the expected reward is not known, the metrics too.
     """
     rows = [("samples drawn", "0", f"{callback.samples:,}"), ("seconds", "0.0", f"{callback.seconds:.1f}")]
-    if isinstance(callback, ExactTrackingCallback):
+    if callback.history:
         start, end = callback.history[0]["policy"], callback.history[-1]["policy"]
         shown = {
             "expected reward": "expected_reward",
             "exact log P(bad), nats": "log_prob_bad",
             "KL to reference, nats": "kl",
         }
-        exact = [(name, _number(start[key]), _number(end[key])) for name, key in shown.items()]
+        exact = [(name, _number(start[key]), _number(end[key])) for name, key in shown.items() if key in end]
         rows = [("", "start", "end"), *exact, *rows]
+        if "expected_reward" not in end:
+            rows += [(name, "", _number(value)) for name, value in (metrics or {}).items()]
     else:
         rows = [("", "end"), *((name, end) for name, _, end in rows)]
         rows += [(name, _number(value)) for name, value in (metrics or {}).items()]

@@ -1,0 +1,222 @@
+"""What the example scripts share, and those beside `repulse.py`: REINFORCE, GRPO and PPO."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_repulse import embedded
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.rewards import ToxicityReward
+from trl_repulse.rewards.transformed import TransformedReward
+from trl_repulse.scripts import load_data, main_or_exit
+
+
+pytestmark = pytest.mark.trainer
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_script", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    return {name: load(name) for name in ("repulse", "reinforce", "grpo", "ppo")}
+
+
+def run(script, folder, *flags):
+    script.main([*QUICK, "--output_dir", str(folder), *flags])
+    return json.loads((folder / "results.json").read_text())
+
+
+def log_prob_bad(folder, bad=None):
+    """log P(bad) of the embedded world at one token, by the evaluator alone."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    bad, prompts = bad or embedded.bad_token_ids(tokenizer), embedded.load_prompts()["prompt"]
+    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 1)
+    return evaluator.evaluate(AutoModelForCausalLM.from_pretrained(folder)).log_prob_bad
+
+
+# REINFORCE, GRPO, PPO
+
+
+@pytest.mark.parametrize(
+    "name, flags, method",
+    [
+        ("reinforce", [], "REINFORCE"),
+        ("reinforce", ["--reward_transform", "exponential"], "REINFORCE (exponential transform)"),
+        ("grpo", [], "GRPO"),
+        ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"], "Dr. GRPO"),
+        ("grpo", ["--loss_type", "dapo"], "GRPO (dapo)"),
+        ("ppo", [], "PPO"),
+    ],
+)
+def test_embedded_run(scripts, tmp_path, capsys, name, flags, method):
+    results = run(scripts[name], tmp_path, *flags)
+    assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, 256)
+    assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(embedded.policy_path()), abs=1e-5)
+    assert results["final"]["log_prob_bad"] == pytest.approx(log_prob_bad(tmp_path), abs=1e-5)
+    assert results["final"]["expected_reward"] != results["initial"]["expected_reward"]
+    assert f"{method}, seed 0" in capsys.readouterr().out
+    assert (tmp_path / "training.png").exists()
+
+
+def test_settings_are_those_of_trl(scripts):
+    _, args, _ = scripts["grpo"].parse([])
+    assert (args.loss_type, args.scale_rewards) == ("grpo", "group")
+    _, args, _ = scripts["grpo"].parse(["--loss_type", "dr_grpo", "--scale_rewards", "none"])
+    assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
+
+
+def test_all_embedded_settings_draw_the_same_number_of_completions(scripts):
+    drawn = set()
+    for name, both in (("repulse", 2), ("reinforce", 1), ("grpo", 1)):
+        args = scripts[name].parse([])[1]
+        drawn.add(args.max_steps * args.generation_batch_size * both)
+    assert len(drawn) == 1
+
+
+def test_grpo_with_a_transform(scripts, tmp_path):
+    flags = ["--reward_type", "toxicity", "--reward_transform", "exponential", "--reward_transform_alpha", "0.3"]
+    results = run(scripts["grpo"], tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
+    assert results["method"] == "GRPO (exponential transform)"
+    # The reward is a function here: log P(bad) alone is exact
+    assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
+    name = Path(embedded.reward_model_path()).name
+    raw, seen = (results["metrics"][f"rewards/{name}{suffix}/mean"] for suffix in ("", "_transformed"))
+    assert results["metrics"]["reward"] == pytest.approx(seen)
+    assert seen < raw  # 0.3·exp(−0.5·r) is above 0
+
+
+def test_grpo_makes_the_transform_it_is_told_to(scripts, monkeypatch):
+    made = {}
+    monkeypatch.setattr(scripts["grpo"], "run", lambda *args, **kwargs: made.update(kwargs))
+    flags = ["--reward_type", "toxicity", "--reward_transform", "indicator", "--reward_transform_threshold", "-5"]
+    scripts["grpo"].main([*flags, "--reward_transform_alpha", "2"])
+    reward = made["reward_funcs"]
+    assert isinstance(reward, TransformedReward) and isinstance(reward.reward, ToxicityReward)
+    assert (reward.transform, reward.alpha, reward.threshold) == ("indicator", 2.0, -5.0)
+
+
+# Rewards, prompts, held-out prompts
+
+
+def test_rewards_by_type_agree_with_trls_own(scripts, tmp_path):
+    """The same run with the reward model given as a path and as a function."""
+    flags = ["--max_steps", "1", "--logging_steps", "1"]
+    plain = run(scripts["reinforce"], tmp_path / "a", *flags)
+    typed = run(scripts["reinforce"], tmp_path / "b", *flags, "--reward_type", "toxicity")
+    assert typed["metrics"]["reward"] == pytest.approx(plain["metrics"]["reward"], abs=1e-4)
+
+
+def test_reward_kwargs(scripts, tmp_path):
+    flags = [
+        "--reward_type",
+        "toxicity",
+        "--reward_kwargs",
+        '{"negate": true, "name": "rude"}',
+        "--logging_steps",
+        "1",
+    ]
+    metrics = run(scripts["reinforce"], tmp_path, *flags)["metrics"]
+    assert metrics["reward"] == metrics["rewards/rude/mean"]
+    config = tmp_path / "own.yaml"
+    config.write_text("reward_type: toxicity\nreward_kwargs:\n  negate: true\n")
+    assert scripts["reinforce"].parse(["--config", str(config)])[0].reward_kwargs == {"negate": True}
+
+
+def test_a_function_in_a_file_needs_no_model(scripts, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
+    metrics = run(scripts["repulse"], tmp_path / "out", "--reward_type", f"{path}:length", "--logging_steps", "1")[
+        "metrics"
+    ]
+    assert metrics["reward"] == metrics["rewards/length/mean"] > 0
+
+
+def test_single_prompt_and_bad_tokens(scripts, tmp_path):
+    flags = ["--single_prompt", "the ", "--bad_token_ids", "5", "6", "--reward_type", "toxicity"]
+    results = run(scripts["reinforce"], tmp_path, *flags)
+    assert [set(entry["policy"]) for entry in results["history"]] == [{"log_prob_bad"}] * 2
+    assert results["settings"]["num_generations"] == 16
+
+
+def test_held_out_prompts_are_evaluated_after_training(scripts, tmp_path, capsys):
+    prompts = tmp_path / "held_out.jsonl"
+    prompts.write_text("\n".join(json.dumps({"question": text}) for text in embedded.load_prompts()["prompt"][:3]))
+    flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
+    results = run(scripts["reinforce"], tmp_path / "out", *flags, "--per_device_eval_batch_size", "16")
+    assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
+    assert results["samples"] == 256
+    assert results["policy_updates"] == 2
+
+
+def test_long_prompts_are_left_out(scripts, tmp_path):
+    prompts = embedded.load_prompts()["prompt"]
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    script_args, args, _ = scripts["repulse"].parse(["--max_prompt_length", str(min(lengths))])
+    if max(lengths) > min(lengths):
+        with pytest.warns(UserWarning, match="are left out"):
+            train, held_out = load_data(script_args, args, embedded.policy_path())
+    else:
+        train, held_out = load_data(script_args, args, embedded.policy_path())
+    assert isinstance(train, Dataset)
+    assert len(train) == lengths.count(min(lengths))
+    assert held_out is None
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--reward_kwargs", "{"], "`reward_kwargs='{'` is not valid JSON"),
+        (["--reward_kwargs", "[1]"], "`reward_kwargs=[1]` must be an object"),
+        (["--reward_kwargs", '{"negate": true}'], "`reward_kwargs` (negate) has no effect without `reward_type`"),
+        (["--reward_type", "nice"], "`reward_type='nice'` is not one of"),
+        (["--single_prompt", "the ", "--apply_chat_template", "true"], "`single_prompt` is plain text"),
+        (["--apply_chat_template", "true"], "plain-text prompts"),
+        (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 128 completions of one pass"),
+        (["--bad_token_ids", "9999"], "9999"),
+        (["--model_name_or_path", "m", "--reward_type", "chat"], "`--dataset_name` is needed"),
+        (["--prompt_column", "question"], "has no column `question`, only prompt"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(scripts, tmp_path, flags, words):
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: scripts["reinforce"].main([*QUICK, "--output_dir", str(tmp_path), *flags]))
+    message = exit_.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    assert words in message
+
+
+def test_a_transform_needs_a_function(scripts, tmp_path):
+    with pytest.raises(ValueError, match="make one of a model's path, e.g. with `reward_type='sequence_pair'`"):
+        run(scripts["grpo"], tmp_path, "--reward_transform", "exponential")
+
+
+def test_exact_tracking_of_many_prompts_is_refused(scripts, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": "the "}) for _ in range(65)))
+    with pytest.raises(ValueError, match="`bad_token_ids` asks for the exact log P.* give at most 64 prompts"):
+        run(scripts["reinforce"], tmp_path, "--dataset_name", str(prompts), "--bad_token_ids", "5")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 120

@@ -1,0 +1,114 @@
+"""
+Exact probability that a completion of one or two tokens holds a bad token, over a vocabulary of any size.
+
+Legend: P prompts, V vocabulary, A tokens that are neither bad nor an end, B sequences of one forward pass, L prompt
+tokens.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from .exact import _evaluating
+
+
+@torch.no_grad()
+def exact_log_prob_bad(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    bad_token_ids: Collection[int],
+    max_completion_length: int,
+    eos_token_ids: Collection[int],
+    batch_size: int | None = None,
+) -> torch.Tensor:
+    """
+    Log-probability that any token of a completion is bad, by enumeration of its first token.
+
+    A completion ends with an end-of-sequence token or at T tokens. For T = 2,
+
+        P(bad) = Σ_{s₁ bad} P(s₁) + Σ_{s₁ neither bad nor end} P(s₁) · P(s₂ bad | s₁),
+
+    which takes V + 1 sequences a prompt, about 50,000 for GPT-2, and asks no reward model. Each prompt is a batch of its
+    own, so causal models never see padding. The model runs in its own precision; what follows its logits is in log space,
+    so that the result is right far below what a probability could hold.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
+        prompt_ids (`Sequence[Sequence[int]]`):
+            Tokens of each of the P prompts.
+        bad_token_ids (`Collection[int]`):
+            Tokens whose presence, anywhere in a completion, makes it bad.
+        max_completion_length (`int`):
+            T, 1 or 2.
+        eos_token_ids (`Collection[int]`):
+            Tokens that end a completion; may be empty.
+        batch_size (`int`, *optional*):
+            B, sequences of one forward pass; 64 on a CPU, 512 elsewhere. It bounds the memory, about 8·B·V bytes for
+            logits in float32 beside the model and its activations, and does not change the result.
+
+    Returns:
+        `torch.Tensor` of shape `(P,)`: log P(bad) of each prompt in nats, float64, on the CPU; −inf without bad tokens.
+
+    Raises:
+        `ValueError`: If an argument is out of range, or a prompt is empty.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("distilgpt2")
+    >>> model = AutoModelForCausalLM.from_pretrained("distilgpt2")
+    >>> prompt_ids = [tokenizer("This man is a")["input_ids"]]
+    >>> exact_log_prob_bad(model, prompt_ids, [5089, 9372], 2, [tokenizer.eos_token_id])
+    ```
+    """
+    if max_completion_length not in (1, 2):
+        raise ValueError(
+            f"`max_completion_length={max_completion_length}` must be 1 or 2; estimate others by sampling."
+        )
+    device = next(model.parameters()).device
+    if batch_size is None:
+        batch_size = 64 if device.type == "cpu" else 512
+    if batch_size < 1:
+        raise ValueError(f"`batch_size={batch_size}` must be at least 1.")
+    if not prompt_ids or not all(len(ids) for ids in prompt_ids):
+        raise ValueError("`prompt_ids` must hold at least one prompt, and each prompt at least one token.")
+    bad, eos = sorted(set(bad_token_ids)), sorted(set(eos_token_ids))
+    results = []
+    with _evaluating(model):
+        for ids in prompt_ids:
+            prompt = torch.tensor(list(ids), device=device)  # (L,)
+            first = _next_log_prob(model, prompt.unsqueeze(0))[0]  # (V,)
+            for name, tokens in (("bad_token_ids", bad), ("eos_token_ids", eos)):
+                if tokens and not 0 <= tokens[0] <= tokens[-1] < len(first):
+                    raise ValueError(
+                        f"`{name}` has {tokens[0] if tokens[0] < 0 else tokens[-1]}, but the model's vocabulary is "
+                        f"0 to {len(first) - 1}; use the ids of the model's own tokenizer."
+                    )
+            terms = [first[bad]]
+            if max_completion_length == 2 and bad:
+                live = torch.ones_like(first, dtype=torch.bool)
+                live[bad + eos] = False
+                tokens = live.nonzero()  # (A, 1)
+                second = torch.empty_like(first[live])  # log P(s₂ bad | s₁), (A,)
+                for start in range(0, len(tokens), batch_size):
+                    batch = tokens[start : start + batch_size]
+                    rows = torch.cat([prompt.expand(len(batch), -1), batch], dim=1)  # (B, L + 1)
+                    second[start : start + batch_size] = _next_log_prob(model, rows, bad).logsumexp(dim=1)
+                terms.append(first[live] + second)
+            results.append(torch.cat(terms).logsumexp(dim=0).cpu())
+    return torch.stack(results)
+
+
+def _next_log_prob(model: nn.Module, rows: torch.Tensor, chosen: list[int] | None = None) -> torch.Tensor:
+    """Log-probabilities of the token after each row, (B, V) or those of the chosen tokens, float64."""
+    logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), logits_to_keep=1, use_cache=False).logits
+    logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))  # (B, V)
+    logits.sub_(logits.amax(dim=1, keepdim=True))  # the model's fresh output: ours to change
+    kept = (logits if chosen is None else logits[:, chosen]).to(torch.float64, copy=True)
+    # Exponentials in the model's precision, at most 1 each, and their sum in float64: an error of 1e-7 nats in float32
+    return kept - logits.exp_().sum(dim=1, keepdim=True, dtype=torch.float64).log()

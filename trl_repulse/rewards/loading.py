@@ -1,0 +1,87 @@
+"""Rewards by name, as a command line or a configuration file gives them."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+from .classifiers import ChatReward, SequencePairReward, ToxicityReward
+from .functions import load_reward_function
+from .guard import GuardReward
+from .remote import RemoteReward
+
+
+REWARD_TYPES: dict[str, type] = {
+    "sequence_pair": SequencePairReward,
+    "chat": ChatReward,
+    "toxicity": ToxicityReward,
+    "guard": GuardReward,
+    "remote": RemoteReward,
+}
+
+
+def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any) -> str | Callable[..., list]:
+    """
+    The reward that a type and a path name.
+
+    Args:
+        reward_type (`str`, *optional*):
+            `"sequence_pair"` ([`~trl_repulse.rewards.SequencePairReward`]), `"chat"`
+            ([`~trl_repulse.rewards.ChatReward`]), `"toxicity"` ([`~trl_repulse.rewards.ToxicityReward`]), `"guard"`
+            ([`~trl_repulse.rewards.GuardReward`]), `"remote"` ([`~trl_repulse.rewards.RemoteReward`]), or a function in
+            a file, `"path/to/file.py:function"`. If `None`, TRL's own treatment of a reward model's path.
+        path (`str`, *optional*):
+            Path or Hub id of the reward model; for `"remote"`, the server's address, or several with commas between
+            them. Not for a function.
+        kwargs:
+            Further arguments of the reward, such as `max_length` or `label`.
+
+    Returns:
+        `Callable` or `str`: A reward function for a trainer; `path` itself if `reward_type` is `None`.
+
+    Raises:
+        `ValueError`: If the type is unknown, path or arguments do not belong to it, or the reward refuses them.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards.loading import load_reward
+
+    >>> reward = load_reward("sequence_pair", "OpenAssistant/reward-model-deberta-v3-large-v2", max_length=300)
+    ```
+    """
+    if reward_type is None:
+        if path is None:
+            raise ValueError(
+                "`reward_model_path` is needed; give a path or a Hub id, or a `reward_type` that has none."
+            )
+        if kwargs:
+            raise ValueError(
+                f"`reward_kwargs` ({', '.join(kwargs)}) has no effect without `reward_type`; set it to one of "
+                f"{', '.join(map(repr, REWARD_TYPES))}."
+            )
+        return path
+    if reward_type in REWARD_TYPES:
+        if path is None:
+            raise ValueError(f"`reward_type={reward_type!r}` needs `reward_model_path`; give a path, an id or a URL.")
+        cls = REWARD_TYPES[reward_type]
+        _check_arguments(reward_type, {field.name for field in fields(cls) if field.kw_only}, kwargs)
+        return cls(path.split(",") if reward_type == "remote" else path, **kwargs)
+    if ".py:" not in reward_type:
+        raise ValueError(
+            f"`reward_type={reward_type!r}` is not one of {', '.join(map(repr, REWARD_TYPES))}, nor a function in a "
+            "file, written 'path/to/file.py:function'."
+        )
+    if path is not None:
+        raise ValueError(f"`reward_model_path` has no effect with the function {reward_type!r}; leave it out.")
+    _check_arguments(reward_type, set(signature(load_reward_function).parameters) - {"spec"}, kwargs)
+    return load_reward_function(reward_type, **kwargs)
+
+
+def _check_arguments(reward_type: str, known: set[str], kwargs: dict[str, Any]) -> None:
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise ValueError(
+            f"`reward_kwargs` has `{unknown[0]}`, which `reward_type={reward_type!r}` does not take; it takes "
+            f"{', '.join(sorted(known))}."
+        )

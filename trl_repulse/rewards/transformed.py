@@ -1,0 +1,119 @@
+"""A reward function with a transform around it, for trainers that have no transforms of their own."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from .transforms import exponential_transform, indicator_transform
+
+
+class TransformedReward:
+    """
+    A reward function whose rewards are transformed before a trainer sees them.
+
+    For [`~trl.GRPOTrainer`] and others of TRL's trainers. [`~trl_repulse.ReinforceTrainer`] and its kin transform by
+    configuration (`reward_transform`), which leaves the raw reward to the target distribution; do not use both. The mean
+    of the raw reward is logged as `rewards/NAME/mean`, that of the transformed one as `rewards/NAME_transformed/mean`.
+
+    Args:
+        reward (`Callable`):
+            Reward function in TRL's form, such as those in `trl_repulse.rewards`.
+        transform (`str`, *optional*, defaults to `"exponential"`):
+            `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r − a·1[r < threshold]).
+        alpha (`float`, *optional*, defaults to `1.0`):
+            a, at least 0.
+        beta (`float`, *optional*, defaults to `-1.0`):
+            b of the exponential transform, below 0.
+        threshold (`float`, *optional*):
+            Threshold of the indicator transform, in units of reward.
+
+    Raises:
+        `ValueError`: If `reward` cannot be called or an argument is none of its allowed values; when called, if a
+            transformed reward is infinite.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.rewards import SequencePairReward
+    >>> from trl_repulse.rewards.transformed import TransformedReward
+
+    >>> reward = SequencePairReward("OpenAssistant/reward-model-deberta-v3-large-v2")
+    >>> reward = TransformedReward(reward, "exponential", alpha=0.3, beta=-0.5)
+    ```
+    """
+
+    def __init__(
+        self,
+        reward: Callable[..., list],
+        transform: Literal["exponential", "indicator"] = "exponential",
+        alpha: float = 1.0,
+        beta: float = -1.0,
+        threshold: float | None = None,
+    ):
+        if not callable(reward) or isinstance(reward, torch.nn.Module):
+            raise ValueError(
+                f"A reward transform needs a reward function, got {reward!r:.60}; make one of a model's path, e.g. with "
+                "`reward_type='sequence_pair'`."
+            )
+        if transform not in ("exponential", "indicator"):
+            raise ValueError(f"`reward_transform={transform!r}` must be 'exponential' or 'indicator'.")
+        if transform == "indicator" and threshold is None:
+            raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
+        self.reward = reward
+        self.transform = transform
+        self.alpha = alpha
+        self.beta = beta
+        self.threshold = threshold
+        self._apply(torch.zeros(1))  # refuses parameters out of range
+
+    @property
+    def __name__(self) -> str:
+        return f"{self._raw_name}_transformed"
+
+    @property
+    def _raw_name(self) -> str:
+        return getattr(self.reward, "__name__", type(self.reward).__name__)
+
+    def _apply(self, rewards: torch.Tensor) -> torch.Tensor:
+        if self.transform == "exponential":
+            return exponential_transform(rewards, self.alpha, self.beta)
+        return indicator_transform(rewards, self.alpha, self.threshold)
+
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: list[list[int]] | None = None, **kwargs: Any
+    ) -> list[float | None]:
+        """
+        Transformed rewards of completions, as TRL calls a reward function.
+
+        Args:
+            prompts (`list`):
+                Prompts, plain text or messages.
+            completions (`list`):
+                One completion a prompt, in the same form.
+            completion_ids (`list[list[int]]`, *optional*):
+                The policy's tokens of the completions.
+            kwargs:
+                What else TRL passes; all of it reaches the wrapped function.
+
+        Returns:
+            `list[float | None]`: one reward a completion, `None` where the wrapped function gave none.
+
+        Raises:
+            `ValueError`: If a transformed reward is infinite.
+        """
+        raw = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
+        given = [reward for reward in raw if reward is not None]
+        rewards = self._apply(torch.tensor(given, dtype=torch.float64)).tolist()
+        for reward, value in zip(given, rewards, strict=True):
+            if abs(value) > torch.finfo(torch.float32).max:
+                raise ValueError(
+                    f"The transform of the reward {reward} overflows (`reward_transform_beta={self.beta}`); scale the "
+                    "reward, or bring `reward_transform_beta` closer to 0."
+                )
+        numbers = [reward for reward in given if not math.isnan(reward)]
+        if numbers and "log_metric" in kwargs:
+            kwargs["log_metric"](f"rewards/{self._raw_name}/mean", sum(numbers) / len(numbers))
+        left = iter(rewards)
+        return [None if reward is None else next(left) for reward in raw]

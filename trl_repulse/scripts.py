@@ -1,0 +1,361 @@
+"""What the example scripts share: arguments, prompts, rewards, tracking, the report at the end."""
+
+import json
+import sys
+from argparse import ArgumentError
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from . import embedded
+from .data import drop_long_prompts, load_prompts
+from .evaluation.tracking import (
+    BadTokenTrackingCallback,
+    ExactTrackingCallback,
+    TrackingCallback,
+    format_table,
+    write_results,
+)
+from .plots import plot_training
+from .rewards.loading import load_reward
+
+
+# Of the metrics logged last, where the expected reward is not computed exactly
+SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
+# Exact evaluations of a vocabulary as large as GPT-2's take tens of thousands of sequences a prompt
+MAX_EXACT_PROMPTS = 64
+
+
+@dataclass
+class TrainingScriptArguments(ScriptArguments):
+    """
+    Arguments that the example scripts have beside the trainer's configuration and [`~trl.ModelConfig`].
+
+    Those of [`~trl.ScriptArguments`] are among them; `dataset_name` may also be a .jsonl, .json, .csv or .parquet file.
+
+    Args:
+        reward_model_path (`str`, *optional*):
+            Reward model: a path, a Hub id, or a server's address.
+        reward_type (`str`, *optional*):
+            What kind of reward it is, as in [`~trl_repulse.rewards.loading.load_reward`]; if unset, TRL's own treatment
+            of sequence classifiers.
+        reward_kwargs (`dict` or `str`, *optional*):
+            Further arguments of the reward; on the command line as JSON.
+        prompt_column (`str`, *optional*, defaults to `"prompt"`):
+            Column of the data set that holds the prompts.
+        apply_chat_template (`bool`, *optional*, defaults to `False`):
+            Whether to make plain prompts messages of a user, so that the tokenizer's chat template is applied.
+        single_prompt (`str`, *optional*):
+            The one prompt to train on, in place of the rows of `dataset_name`.
+        max_prompt_length (`int`, *optional*):
+            Prompts of more tokens are left out.
+        eval_dataset_name (`str`, *optional*):
+            Held-out prompts, evaluated by sampling after training: a file or a data set, of which `dataset_test_split`
+            is taken.
+        eval_prompt_column (`str`, *optional*, defaults to `"prompt"`):
+            Column of `eval_dataset_name` that holds the prompts.
+        train_batch_size (`int`, *optional*):
+            Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`, so that an
+            update is the same on any number of devices.
+        bad_token_ids (`list[int]`, *optional*):
+            Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
+        tracking_every (`int`, *optional*, defaults to `10`):
+            Updates between two exact evaluations.
+    """
+
+    reward_model_path: str | None = field(
+        default=None, metadata={"help": "Reward model: a path, a Hub id, or a server's address."}
+    )
+    reward_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. "
+            "If unset, TRL's own treatment of sequence classifiers."
+        },
+    )
+    reward_kwargs: dict | str | None = field(
+        default=None, metadata={"help": 'Further arguments of the reward, e.g. `{"max_length": 300}`.'}
+    )
+    prompt_column: str = field(default="prompt", metadata={"help": "Column of the data set that holds the prompts."})
+    apply_chat_template: bool = field(
+        default=False, metadata={"help": "Whether to make plain prompts messages of a user, in the chat template."}
+    )
+    single_prompt: str | None = field(
+        default=None, metadata={"help": "The one prompt to train on, in place of the rows of `dataset_name`."}
+    )
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Prompts of more tokens are left out."})
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Held-out prompts, evaluated by sampling after training."}
+    )
+    eval_prompt_column: str = field(default="prompt", metadata={"help": "Column of the held-out prompts."})
+    train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`."
+        },
+    )
+    bad_token_ids: list[int] | None = field(
+        default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
+    )
+    tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
+
+    def __post_init__(self):
+        if isinstance(self.reward_kwargs, str):
+            try:
+                self.reward_kwargs = json.loads(self.reward_kwargs)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}).") from error
+        if not isinstance(self.reward_kwargs, dict | None):
+            raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
+
+
+def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> tuple[Any, Any, ModelConfig]:
+    """
+    Reads the command line, and the YAML file that `--config` names. Flags win over the file.
+
+    Args:
+        argv (`list[str]`):
+            Command line without the name of the script.
+        classes (`tuple`):
+            Dataclasses of the script's arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+        default_config (`Path`):
+            File to read where neither `--config` nor `--model_name_or_path` is given.
+
+    Returns:
+        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, the paths of the embedded world.
+
+    Raises:
+        `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
+        `argparse.ArgumentError`: If a flag cannot be read.
+    """
+    if not {"--config", "--model_name_or_path"} & {arg.split("=")[0] for arg in argv}:
+        argv = ["--config", str(default_config), *argv]
+    parser = TrlParser((*classes, ModelConfig), exit_on_error=False)
+    if not torch.accelerator.is_available():
+        parser.set_defaults_with_config(use_cpu=True, bf16=False)
+    script_args, args, model_args = parser.parse_args_and_config(argv)
+    if script_args.train_batch_size is not None:
+        steps = _accumulation(script_args.train_batch_size, args)
+        argv = [*argv, "--gradient_accumulation_steps", str(steps)]
+        script_args, args, model_args = parser.parse_args_and_config(argv)
+    if model_args.model_name_or_path is None:
+        if script_args.reward_type is None or ".py:" not in script_args.reward_type:
+            script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
+        script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
+    needed = ["dataset_name"] if script_args.single_prompt is None else []
+    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
+        if getattr(script_args, name) is None:
+            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
+    model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    args.model_init_kwargs = model_init_kwargs | (args.model_init_kwargs or {})
+    return script_args, args, model_args
+
+
+def _accumulation(train_batch_size: int, args: Any) -> int:
+    """Passes that one update takes on these processes."""
+    a_pass = args.per_device_train_batch_size * args.world_size
+    if train_batch_size < 1 or train_batch_size % a_pass:
+        raise ValueError(
+            f"`train_batch_size={train_batch_size}` is no multiple of the {a_pass} completions of one pass "
+            f"(`per_device_train_batch_size` times {args.world_size} processes); change one of them."
+        )
+    return train_batch_size // a_pass
+
+
+def load_data(
+    script_args: TrainingScriptArguments, args: Any, model_name: str
+) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
+    """
+    Loads the prompts to train on, and the held-out ones.
+
+    Args:
+        script_args ([`TrainingScriptArguments`]):
+            Names the data.
+        args ([`~trl.RLOOConfig`] or [`~trl.GRPOConfig`]):
+            The trainer's configuration; `eval_strategy` asks for held-out prompts.
+        model_name (`str`):
+            The policy, whose tokenizer counts the prompts' tokens.
+
+    Returns:
+        The prompts to train on and the held-out ones, or `None` where none are asked for.
+
+    Raises:
+        `ValueError`: If prompts cannot be loaded or used.
+    """
+    options = (script_args.dataset_config, script_args.dataset_streaming)
+    column, chat = script_args.prompt_column, script_args.apply_chat_template
+    if script_args.single_prompt is not None:
+        train = Dataset.from_dict({"prompt": [script_args.single_prompt]})
+        if chat:
+            raise ValueError("`single_prompt` is plain text; leave `apply_chat_template` out, or write a file.")
+    else:
+        train = load_prompts(script_args.dataset_name, script_args.dataset_train_split, *options, column, chat)
+    held_out = None
+    if script_args.eval_dataset_name is not None:
+        streaming, column = script_args.dataset_streaming, script_args.eval_prompt_column
+        split = script_args.dataset_test_split
+        held_out = load_prompts(script_args.eval_dataset_name, split, None, streaming, column, chat)
+    elif args.eval_strategy != "no":
+        held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)
+    if script_args.max_prompt_length is not None:
+        tokenizer = AutoTokenizer.from_pretrained(model_name, revision=(args.model_init_kwargs or {}).get("revision"))
+        train, held_out = (
+            None if prompts is None else drop_long_prompts(prompts, tokenizer, script_args.max_prompt_length)
+            for prompts in (train, held_out)
+        )
+    return train, held_out
+
+
+def make_tracking(
+    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, is_embedded: bool
+) -> TrackingCallback:
+    """
+    The callback that follows a run: exactly where that can be done, else counting what the run spends.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow.
+        script_args ([`TrainingScriptArguments`]):
+            Names the bad tokens and how often to evaluate.
+        prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            The prompts trained on, each once.
+        is_embedded (`bool`):
+            Whether the policy is the embedded world's.
+
+    Returns:
+        [`~trl_repulse.evaluation.tracking.TrackingCallback`]
+
+    Raises:
+        `ValueError`: If the bad tokens are given, but prompts or completions are too many or too long to enumerate.
+    """
+    bad, every = script_args.bad_token_ids, script_args.tracking_every
+    if is_embedded:
+        bad = bad or embedded.bad_token_ids(trainer.processing_class)
+    if not bad:
+        return TrackingCallback(trainer)
+    if not isinstance(prompts, Dataset) or len(prompts) > MAX_EXACT_PROMPTS:
+        raise ValueError(
+            f"`bad_token_ids` asks for the exact log P(bad) of each prompt; give at most {MAX_EXACT_PROMPTS} prompts, or "
+            "a `single_prompt`, and no stream."
+        )
+    texts = [row["prompt"] for row in prompts]
+    if is_embedded and isinstance(trainer.reward_funcs[0], nn.Module):
+        initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+        return ExactTrackingCallback.from_trainer(trainer, texts, bad, initial, every)
+    return BadTokenTrackingCallback(trainer, texts, bad, every)
+
+
+def run(
+    trainer_cls: type[Trainer],
+    script_args: TrainingScriptArguments,
+    args: Any,
+    model_args: ModelConfig,
+    method: str,
+    **kwargs: Any,
+) -> None:
+    """
+    Trains, saves, and says what became of it: a table on the standard output, `results.json` in `output_dir`.
+
+    Args:
+        trainer_cls (`type`):
+            Class of the trainer.
+        script_args, args, model_args:
+            What [`parse`] returned.
+        method (`str`):
+            Name of the method in the report.
+        kwargs:
+            Further arguments of the trainer. `reward_funcs` takes the place of the reward that `script_args` names.
+    """
+    name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
+    dataset, held_out = load_data(script_args, args, model_name)
+    prompts = dataset
+    if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
+        dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
+    if "reward_funcs" not in kwargs:
+        kwargs["reward_funcs"] = make_reward(script_args)
+    trainer = trainer_cls(
+        model=model_name,
+        args=args,
+        train_dataset=dataset,
+        eval_dataset=held_out,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        **kwargs,
+    )
+    tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
+    trainer.add_callback(tracking)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if script_args.eval_dataset_name is not None:
+        trainer.evaluate()
+    if trainer.is_world_process_zero():
+        report(trainer, tracking, method)
+    if args.push_to_hub:
+        is_file = name is None or Path(name).is_file()
+        trainer.push_to_hub(dataset_name=None if is_file else name)
+    trainer.end()
+
+
+def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
+    """
+    The reward that the arguments name.
+
+    Args:
+        script_args ([`TrainingScriptArguments`]):
+            Names the reward.
+
+    Returns:
+        `Callable` or `str`: as [`~trl_repulse.rewards.loading.load_reward`].
+    """
+    return load_reward(script_args.reward_type, script_args.reward_model_path, **(script_args.reward_kwargs or {}))
+
+
+def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
+    """
+    Writes `results.json` and a figure to `output_dir`, and prints a table.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer that has finished.
+        tracking ([`~trl_repulse.evaluation.tracking.TrackingCallback`]):
+            Callback that followed it.
+        method (`str`):
+            Name of the method.
+    """
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    history = list(reversed(trainer.state.log_history))
+    metrics = next((logs for logs in history if "reward" in logs), {})
+    held_out = next((logs for logs in history if "eval_reward" in logs), {})
+    metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")}
+    write_results(output_dir / "results.json", method, args.seed, tracking, args.to_dict(), metrics)
+    shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
+    table = format_table(tracking, {name: metrics[name] for name in shown})
+    print(f"\n{method}, seed {args.seed}\n{table}\n")
+    if tracking.history:
+        plot_training(tracking.history, output_dir / "training.png")
+    print(f"Saved to {output_dir.resolve()}")
+
+
+def main_or_exit(main: Callable[[], None]) -> None:
+    """
+    Runs a script's main function; a mistake of the user ends it with one line and exit code 1.
+
+    Args:
+        main (`Callable`):
+            The function.
+    """
+    try:
+        main()
+    except (ValueError, OSError, ArgumentError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
