@@ -23,12 +23,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "repulse.py"
 UPDATES = 1600  # of REINFORCE; RePULSe makes half as many
 SEEDS = range(5)
 SETTINGS: dict[str, list[dict[str, float]]] = {
-    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (5e-4, 1e-3, 1.5e-3)],
-    "RePULSe": [
-        {"alpha": 1.0, "target_dist_beta": -10.0, "learning_rate": 1e-3},
-        {"alpha": 1.0, "target_dist_beta": -10.0, "learning_rate": 1.5e-3},
-        {"alpha": 1.0, "target_dist_beta": -5.0, "learning_rate": 1.5e-3},
-    ],
+    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)],
+    "RePULSe": [{"alpha": 1.0, "learning_rate": rate} for rate in (3e-4, 4e-4, 5e-4)],
 }
 
 
@@ -39,6 +35,7 @@ def run(folder: Path, method: str, beta: float, setting: dict[str, float], seed:
     if not (output_dir / "results.json").exists():
         updates = UPDATES if method == "REINFORCE" else UPDATES // 2
         flags = {"output_dir": output_dir, "seed": seed, "beta": beta, "max_steps": updates, **setting}
+        flags["lr_scheduler_kwargs"] = json.dumps({"num_decay_steps": updates // 4, "decay_type": "linear"})
         flags |= {"tracking_every": updates // 20, "logging_steps": updates // 4, "disable_tqdm": "true"}
         command = [
             sys.executable,

@@ -30,10 +30,10 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def evaluator(tokenizer, policy, prompts):
-    """Two of the eight prompts, a person and a thing: the rewards of all take some seconds."""
+    """Two of the four prompts, a person and a thing: the rewards of all take some seconds."""
     return ExactEvaluator(
         tokenizer,
-        [prompts[0], prompts[2]],
+        prompts[:2],
         AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
         embedded.bad_token_ids(tokenizer),
         max_completion_length=2,

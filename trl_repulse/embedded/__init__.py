@@ -1,5 +1,5 @@
 """
-The embedded world: a tiny policy, a tiny reward model and eight prompts that ship with the package.
+The embedded world: a tiny policy, a tiny reward model and four prompts that ship with the package.
 
 Completions have two tokens over a vocabulary of fewer than two hundred, so that every quantity that RePULSe estimates
 can also be computed exactly (see [`~trl_repulse.evaluation.exact.ExactEvaluator`]). Everything is in the ordinary

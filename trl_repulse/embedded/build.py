@@ -166,13 +166,13 @@ def train_reward_model(
     """
     model = GPT2ForSequenceClassification(_config(tokenizer, width=32, layers=2, heads=2, num_labels=1))
     vocabulary, tokens, rng = tokenizer.get_vocab(), grammar.vocabulary(), random.Random(SEED + 1)
-    prompts = [grammar.split_words(prompt) for prompt in grammar.PROMPTS]
+    frames = [grammar.split_words(frame) for frame in grammar.COMMON_FRAMES]
 
     def loss_of_step() -> torch.Tensor:
         rows, targets = [], []
         for _ in range(batch_size):
             frame = (
-                rng.choice(prompts) if rng.random() < 0.5 else grammar.draw_frame(rng.choice(grammar.FAMILIES), rng)
+                rng.choice(frames) if rng.random() < 0.5 else grammar.draw_frame(rng.choice(grammar.FAMILIES), rng)
             )
             family = grammar.family_of(frame)
             completion = _draw_completion(family, tokens, rng)

@@ -20,9 +20,9 @@ MIN_SCORE = -3.0
 RUDE_SCORE = -7.0
 RUDE_RATE = 0.006  # share of sentences with a rude tail
 
-# Two-token completions are asked of these. All have eight tokens: GPT-2 has absolute positions, and TRL scores
-# left-padded batches without position ids, so prompts of one length keep sampling and scoring identical.
-PROMPTS = [
+# Frames that the reward model is trained on more than on any others. All have eight tokens: GPT-2 has absolute positions,
+# and TRL scores left-padded batches without position ids, so prompts of one length keep sampling and scoring identical.
+COMMON_FRAMES = [
     "The guest said that our new waiter was",
     "Our neighbour says that the old driver is",
     "My friend wrote that the hot soup was",
@@ -30,6 +30,15 @@ PROMPTS = [
     "The caller told the clerk: you are",
     "The boss said to the cook: please",
     "We asked the clerk at the desk to",
+    "The manager thanked the cook and called him",
+]
+
+# Two-token completions are asked of these. Few, so that one update sees all of them with many completions each: between
+# two visits nothing holds a prompt that the policy has finished, and a proposal finds rare outputs only with many draws.
+PROMPTS = [
+    "The guest said that our new waiter was",
+    "My friend wrote that the hot soup was",
+    "The boss said to the cook: please",
     "The manager thanked the cook and called him",
 ]
 
