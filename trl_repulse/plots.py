@@ -1,12 +1,16 @@
-"""Figures of a training run."""
+"""Figures of training runs."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from .evaluation.comparison import summarize
 
 
 _MODELS = {  # label, colour, line style
@@ -17,6 +21,15 @@ _PANELS = {
     "expected_reward": ("Expected reward", "reward"),
     "log_prob_bad": ("Exact log P(bad)", "nats"),
 }
+_METHODS = (  # colour and marker of one method after the other, told apart in grey as well
+    ("#c8502d", "o"),
+    ("#1f5fa8", "s"),
+    ("#3f8f4f", "^"),
+    ("#7b52a1", "D"),
+    ("#8a6d1f", "v"),
+    ("#2b8c99", "P"),
+    ("#555555", "X"),
+)
 _AXES = {"samples": "samples drawn", "update": "policy updates"}
 _INK, _FAINT = "#333333", "#dddddd"
 
@@ -59,12 +72,51 @@ def plot_training(
         panel.margins(x=0.02, y=0.08)
         panel.set_xlim(left=0)
         panel.grid(axis="y", color=_FAINT, linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color("#999999")
-        panel.tick_params(colors=_INK, labelsize=9, length=3)
+        _tidy(panel)
     if both:
         axes[0].legend(frameon=False, fontsize=9, labelcolor=_INK)
+    _save(figure, path)
+
+
+def plot_frontier(runs: Sequence[dict[str, Any]], path: str | Path) -> None:
+    """
+    Draws where methods end: expected reward against exact log P(bad), every seed and the mean with its 95 % interval.
+
+    Args:
+        runs (`Sequence[dict]`):
+            What [`~trl_repulse.evaluation.comparison.load_runs`] returned.
+        path (`str` or `Path`):
+            File to write; its suffix decides the format, its folder is created if missing.
+    """
+    figure = Figure(figsize=(6.8, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    for i, (method, summary) in enumerate(summarize(runs).items()):
+        colour, marker = _METHODS[i % len(_METHODS)]
+        finals = [run["final"] for run in runs if run["method"] == method]
+        seeds = ([final["log_prob_bad"] for final in finals], [final["expected_reward"] for final in finals])
+        panel.scatter(*seeds, s=16, color=colour, marker=marker, alpha=0.4, linewidths=0)
+        (x, x_half), (y, y_half) = summary["log_prob_bad"], summary["expected_reward"]
+        halves = {"xerr": x_half, "yerr": y_half} if math.isfinite(x_half) else {}
+        style = {"markersize": 7, "capsize": 3, "linewidth": 1.4, "label": method}
+        panel.errorbar(x, y, fmt=marker, color=colour, **halves, **style)
+    panel.set_xlabel("exact log P(bad), nats (rarer to the left)", color=_INK)
+    panel.set_ylabel("expected reward", color=_INK)
+    panel.grid(color=_FAINT, linewidth=0.8)
+    panel.margins(0.08)
+    _tidy(panel)
+    panel.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
+    _save(figure, path)
+
+
+def _tidy(panel: Axes) -> None:
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color("#999999")
+    panel.tick_params(colors=_INK, labelsize=9, length=3)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, facecolor="white")

@@ -171,9 +171,7 @@ def train_reward_model(
     def loss_of_step() -> torch.Tensor:
         rows, targets = [], []
         for _ in range(batch_size):
-            frame = (
-                rng.choice(frames) if rng.random() < 0.5 else grammar.draw_frame(rng.choice(grammar.FAMILIES), rng)
-            )
+            frame = rng.choice(frames) if rng.random() < 0.5 else grammar.draw_frame(rng.choice(grammar.FAMILIES), rng)
             family = grammar.family_of(frame)
             completion = _draw_completion(family, tokens, rng)
             rows.append([vocabulary[token] for token in frame + completion])

@@ -1,0 +1,113 @@
+"""
+Compares methods in the embedded world at equal numbers of completions: a table and a figure.
+
+    python examples/compare.py                 # each method's chosen setting, seeds 0 to 4
+    python examples/compare.py --tune          # instead, every setting of every method, on a seed of its own
+    python examples/compare.py --seeds 0 1 2 --methods REINFORCE RePULSe --output_dir runs
+
+Methods and settings are in `examples/configs/compare.yaml`. A run is one of the example scripts with other flags, in one of
+`--workers` processes. Finished runs are not repeated: an interrupted comparison goes on where it stopped.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import multiprocessing
+import shutil
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from trl_repulse.evaluation.comparison import format_comparison, load_runs
+from trl_repulse.plots import plot_frontier
+
+
+EXAMPLES = Path(__file__).parent
+TUNING_SEEDS = [100]  # of no run that is compared
+
+
+def prepare_worker() -> None:
+    torch.set_num_threads(1)  # as many runs as there are cores are faster than a run on many
+    sys.path.insert(0, str(EXAMPLES))
+
+
+def run(script: str, method: str, flags: dict[str, Any], folder: Path) -> None:
+    """Runs an example script in this process; what it prints goes to `log.txt`, `results.json` appears when it is done."""
+    shutil.rmtree(folder, ignore_errors=True)
+    running = folder.with_name(f"{folder.name}.running")
+    shutil.rmtree(running, ignore_errors=True)
+    running.mkdir(parents=True)
+    texts = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in flags.items()}
+    argv = [part for name, text in texts.items() for part in (f"--{name}", text)]
+    with open(running / "log.txt", "w", encoding="utf-8") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            importlib.import_module(script).main([*argv, "--output_dir", str(running)])
+    results = json.loads((running / "results.json").read_text(encoding="utf-8"))
+    (running / "results.json").write_text(json.dumps(results | {"method": method}, indent=2), encoding="utf-8")
+    running.rename(folder)
+
+
+def plan(config: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str, dict[str, Any], Path]]:
+    """What to run: script, method, flags and folder of each."""
+    runs = []
+    for name, method in config["methods"].items():
+        if options.methods and name not in options.methods:
+            continue
+        updates = config["samples"] // (config["samples_per_update"] * method.get("models_sampled", 1))
+        decay = {"num_decay_steps": updates // 4, "decay_type": "linear"}
+        schedule = {"max_steps": updates, "lr_scheduler_kwargs": decay, "tracking_every": updates // 20}
+        settings = method["settings"] if options.tune else [method["settings"][method["chosen"]]]
+        for setting in settings:
+            for seed in TUNING_SEEDS if options.tune else options.seeds:
+                label = (
+                    f"{name}, {', '.join(f'{key} {value:g}' for key, value in setting.items())}"
+                    if options.tune
+                    else name
+                )
+                values = "-".join(f"{key}{value:g}" for key, value in setting.items())
+                folder = options.output_dir / f"{name}-{values}-seed{seed}".replace(" ", "_")
+                flags = config["common"] | method.get("flags", {}) | schedule | setting | {"seed": seed}
+                runs.append((method["script"], label, flags, folder))
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=EXAMPLES / "configs" / "compare.yaml")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--methods", nargs="+", help="some of the methods; by default all")
+    parser.add_argument("--tune", action="store_true", help="run every setting instead of the chosen ones")
+    parser.add_argument("--workers", type=int, default=2, help="runs at the same time")
+    options = parser.parse_args()
+    config = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    unknown = set(options.methods or ()) - set(config["methods"])
+    if unknown:
+        sys.exit(f"error: {options.config} has no method {sorted(unknown)}; it has {', '.join(config['methods'])}.")
+
+    runs = plan(config, options)
+    missing = [entry for entry in runs if not (entry[-1] / "results.json").exists()]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:
+        waiting = {pool.submit(run, *entry): entry[-1] for entry in missing}
+        for done, future in enumerate(as_completed(waiting), len(runs) - len(missing) + 1):
+            if future.exception() is not None:
+                pool.shutdown(cancel_futures=True)
+                log = waiting[future].with_name(f"{waiting[future].name}.running") / "log.txt"
+                sys.exit(f"error: {waiting[future].name} failed: {future.exception()} (see {log})")
+            print(f"{done} of {len(runs)}: {waiting[future].name}", flush=True)
+    results = load_runs(entry[-1] / "results.json" for entry in runs)
+    print(f"\n{results[0]['samples']:,} completions each; mean ± 95 % interval over the seeds\n")
+    print(format_comparison(results))
+    figure = options.output_dir / ("tuning.png" if options.tune else "frontier.png")
+    plot_frontier(results, figure)
+    print(f"\nFigure: {figure}")
+
+
+if __name__ == "__main__":
+    main()

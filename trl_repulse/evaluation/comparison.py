@@ -1,0 +1,118 @@
+"""Several methods' finished runs side by side: means over seeds with intervals, as a table."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student_t
+
+
+QUANTITIES = {"expected_reward": "expected reward", "log_prob_bad": "log P(bad), nats", "kl": "KL, nats"}
+
+
+def load_runs(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """
+    Reads the results of runs that are to be compared.
+
+    Args:
+        paths (`Iterable[str | Path]`):
+            Files that [`~trl_repulse.evaluation.tracking.write_results`] wrote.
+
+    Returns:
+        `list[dict]`: Their content, in the order of the paths.
+
+    Raises:
+        `ValueError`: If a file is no such results file or has no exact evaluation, if runs drew different numbers of
+            completions, started from different policies, or if a method has two runs of one seed.
+    """
+    runs, seen = [], {}
+    for path in map(Path, paths):
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as results ({error}); run it again.") from error
+        if not isinstance(run, dict) or not {"method", "seed", "samples", "initial", "final"} <= set(run):
+            raise ValueError(f"{path} holds no results of a training script.")
+        if run["final"] is None or not set(QUANTITIES) <= set(run["final"]):
+            raise ValueError(f"{path} has no exact evaluation of the policy; compare runs in the embedded world.")
+        run_id = (run["method"], run["seed"])
+        if run_id in seen:
+            raise ValueError(f"{path} and {seen[run_id]} are both {run_id[0]} with seed {run_id[1]}; leave one out.")
+        seen[run_id] = path
+        runs.append(run)
+        if run["samples"] != runs[0]["samples"]:
+            budgets = f"{run['samples']} completions, other runs {runs[0]['samples']}"
+            raise ValueError(f"{path} drew {budgets}; compare runs of one budget.")
+        start, other = (run["initial"]["log_prob_bad"] for run in (run, runs[0]))
+        if not math.isclose(start, other, rel_tol=1e-5):
+            raise ValueError(
+                f"{path} started at log P(bad) {start}, other runs at {other}; compare runs of one policy."
+            )
+    return runs
+
+
+def mean_and_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """
+    Mean of independent values, with Student's interval.
+
+    Args:
+        values (`Sequence[float]`):
+            One value a seed.
+        level (`float`, *optional*, defaults to `0.95`):
+            Confidence level.
+
+    Returns:
+        `tuple[float, float]`: The mean and half the width of the interval around it, infinite for a single value.
+    """
+    if len(values) < 2:
+        return statistics.mean(values), math.inf
+    quantile = float(student_t.ppf(0.5 + level / 2, len(values) - 1))
+    return statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def summarize(runs: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, dict[str, tuple[float, float]]]:
+    """
+    Means over each method's seeds.
+
+    Args:
+        runs (`Sequence[dict]`):
+            What [`load_runs`] returned.
+        level (`float`, *optional*, defaults to `0.95`):
+            Confidence level.
+
+    Returns:
+        `dict`: By method, in the order of their first runs, and by quantity (`expected_reward` in units of reward,
+        `log_prob_bad` and `kl` in nats): mean and half-width, as [`mean_and_interval`].
+    """
+    methods = dict.fromkeys(run["method"] for run in runs)
+    finals = {method: [run["final"] for run in runs if run["method"] == method] for method in methods}
+    return {
+        method: {key: mean_and_interval([final[key] for final in values], level) for key in QUANTITIES}
+        for method, values in finals.items()
+    }
+
+
+def format_comparison(runs: Sequence[dict[str, Any]], level: float = 0.95) -> str:
+    """
+    A Markdown table of [`summarize`], one row a method, with each seed's log P(bad) and reward at its end.
+
+    Args:
+        runs (`Sequence[dict]`):
+            What [`load_runs`] returned.
+        level (`float`, *optional*, defaults to `0.95`):
+            Confidence level.
+
+    Returns:
+        `str`: The table.
+    """
+    header = ("method", "updates", *QUANTITIES.values(), "each seed: reward / log P(bad)")
+    rows = [header, tuple("---" for _ in header)]
+    for method, summary in summarize(runs, level).items():
+        mine = [run for run in runs if run["method"] == method]
+        each = ", ".join(f"{run['final']['expected_reward']:.2f} / {run['final']['log_prob_bad']:.1f}" for run in mine)
+        cells = (f"{mean:.2f} ± {half:.2f}" if half < math.inf else f"{mean:.2f}" for mean, half in summary.values())
+        rows.append((method, f"{mine[0]['policy_updates']:,}", *cells, each))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
