@@ -1,0 +1,149 @@
+"""Runs side by side: intervals, what may not be compared, the figure, and the script that makes them."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_repulse.evaluation.comparison import format_comparison, load_runs, mean_and_interval, summarize
+from trl_repulse.plots import plot_frontier
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def result(method="REINFORCE", seed=0, log_prob_bad=-10.0, **changes):
+    start = {"expected_reward": 0.5, "log_prob_bad": -5.0, "kl": 0.0}
+    final = {"expected_reward": 4.0, "log_prob_bad": log_prob_bad, "kl": 2.0}
+    run = {"method": method, "seed": seed, "samples": 100, "policy_updates": 10, "initial": start, "final": final}
+    return run | changes
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*runs):
+        paths = [tmp_path / f"{i}.json" for i in range(len(runs))]
+        for path, run in zip(paths, runs, strict=True):
+            path.write_text(json.dumps(run))
+        return paths
+
+    return write
+
+
+def test_interval_against_a_table():
+    # Student's 97.5 % quantiles in any table: 12.706 for one degree of freedom, 2.776 for four
+    assert mean_and_interval([0.0, 2.0]) == pytest.approx((1.0, 12.706), abs=1e-3)
+    mean, half = mean_and_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, half) == pytest.approx((3.0, 2.776 * math.sqrt(2.5 / 5)), abs=1e-3)
+    assert mean_and_interval([7.0]) == (7.0, math.inf)
+
+
+def test_interval_covers():
+    import torch
+
+    draws = torch.randn(4000, 5, generator=torch.Generator().manual_seed(0)).tolist()
+    covered = [abs(mean) < half for mean, half in map(mean_and_interval, draws)]
+    assert 0.94 < sum(covered) / len(covered) < 0.96
+
+
+def test_table_and_summary(write):
+    runs = load_runs(write(result(seed=0), result(seed=1, log_prob_bad=-12.0), result("RePULSe", log_prob_bad=-40.0)))
+    summary = summarize(runs)
+    assert list(summary) == ["REINFORCE", "RePULSe"]
+    assert summary["REINFORCE"]["log_prob_bad"] == pytest.approx((-11.0, 12.706), abs=1e-3)
+    lines = format_comparison(runs).splitlines()
+    assert len(lines) == 4 and "-11.00 ± 12.71" in lines[2] and "4.00 / -10.0, 4.00 / -12.0" in lines[2]
+    assert "| -40.00 |" in lines[3]  # one seed has no interval
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (result(seed=0), "both REINFORCE with seed 0"),
+        (result(seed=1, samples=200), "drew 200 completions, other runs 100"),
+        (result(seed=1, initial={"expected_reward": 0.5, "log_prob_bad": -6.0}), "started at log P"),
+        (result(seed=1, final=None), "no exact evaluation"),
+        ({"loss": 1.0}, "no results of a training script"),
+    ],
+)
+def test_what_may_not_be_compared(write, second, words):
+    paths = write(result(), second)
+    with pytest.raises(ValueError, match=words) as error:
+        load_runs(paths)
+    assert str(paths[1]) in str(error.value)
+
+
+def test_torn_file(write, tmp_path):
+    (path,) = write(result())
+    path.write_text(path.read_text()[:20])
+    with pytest.raises(ValueError, match="cannot be read as results"):
+        load_runs([path])
+
+
+@pytest.mark.parametrize("suffix", ["png", "pdf"])
+def test_figure(write, tmp_path, suffix):
+    runs = load_runs(write(*(result(m, s, -10.0 - s) for m in "abcdefgh" for s in range(3)), result("single")))
+    plot_frontier(runs, tmp_path / "figures" / f"frontier.{suffix}")
+    assert (tmp_path / "figures" / f"frontier.{suffix}").stat().st_size > 5000
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("compare", EXAMPLES / "compare.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare"] = module  # worker processes look its functions up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_settings_are_as_many_for_every_method_and_flags_exist():
+    config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())
+    assert {len(method["settings"]) for method in config["methods"].values()} == {3}
+    script = load_script()
+    options = script.argparse.Namespace(methods=None, tune=True, seeds=[0], output_dir=Path("runs"))
+    runs = script.plan(config, options)
+    assert len({folder for *_, folder in runs}) == 3 * len(config["methods"])
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        for name, _, flags, _ in runs:
+            texts = {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in flags.items()}
+            argv = [part for key, text in texts.items() for part in (f"--{key}", text)]
+            _, args, _ = importlib.import_module(name).parse([*argv, "--output_dir", "unused"])
+            drawn = (
+                args.max_steps * args.per_device_train_batch_size * (2 if getattr(args, "has_proposal", False) else 1)
+            )
+            assert drawn == config["samples"]
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.mark.trainer
+def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
+    config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())
+    config["samples"] = 20 * 2 * config["samples_per_update"]
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    flags = ["--config", str(path), "--output_dir", str(tmp_path / "runs"), "--seeds", "3", "--workers", "1"]
+    script = load_script()
+    monkeypatch.syspath_prepend(EXAMPLES)  # for the worker's import of `compare`
+    monkeypatch.setattr(sys, "argv", ["compare.py", *flags, "--methods", "RePULSe"])
+    script.main()
+    (results,) = (tmp_path / "runs").glob("*/results.json")
+    written = results.stat().st_mtime_ns
+    assert "1 of 1: RePULSe" in capsys.readouterr().out
+
+    monkeypatch.setattr(sys, "argv", ["compare.py", *flags, "--methods", "RePULSe", "REINFORCE"])
+    script.main()
+    out = capsys.readouterr().out
+    assert results.stat().st_mtime_ns == written and "2 of 2: REINFORCE" in out and "1 of 2" not in out
+    assert "| RePULSe | 20 |" in out and "| REINFORCE | 40 |" in out
+    assert (tmp_path / "runs" / "frontier.png").exists() and not list((tmp_path / "runs").glob("*.running"))
+
+
+def test_unknown_method(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--methods", "DPO"])
+    with pytest.raises(SystemExit, match="has no method .'DPO'.; it has RePULSe, REINFORCE"):
+        load_script().main()
