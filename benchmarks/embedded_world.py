@@ -2,10 +2,10 @@
 
     python benchmarks/embedded_world.py --output_dir runs/embedded --workers 2
 
-Every run is `examples/repulse.py` with other flags, in a process of one thread. First each method is tuned on seed 0 over
-the same number of settings; of those within 0.1 of the method's best expected reward, the `--keep` settings with the
-lowest exact log P(bad) are kept. Then each kept setting runs with five seeds, and all of them are shown. RePULSe draws as many completions from its proposal
-as from the policy, so it makes half as many policy updates. Runs that left a `results.json` are not repeated.
+Every run is `examples/repulse.py` with other flags, in a process of one thread. Each method runs with the same number of settings,
+every setting with five seeds, and all are shown; marked is, of a method's settings within 0.1 of its best mean reward, the
+one with the lowest mean log P(bad). RePULSe draws as many completions from its proposal as from the policy, so it makes half
+as many policy updates. Runs that left a `results.json` are not repeated.
 """
 
 import argparse
@@ -23,8 +23,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "repulse.py"
 UPDATES = 1600  # of REINFORCE; RePULSe makes half as many
 SEEDS = range(5)
 SETTINGS: dict[str, list[dict[str, float]]] = {
-    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)],
-    "RePULSe": [{"alpha": 1.0, "learning_rate": rate} for rate in (3e-4, 4e-4, 5e-4)],
+    "REINFORCE": [{"alpha": 0.0, "learning_rate": rate} for rate in (1e-3, 2e-3)],
+    "RePULSe": [{"alpha": 1.0, "learning_rate": rate} for rate in (4e-4, 5e-4)],
 }
 
 
@@ -35,7 +35,6 @@ def run(folder: Path, method: str, beta: float, setting: dict[str, float], seed:
     if not (output_dir / "results.json").exists():
         updates = UPDATES if method == "REINFORCE" else UPDATES // 2
         flags = {"output_dir": output_dir, "seed": seed, "beta": beta, "max_steps": updates, **setting}
-        flags["lr_scheduler_kwargs"] = json.dumps({"num_decay_steps": updates // 4, "decay_type": "linear"})
         flags |= {"tracking_every": updates // 20, "logging_steps": updates // 4, "disable_tqdm": "true"}
         command = [
             sys.executable,
@@ -50,11 +49,19 @@ def run(folder: Path, method: str, beta: float, setting: dict[str, float], seed:
     return json.loads((output_dir / "results.json").read_text())
 
 
-def choose(tuned: list[tuple[dict[str, float], dict]], keep: int) -> list[dict[str, float]]:
-    """The settings with the lowest log P(bad) among those within 0.1 of the best expected reward."""
-    best = max(results["final"]["expected_reward"] for _, results in tuned)
-    close = [(setting, r) for setting, r in tuned if r["final"]["expected_reward"] > best - 0.1]
-    return [setting for setting, _ in sorted(close, key=lambda pair: pair[1]["final"]["log_prob_bad"])[:keep]]
+def choose(compared: list[tuple]) -> list[tuple]:
+    """Of each KL coefficient and method: among settings within 0.1 of the best mean reward, that with the lowest log P(bad)."""
+
+    def mean(row: tuple, key: str) -> float:
+        return statistics.mean(r["final"][key] for r in row[-1])
+
+    chosen = []
+    for group in dict.fromkeys(row[:2] for row in compared):
+        rows = [row for row in compared if row[:2] == group]
+        best = max(mean(row, "expected_reward") for row in rows)
+        close = [row for row in rows if mean(row, "expected_reward") > best - 0.1]
+        chosen.append(min(close, key=lambda row: mean(row, "log_prob_bad")))
+    return chosen
 
 
 def interval(values: list[float]) -> str:
@@ -78,54 +85,35 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/embedded"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.2], help="KL coefficients")
-    parser.add_argument("--keep", type=int, default=1, help="settings of each method that run with all seeds")
     options = parser.parse_args()
 
     with ThreadPoolExecutor(options.workers) as pool:
-        tuning = {
-            (beta, method): [
-                (setting, pool.submit(run, options.output_dir, method, beta, setting, 0)) for setting in settings
-            ]
-            for beta in options.betas
-            for method, settings in SETTINGS.items()
-        }
-        tuned = {key: [(setting, future.result()) for setting, future in runs] for key, runs in tuning.items()}
-        chosen = {key: choose(runs, options.keep) for key, runs in tuned.items()}
         futures = [
             (beta, method, setting, [pool.submit(run, options.output_dir, method, beta, setting, s) for s in SEEDS])
-            for (beta, method), settings in chosen.items()
+            for beta in options.betas
+            for method, settings in SETTINGS.items()
             for setting in settings
         ]
         compared = [(*key, [future.result() for future in runs]) for *key, runs in futures]
+    chosen = choose(compared)
 
-    print("\nEvery setting, seed 0 (* kept)\n")
+    print(f"\nEvery setting, seeds {min(SEEDS)} to {max(SEEDS)}: mean ± 95 % interval (* chosen)\n")
     rows = []
-    for (beta, method), runs in tuned.items():
-        for setting, results in runs:
-            kept = "*" if setting in chosen[beta, method] else ""
-            final = results["final"]
-            rows.append(
-                (f"{beta:g}", method, show(setting) + kept)
-                + tuple(f"{final[key]:.2f}" for key in ("expected_reward", "log_prob_bad", "kl"))
-            )
-    print(table(("KL coefficient", "method", "setting", "expected reward", "log P(bad)", "KL"), rows))
-
-    print(f"\nKept settings, seeds {min(SEEDS)} to {max(SEEDS)}: mean ± 95 % interval\n")
-    rows = []
-    for beta, method, setting, results in compared:
+    for row in compared:
+        beta, method, setting, results = row
         finals = {key: [r["final"][key] for r in results] for key in ("expected_reward", "log_prob_bad", "kl")}
         updates, samples = results[0]["policy_updates"], results[0]["samples"]
-        rewards = ", ".join(f"{value:.2f}" for value in finals["expected_reward"])
+        each = ", ".join(f"{r['final']['expected_reward']:.2f} / {r['final']['log_prob_bad']:.1f}" for r in results)
         rows.append(
-            (f"{beta:g}", method, show(setting), f"{updates:,}", f"{samples:,}")
-            + (*(interval(values) for values in finals.values()), rewards)
+            (f"{beta:g}", method, show(setting) + "*" * (row in chosen), f"{updates:,}", f"{samples:,}")
+            + (*(interval(values) for values in finals.values()), each)
         )
     header = ("KL coefficient", "method", "setting", "updates", "samples", "expected reward", "log P(bad), nats", "KL")
-    print(table((*header, "reward of each seed"), rows))
+    print(table((*header, "each seed: reward / log P(bad)"), rows))
 
-    print("\nOn the way, means over the seeds\n")
+    print("\nOn the way, chosen settings, means over the seeds\n")
     rows = []
-    for beta, method, setting, results in compared:
+    for beta, method, setting, results in chosen:
         for share in (0.1, 0.25, 0.5, 1.0):
             points = [
                 min(r["history"], key=lambda point, r=r: abs(point["samples"] - share * r["samples"]))["policy"]

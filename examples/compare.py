@@ -42,8 +42,7 @@ def run(script: str, method: str, flags: dict[str, Any], folder: Path) -> None:
     running = folder.with_name(f"{folder.name}.running")
     shutil.rmtree(running, ignore_errors=True)
     running.mkdir(parents=True)
-    texts = {name: json.dumps(value) if isinstance(value, dict) else str(value) for name, value in flags.items()}
-    argv = [part for name, text in texts.items() for part in (f"--{name}", text)]
+    argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     with open(running / "log.txt", "w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             importlib.import_module(script).main([*argv, "--output_dir", str(running)])
@@ -59,8 +58,7 @@ def plan(config: dict[str, Any], options: argparse.Namespace) -> list[tuple[str,
         if options.methods and name not in options.methods:
             continue
         updates = config["samples"] // (config["samples_per_update"] * method.get("models_sampled", 1))
-        decay = {"num_decay_steps": updates // 4, "decay_type": "linear"}
-        schedule = {"max_steps": updates, "lr_scheduler_kwargs": decay, "tracking_every": updates // 20}
+        schedule = {"max_steps": updates, "tracking_every": updates // 20}
         settings = method["settings"] if options.tune else [method["settings"][method["chosen"]]]
         for setting in settings:
             for seed in TUNING_SEEDS if options.tune else options.seeds:

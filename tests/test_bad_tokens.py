@@ -154,7 +154,7 @@ def make_trainer(folder, config=RePULSeConfig, trainer=RePULSeTrainer, **setting
         model=embedded.policy_path(),
         reward_funcs=embedded.reward_model_path(),
         args=config(output_dir=str(folder), **BASE | settings),
-        train_dataset=embedded.load_prompts(),
+        train_dataset=embedded.load_prompts().repeat(2),
     )
 
 

@@ -109,8 +109,7 @@ def test_settings_are_as_many_for_every_method_and_flags_exist():
     sys.path.insert(0, str(EXAMPLES))
     try:
         for name, _, flags, _ in runs:
-            texts = {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in flags.items()}
-            argv = [part for key, text in texts.items() for part in (f"--{key}", text)]
+            argv = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
             _, args, _ = importlib.import_module(name).parse([*argv, "--output_dir", "unused"])
             drawn = (
                 args.max_steps * args.per_device_train_batch_size * (2 if getattr(args, "has_proposal", False) else 1)

@@ -89,7 +89,7 @@ def test_reward_rises_in_the_embedded_world(make):
         embedded.reward_model_path(),
         embedded.load_prompts(),
         per_device_train_batch_size=64,
-        num_generations=8,
+        num_generations=16,
         max_steps=40,
         learning_rate=1e-3,
         value_learning_rate=3e-3,

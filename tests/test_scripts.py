@@ -150,14 +150,14 @@ def test_single_prompt_and_bad_tokens(scripts, tmp_path):
     flags = ["--single_prompt", "the ", "--bad_token_ids", "5", "6", "--reward_type", "toxicity"]
     results = run(scripts["reinforce"], tmp_path, *flags)
     assert [set(entry["policy"]) for entry in results["history"]] == [{"log_prob_bad"}] * 2
-    assert results["settings"]["num_generations"] == 16
+    assert results["settings"]["num_generations"] == 32
 
 
 def test_held_out_prompts_are_evaluated_after_training(scripts, tmp_path, capsys):
     prompts = tmp_path / "held_out.jsonl"
     prompts.write_text("\n".join(json.dumps({"question": text}) for text in embedded.load_prompts()["prompt"][:3]))
     flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
-    results = run(scripts["reinforce"], tmp_path / "out", *flags, "--per_device_eval_batch_size", "16")
+    results = run(scripts["reinforce"], tmp_path / "out", *flags, "--per_device_eval_batch_size", "32")
     assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
     assert results["samples"] == 256
     assert results["policy_updates"] == 2

@@ -64,6 +64,9 @@ class TrainingScriptArguments(ScriptArguments):
         train_batch_size (`int`, *optional*):
             Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`, so that an
             update is the same on any number of devices.
+        lr_decay_ratio (`float`, *optional*):
+            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lets the learning
+            rate fall to 0, linearly. If set, it decides `num_decay_steps`, so that `max_steps` can be changed alone.
         bad_token_ids (`list[int]`, *optional*):
             Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
         tracking_every (`int`, *optional*, defaults to `10`):
@@ -100,6 +103,10 @@ class TrainingScriptArguments(ScriptArguments):
         metadata={
             "help": "Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`."
         },
+    )
+    lr_decay_ratio: float | None = field(
+        default=None,
+        metadata={"help": "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."},
     )
     bad_token_ids: list[int] | None = field(
         default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
@@ -145,6 +152,13 @@ def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> 
         steps = _accumulation(script_args.train_batch_size, args)
         argv = [*argv, "--gradient_accumulation_steps", str(steps)]
         script_args, args, model_args = parser.parse_args_and_config(argv)
+    if script_args.lr_decay_ratio is not None:
+        steps = _decay_steps(script_args.lr_decay_ratio, args)
+        args.lr_scheduler_kwargs = {
+            "decay_type": "linear",
+            **(args.lr_scheduler_kwargs or {}),
+            "num_decay_steps": steps,
+        }
     if model_args.model_name_or_path is None:
         if script_args.reward_type is None or ".py:" not in script_args.reward_type:
             script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
@@ -171,6 +185,18 @@ def _accumulation(train_batch_size: int, args: Any) -> int:
             f"(`per_device_train_batch_size` times {args.world_size} processes); change one of them."
         )
     return train_batch_size // a_pass
+
+
+def _decay_steps(ratio: float, args: Any) -> int:
+    """Updates over which the learning rate falls."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"`lr_decay_ratio={ratio}` must be above 0 and at most 1.")
+    if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
+        raise ValueError(
+            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
+            "leave it out (`--lr_decay_ratio null` on the command line)."
+        )
+    return max(round(ratio * args.max_steps), 1)
 
 
 def load_data(

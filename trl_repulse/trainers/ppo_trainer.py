@@ -68,7 +68,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
     >>> from trl_repulse import PPOConfig, PPOTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = PPOConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> args = PPOConfig(output_dir="out", max_completion_length=2, num_generations=2, use_cpu=True, bf16=False)
     >>> trainer = PPOTrainer(
     ...     model=policy_path(),
     ...     reward_funcs=reward_model_path(),
