@@ -220,3 +220,30 @@ def test_exact_tracking_of_many_prompts_is_refused(scripts, tmp_path):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) <= 120
+
+
+# The schedule
+
+
+@pytest.mark.parametrize("steps, expected", [(800, 200), (10, 2), (1, 1)])
+def test_share_of_the_decay_follows_the_updates(scripts, steps, expected):
+    _, args, _ = scripts["repulse"].parse(["--max_steps", str(steps)])
+    assert args.lr_scheduler_kwargs == {"decay_type": "linear", "num_decay_steps": expected}
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--lr_decay_ratio", "1.5"], "`lr_decay_ratio=1.5` must be from 0"),
+        (["--lr_scheduler_type", "linear"], "`lr_decay_ratio=0.25` is a share of `max_steps` in"),
+        (["--max_steps", "-1"], "`lr_decay_ratio=0.25` is a share of `max_steps` in"),
+    ],
+)
+def test_share_of_the_decay_in_wrong_places(scripts, flags, words):
+    with pytest.raises(ValueError, match=words):
+        scripts["repulse"].parse(flags)
+
+
+def test_another_schedule(scripts):
+    _, args, _ = scripts["repulse"].parse(["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
+    assert not args.lr_scheduler_kwargs

@@ -66,7 +66,8 @@ class TrainingScriptArguments(ScriptArguments):
             update is the same on any number of devices.
         lr_decay_ratio (`float`, *optional*):
             Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lets the learning
-            rate fall to 0, linearly. If set, it decides `num_decay_steps`, so that `max_steps` can be changed alone.
+            rate fall to 0, linearly. If set, and not 0, it decides `num_decay_steps`, so that `max_steps` can be changed
+            alone.
         bad_token_ids (`list[int]`, *optional*):
             Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
         tracking_every (`int`, *optional*, defaults to `10`):
@@ -152,7 +153,7 @@ def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> 
         steps = _accumulation(script_args.train_batch_size, args)
         argv = [*argv, "--gradient_accumulation_steps", str(steps)]
         script_args, args, model_args = parser.parse_args_and_config(argv)
-    if script_args.lr_decay_ratio is not None:
+    if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
         args.lr_scheduler_kwargs = {
             "decay_type": "linear",
@@ -190,11 +191,11 @@ def _accumulation(train_batch_size: int, args: Any) -> int:
 def _decay_steps(ratio: float, args: Any) -> int:
     """Updates over which the learning rate falls."""
     if not 0 < ratio <= 1:
-        raise ValueError(f"`lr_decay_ratio={ratio}` must be above 0 and at most 1.")
+        raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
     if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
         raise ValueError(
             f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
-            "leave it out (`--lr_decay_ratio null` on the command line)."
+            "set `lr_decay_ratio` to 0."
         )
     return max(round(ratio * args.max_steps), 1)
 
