@@ -265,7 +265,8 @@ def test_default_settings_are_those_of_the_file(example):
     assert model_args.model_name_or_path is None
     assert script_args.reward_model_path == embedded.reward_model_path()
     assert script_args.dataset_name == embedded.prompts_path()
-    assert script_args.tracking_every == settings.pop("tracking_every")
+    for name in ("tracking_every", "lr_decay_ratio"):
+        assert getattr(script_args, name) == settings.pop(name)
     assert args.report_to == []
     assert settings.pop("report_to") == "none"
     assert {name: getattr(args, name) for name in settings} == settings
