@@ -364,22 +364,21 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
                     f"The checkpoint {resume_from_checkpoint} holds no value model; resume from one that `PPOTrainer` "
                     "wrote, or start anew with `model` set to that checkpoint."
                 )
-            self._load_from_checkpoint(str(folder), self.value.module)
-            self.value.load_state(folder)
+            self.value.load_checkpoint(self, folder)
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
+        self.value.save_pretrained(folder, self.args.should_save)
         if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
-            self.value.module.save_pretrained(folder)
             self.processing_class.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model, trial):
         # Before the policy's: a checkpoint that looks complete is complete
-        if self.args.should_save and not self.args.save_only_model:
+        if not self.args.save_only_model:
             checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.value.save_state(checkpoint / VALUE_FOLDER)
+            self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
         super()._save_checkpoint(model, trial)
 
 
