@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_peft_model
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, map_pytorch_optim_to_deepspeed
 from torch import nn
+from transformers import TrainingArguments
 
 
 def zero_stage(accelerator: Accelerator) -> int | None:
@@ -26,6 +27,25 @@ def zero_stage(accelerator: Accelerator) -> int | None:
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     return accelerator.state.deepspeed_plugin.zero_stage
+
+
+def connect(args: TrainingArguments) -> None:
+    """
+    Lets DeepSpeed use the process group of a run on CPU, before ZeRO-3 loads a model into it.
+
+    With `use_cpu=True` transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8), not told of it, takes
+    each process for the only one. Way out: transformers opening it through DeepSpeed, as it does on accelerators.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The run's configuration.
+    """
+    if args.deepspeed_plugin is None or not torch.distributed.is_initialized():
+        return
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
 
 
 def check_deepspeed(accelerator: Accelerator) -> None:

@@ -18,6 +18,7 @@ from .._checks import check_datasets, check_rewards
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
+from ._deepspeed import connect
 from ._hooks import TrainerHooks, transform_rewards
 from ._records import append_negatives
 from ._trl_bridge import (
@@ -143,6 +144,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        connect(args)
         if environment_factory is None:  # an environment may bring the prompts
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
