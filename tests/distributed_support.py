@@ -22,6 +22,8 @@ def start() -> None:
 
 def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
     """Writes world size, logs and all parameters of the trained models, then leaves the process group."""
+    engines = [trainer.model_wrapped, next(vars(trainer)[name].engine for name in models if name != "policy")]
+    stages = [engine.zero_optimization_stage() if "Speed" in type(engine).__name__ else None for engine in engines]
     flat = {}
     for name, model in models.items():
         with gathered(model):
@@ -29,7 +31,7 @@ def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
     if trainer.accelerator.is_main_process:
         result = {
             "world_size": trainer.accelerator.num_processes,
-            "engine": type(trainer.model_wrapped).__name__,
+            "stages": stages,
             "logs": trainer.state.log_history[:STEPS],
             "parameters": flat,
         }
