@@ -76,7 +76,9 @@ def check_deepspeed(accelerator: Accelerator) -> None:
             "`learning_rate` and `lr_scheduler_type` in the trainer's configuration, which both models follow."
         )
     if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
-        raise ValueError("A second model is not trained with DeepSpeed's tensor parallelism; remove `tensor_parallel`.")
+        raise ValueError(
+            "A second model is not trained with DeepSpeed's tensor parallelism; remove `tensor_parallel`."
+        )
 
 
 def initialize(

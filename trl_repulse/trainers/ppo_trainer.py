@@ -18,7 +18,7 @@ from .._checks import check_datasets, check_rewards
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
-from ._deepspeed import connect
+from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
 from ._records import append_negatives
 from ._trl_bridge import (
@@ -95,7 +95,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
-            vocabulary, several labels, or reads to the right; while training, if a prompt does not fit the model's
+            vocabulary, several labels, or reads to the right; with FSDP, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """
 
@@ -181,6 +181,11 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
         if self.args.value_warmup_steps > 0:
+            if zero_stage(self.accelerator) is not None:
+                raise ValueError(
+                    "`value_warmup_steps` does not work with DeepSpeed, which updates the policy as soon as its gradient "
+                    "is complete; set it to 0 or use plain data parallelism (`distributed_type: MULTI_GPU`)."
+                )
             self.add_callback(_HoldPolicy(self))
         self._sum_over_processes = functools.partial(self.accelerator.reduce, reduction="sum")
 
