@@ -24,40 +24,56 @@ class RecordedByRow(RecordedRePULSe):
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
 
+class WithinProcess(RecordedByRow):
+    """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
+
+    def _to_prompts(self, units, generations):
+        if units.size(1) == generations:
+            return units
+        return units.flatten(0, 1).view(-1, generations // 2, *units.shape[2:])
+
+    def _to_units(self, prompts, like):
+        if prompts.size(1) == like.size(1):
+            return prompts
+        return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])
+
+
 METHODS = {
     "leave one out": {},
+    "within a process": {},
+    "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
 }
 
 
-def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
+def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoint: str | None = None) -> None:
     tokenizer = build_tokenizer()
-    args = RePULSeConfig(
-        output_dir=f"{folder}/run",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        max_steps=STEPS,
-        per_device_train_batch_size=int(batch_size),
-        gradient_accumulation_steps=int(accumulation),
-        num_generations=N,
-        max_completion_length=3,
-        optim="sgd",  # Adam would blow up the rounding noise of gradients that are 0
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        shuffle_dataset=False,
-        alpha=2.0,
-        target_dist_beta=-0.7,
-        beta=0.3,
-        **METHODS[method],
-    )
+    settings = {
+        "output_dir": f"{folder}/run",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": int(batch_size),
+        "gradient_accumulation_steps": int(accumulation),
+        "num_generations": N,
+        "max_completion_length": 3,
+        "optim": "sgd",  # Adam would blow up the rounding noise of gradients that are 0
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "shuffle_dataset": False,
+        "alpha": 2.0,
+        "target_dist_beta": -0.7,
+        "beta": 0.3,
+    }
+    args = RePULSeConfig(**settings | METHODS[method])
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
-    trainer = RecordedByRow(
+    trainer = (WithinProcess if method == "within a process" else RecordedByRow)(
         model=policy,
         reward_funcs=word_reward,
         args=args,
@@ -65,7 +81,9 @@ def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
         processing_class=tokenizer,
         proposal_model=build_model("gpt2", len(tokenizer), seed=1),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if method == "checkpoints":
+        trainer.save_model()
     finish(trainer, {"policy": policy, "proposal": trainer.proposal.module}, folder)
 
 
