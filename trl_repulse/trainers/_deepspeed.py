@@ -110,6 +110,7 @@ def initialize(
     offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if offloaded and config.get("zero_force_ds_cpu_optimizer", True):
         optimizer = map_pytorch_optim_to_deepspeed(optimizer)
+    accelerator.state.deepspeed_plugin.set_moe_leaf_modules(module)
     engine, optimizer, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine, DeepSpeedOptimizerWrapper(optimizer)
 

@@ -132,7 +132,8 @@ class SecondModel:
         if self._deepspeed:
             self.engine.step()  # clips, updates and clears
             self.optimizer.step()  # does nothing, but schedulers want to have seen it
-            return float(self.engine.get_global_grad_norm())
+            norm = self.engine.get_global_grad_norm()
+            return math.nan if norm is None else float(norm)  # fp16: the first step may overflow and be skipped
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
