@@ -147,7 +147,16 @@ def test_a_checkpoint_of_deepspeed_resumes_both_models(tmp_path, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["zero2", "zero3"])
 def test_the_example_runs_under_deepspeed(tmp_path, config):
-    command = [*launcher(2, config), "examples/repulse.py", "--use_cpu", "true", "--max_steps", "5"]
+    command = [
+        *launcher(2, config),
+        "-m",
+        "tests.distributed_example",
+        "examples/repulse.py",
+        "--use_cpu",
+        "true",
+        "--max_steps",
+        "5",
+    ]
     start([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
     assert (tmp_path / "proposal" / "model.safetensors").exists()
