@@ -1,15 +1,13 @@
-"""Three PPO updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
+"""Five PPO updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
 
-import json
 import sys
-from pathlib import Path
 
-import torch
 from datasets import Dataset
 
 from trl_repulse import PPOConfig
 
 from .conftest import build_model, build_tokenizer, word_reward
+from .distributed_support import STEPS, finish, leave, start
 from .test_ppo_math import RecordedPPO, build_reward_model
 from .test_trainer_math import POLICY, PROMPTS, N
 
@@ -34,7 +32,7 @@ def main(folder: str, batch_size: str, accumulation: str, variant: str) -> None:
         report_to="none",
         save_strategy="no",
         logging_steps=1,
-        max_steps=3,
+        max_steps=STEPS,
         per_device_train_batch_size=int(batch_size),
         gradient_accumulation_steps=int(accumulation),
         num_generations=N,
@@ -59,19 +57,10 @@ def main(folder: str, batch_size: str, accumulation: str, variant: str) -> None:
         value_model=build_reward_model("gpt2", len(tokenizer), seed=1),
     )
     trainer.train()
-    models = {"policy": policy, "value": trainer.value.module}
-    flat = {name: torch.cat([p.detach().flatten() for p in model.parameters()]) for name, model in models.items()}
-    if trainer.accelerator.is_main_process:
-        result = {
-            "world_size": trainer.accelerator.num_processes,
-            "logs": trainer.state.log_history[:3],
-            "parameters": {name: values.tolist() for name, values in flat.items()},
-        }
-        Path(folder, "result.json").write_text(json.dumps(result))
+    finish(trainer, {"policy": policy, "value": trainer.value.module}, folder)
 
 
 if __name__ == "__main__":
+    start()
     main(*sys.argv[1:])
-    if torch.distributed.is_initialized():  # left to the interpreter's exit, gloo's threads may abort the process
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    leave()

@@ -1,15 +1,13 @@
-"""Three RePULSe updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
+"""Five RePULSe updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
 
-import json
 import sys
-from pathlib import Path
 
-import torch
 from datasets import Dataset
 
 from trl_repulse import RePULSeConfig
 
 from .conftest import build_model, build_tokenizer, word_reward
+from .distributed_support import STEPS, finish, leave, start
 from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, RecordedRePULSe
 
 
@@ -26,40 +24,56 @@ class RecordedByRow(RecordedRePULSe):
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
 
+class WithinProcess(RecordedByRow):
+    """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
+
+    def _to_prompts(self, units, generations):
+        if units.size(1) == generations:
+            return units
+        return units.flatten(0, 1).view(-1, generations // 2, *units.shape[2:])
+
+    def _to_units(self, prompts, like):
+        if prompts.size(1) == like.size(1):
+            return prompts
+        return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])
+
+
 METHODS = {
     "leave one out": {},
+    "within a process": {},
+    "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
 }
 
 
-def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
+def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoint: str | None = None) -> None:
     tokenizer = build_tokenizer()
-    args = RePULSeConfig(
-        output_dir=f"{folder}/run",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        max_steps=3,
-        per_device_train_batch_size=int(batch_size),
-        gradient_accumulation_steps=int(accumulation),
-        num_generations=N,
-        max_completion_length=3,
-        optim="sgd",  # Adam would blow up the rounding noise of gradients that are 0
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        shuffle_dataset=False,
-        alpha=2.0,
-        target_dist_beta=-0.7,
-        beta=0.3,
-        **METHODS[method],
-    )
+    settings = {
+        "output_dir": f"{folder}/run",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": int(batch_size),
+        "gradient_accumulation_steps": int(accumulation),
+        "num_generations": N,
+        "max_completion_length": 3,
+        "optim": "sgd",  # Adam would blow up the rounding noise of gradients that are 0
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "shuffle_dataset": False,
+        "alpha": 2.0,
+        "target_dist_beta": -0.7,
+        "beta": 0.3,
+    }
+    args = RePULSeConfig(**settings | METHODS[method])
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
-    trainer = RecordedByRow(
+    trainer = (WithinProcess if method == "within a process" else RecordedByRow)(
         model=policy,
         reward_funcs=word_reward,
         args=args,
@@ -67,20 +81,13 @@ def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
         processing_class=tokenizer,
         proposal_model=build_model("gpt2", len(tokenizer), seed=1),
     )
-    trainer.train()
-    models = {"policy": policy, "proposal": trainer.proposal.module}
-    flat = {name: torch.cat([p.detach().flatten() for p in model.parameters()]) for name, model in models.items()}
-    if trainer.accelerator.is_main_process:
-        result = {
-            "world_size": trainer.accelerator.num_processes,
-            "logs": trainer.state.log_history[:3],
-            "parameters": {name: values.tolist() for name, values in flat.items()},
-        }
-        Path(folder, "result.json").write_text(json.dumps(result))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if method == "checkpoints":
+        trainer.save_model()
+    finish(trainer, {"policy": policy, "proposal": trainer.proposal.module}, folder)
 
 
 if __name__ == "__main__":
+    start()
     main(*sys.argv[1:])
-    if torch.distributed.is_initialized():  # left to the interpreter's exit, gloo's threads may abort the process
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    leave()

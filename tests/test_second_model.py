@@ -1,8 +1,11 @@
 """The second model: its own optimizer, schedule and clipping; state that survives a round trip without pickle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
 
 from trl_repulse.trainers.second_model import SecondModel
@@ -99,12 +102,25 @@ def test_loading_without_a_saved_state_changes_nothing(trainer, tokenizer, tmp_p
     assert not second.optimizer.state
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
-def test_engines_that_are_not_supported_yet_are_refused(tokenizer, kind):
-    from accelerate.utils import DistributedType
-
+def stub(kind, stage=None, **config):
     class Stub:
         distributed_type = DistributedType[kind]
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage, deepspeed_config=config))
 
-    with pytest.raises(ValueError, match="cannot be trained with"):
-        SecondModel(build_model("gpt2", len(tokenizer)), Stub(), 1e-3)
+    return Stub()
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "message"),
+    [
+        (stub("FSDP"), "cannot be trained with FSDP yet; launch with DeepSpeed"),
+        (stub("DEEPSPEED", 0), "stage 0"),
+        (stub("DEEPSPEED", 2, optimizer={}), "section `optimizer`"),
+        (stub("DEEPSPEED", 2, scheduler={}), "section `scheduler`"),
+        (stub("DEEPSPEED", 2, tensor_parallel={"autotp_size": 2}), "tensor parallelism"),
+    ],
+)
+def test_engines_that_cannot_serve_two_models_are_refused_in_one_line(tokenizer, accelerator, message):
+    with pytest.raises(ValueError, match=message) as error:
+        SecondModel(build_model("gpt2", len(tokenizer)), accelerator, 1e-3)
+    assert "\n" not in str(error.value)

@@ -25,6 +25,7 @@ from .evaluation.tracking import (
 )
 from .plots import plot_training
 from .rewards.loading import load_reward
+from .trainers._deepspeed import gathered
 
 
 # Of the metrics logged last, where the expected reward is not computed exactly
@@ -279,7 +280,8 @@ def make_tracking(
     texts = [row["prompt"] for row in prompts]
     if is_embedded and isinstance(trainer.reward_funcs[0], nn.Module):
         initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
-        return ExactTrackingCallback.from_trainer(trainer, texts, bad, initial, every)
+        with gathered(initial):
+            return ExactTrackingCallback.from_trainer(trainer, texts, bad, initial, every)
     return BadTokenTrackingCallback(trainer, texts, bad, every)
 
 

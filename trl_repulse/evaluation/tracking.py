@@ -13,6 +13,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
 from ..trainers import RePULSeTrainer
+from ..trainers._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
 from .exact import ExactEvaluator
 
@@ -126,7 +127,8 @@ class _PeriodicTracking(TrackingCallback):
         super().on_train_end(args, state, control, **kwargs)
 
     def _record(self) -> None:
-        if not self.trainer.is_world_process_zero():
+        # Where ZeRO-3 has cut the models apart, a forward pass takes all processes; all come to the same result
+        if not self.trainer.is_world_process_zero() and not is_partitioned(self.trainer.model):
             return
         self._pause()
         entry = {
@@ -148,7 +150,7 @@ class ExactTrackingCallback(_PeriodicTracking):
     """
     Evaluates policy and proposal exactly at the start of training, every few updates, and at the end.
 
-    The main process alone evaluates, so each process has to hold whole models: one process, or plain data parallelism.
+    The main process alone evaluates; with DeepSpeed ZeRO-3, all do.
 
     Args:
         evaluator ([`ExactEvaluator`]):

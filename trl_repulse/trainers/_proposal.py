@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..configs import RePULSeConfig
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
+from ._deepspeed import zero_stage
 from ._trl_bridge import (
     add_fused_lm_head,
     create_model_from_path,
@@ -65,7 +66,9 @@ def build_proposal(
     if peft_config is not None:
         from peft import get_peft_model
 
-        model = get_peft_model(model, peft_config)
+        # As TRL does: ZeRO-3 gathers in one dtype
+        whole = zero_stage(trainer.accelerator) != 3 or getattr(model, "is_quantized", False)
+        model = get_peft_model(model, peft_config, autocast_adapter_dtype=whole)
     if is_peft_model(model) and args.activation_checkpointing:
         model.enable_input_require_grads()
     disable_dropout_in_model(model)

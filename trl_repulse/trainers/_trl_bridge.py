@@ -38,6 +38,8 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
+from ._deepspeed import gathered
+
 
 __all__ = [
     "PINNED",
@@ -322,11 +324,13 @@ def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:
     Returns:
         [`~transformers.PreTrainedModel`] or `str`: The copy, whose forward is its class's own.
     """
-    copied = copy.deepcopy(model)
-    if isinstance(copied, nn.Module):
-        for module in copied.modules():
-            if isinstance(module, PreTrainedModel):
-                module.__dict__.pop("forward", None)
+    if isinstance(model, str):
+        return model
+    with gathered(model):  # a parameter that ZeRO-3 has cut apart is copied empty
+        copied = copy.deepcopy(model)
+    for module in copied.modules():
+        if isinstance(module, PreTrainedModel):
+            module.__dict__.pop("forward", None)
     return copied
 
 

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ._deepspeed import gathered
 from ._trl_bridge import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 
@@ -88,7 +89,8 @@ def _load(path: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
         return create_model_from_path(path, AutoModelForTokenClassification, **init_kwargs)
     _require_token_classifier(config)
     value = create_model_from_path(path, AutoModelForTokenClassification, num_labels=1, **init_kwargs)
-    _set_head(value, None)
+    with gathered(_head(value), write=True):
+        _set_head(value, None)
     return value
 
 
@@ -100,10 +102,11 @@ def _copied(source: PreTrainedModel) -> PreTrainedModel:
         config.num_labels = 1
     _require_token_classifier(config)
     value = AutoModelForTokenClassification.from_config(config, dtype=source.dtype)
-    missing = value.base_model.load_state_dict(source.base_model.state_dict(), strict=False).missing_keys
-    assert not missing, missing  # one class, one configuration; a pooler may be left over
-    if config.num_labels == 1:
-        _set_head(value, _head(source) if is_classifier else None)
+    with gathered(source), gathered(value, write=True):
+        missing = value.base_model.load_state_dict(source.base_model.state_dict(), strict=False).missing_keys
+        assert not missing, missing  # one class, one configuration; a pooler may be left over
+        if config.num_labels == 1:
+            _set_head(value, _head(source) if is_classifier else None)
     return value
 
 
@@ -158,7 +161,7 @@ def check_value_model(value: PreTrainedModel, policy: PreTrainedModel) -> None:
         )
     backbone = (value.get_base_model() if is_peft_model(value) else value).base_model
     ids = torch.tensor([[0, 1, 2, 0], [0, 1, 2, 1]], device=next(backbone.parameters()).device)
-    with torch.no_grad():
+    with gathered(value), torch.no_grad():
         one, other = backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[:, :-1].float()
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-3):
         raise ValueError(

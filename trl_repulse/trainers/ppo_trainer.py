@@ -18,6 +18,7 @@ from .._checks import check_datasets, check_rewards
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
+from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
 from ._records import append_negatives
 from ._trl_bridge import (
@@ -94,7 +95,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
-            vocabulary, several labels, or reads to the right; while training, if a prompt does not fit the model's
+            vocabulary, several labels, or reads to the right; with FSDP, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """
 
@@ -143,6 +144,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        connect(args)
         if environment_factory is None:  # an environment may bring the prompts
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -179,6 +181,11 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
         if self.args.value_warmup_steps > 0:
+            if zero_stage(self.accelerator) is not None:
+                raise ValueError(
+                    "`value_warmup_steps` does not work with DeepSpeed, which updates the policy as soon as its gradient "
+                    "is complete; set it to 0 or use plain data parallelism (`distributed_type: MULTI_GPU`)."
+                )
             self.add_callback(_HoldPolicy(self))
         self._sum_over_processes = functools.partial(self.accelerator.reduce, reduction="sum")
 
@@ -364,22 +371,21 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
                     f"The checkpoint {resume_from_checkpoint} holds no value model; resume from one that `PPOTrainer` "
                     "wrote, or start anew with `model` set to that checkpoint."
                 )
-            self._load_from_checkpoint(str(folder), self.value.module)
-            self.value.load_state(folder)
+            self.value.load_checkpoint(self, folder)
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
+        self.value.save_pretrained(folder, self.args.should_save)
         if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
-            self.value.module.save_pretrained(folder)
             self.processing_class.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model, trial):
         # Before the policy's: a checkpoint that looks complete is complete
-        if self.args.should_save and not self.args.save_only_model:
+        if not self.args.save_only_model:
             checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.value.save_state(checkpoint / VALUE_FOLDER)
+            self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
         super()._save_checkpoint(model, trial)
 
 

@@ -21,6 +21,7 @@ from .._checks import check_datasets, check_rewards
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
+from ._deepspeed import connect
 from ._hooks import TrainerHooks, transform_rewards
 from ._records import record_advantages, record_samples
 from ._trl_bridge import (
@@ -142,6 +143,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        connect(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
 
         super().__init__(

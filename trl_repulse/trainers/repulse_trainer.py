@@ -461,22 +461,22 @@ class RePULSeTrainer(ReinforceTrainer):
                         f"The checkpoint {resume_from_checkpoint} holds no proposal; resume from one that "
                         "`RePULSeTrainer` wrote, or start anew with `model` set to that checkpoint."
                     )
-                self._load_from_checkpoint(str(folder), self.proposal.module)
-                self.proposal.load_state(folder)
+                self.proposal.load_checkpoint(self, folder)
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.proposal is not None and self.args.should_save:
+        if self.proposal is not None:
             folder = Path(output_dir or self.args.output_dir) / PROPOSAL_FOLDER
-            self.proposal.module.save_pretrained(folder)
-            self.processing_class.save_pretrained(folder)
-            name = self.args.hub_model_id or Path(self.args.output_dir).name
-            write_proposal_card(folder, name, self.args.potential, self.args.target_dist_beta)
+            self.proposal.save_pretrained(folder, self.args.should_save)
+            if self.args.should_save:
+                self.processing_class.save_pretrained(folder)
+                name = self.args.hub_model_id or Path(self.args.output_dir).name
+                write_proposal_card(folder, name, self.args.potential, self.args.target_dist_beta)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model, trial):
         # Before the policy's: a checkpoint that looks complete is complete
-        if self.proposal is not None and self.args.should_save and not self.args.save_only_model:
+        if self.proposal is not None and not self.args.save_only_model:
             checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.proposal.save_state(checkpoint / PROPOSAL_FOLDER)
+            self.proposal.save_state(checkpoint / PROPOSAL_FOLDER, self.args.should_save)
         super()._save_checkpoint(model, trial)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, get_scheduler
+
+from ._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
 
 
 _TENSORS = "optimizer.safetensors"
@@ -34,22 +36,26 @@ class SecondModel:
             Peak learning rate of this model's optimizer.
 
     Raises:
-        `ValueError`: With DeepSpeed or FSDP, which do not train a second model yet.
+        `ValueError`: With FSDP, which does not train a second model yet, or a configuration of DeepSpeed that cannot
+            serve two models.
     """
 
     def __init__(self, module: PreTrainedModel, accelerator: Accelerator, learning_rate: float):
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        if accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError(
-                f"A second model cannot be trained with {accelerator.distributed_type.value} yet; launch with one "
-                "process or with plain data parallelism (`distributed_type: MULTI_GPU`)."
+                "A second model cannot be trained with FSDP yet; launch with DeepSpeed ZeRO (`distributed_type: "
+                "DEEPSPEED`) to share memory between processes, or with plain data parallelism (`MULTI_GPU`)."
             )
-        # Quantized models are placed when they are loaded, and refuse to be moved
-        self.module = module if getattr(module, "is_quantized", False) else module.to(accelerator.device)
+        check_deepspeed(accelerator)
+        # Quantized models and models that ZeRO-3 has cut apart are placed when they are loaded
+        placed = getattr(module, "is_quantized", False) or is_partitioned(module)
+        self.module = module if placed else module.to(accelerator.device)
         self.engine: nn.Module = self.module
         self.learning_rate = learning_rate
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler = None
         self._accelerator = accelerator
+        self._deepspeed = zero_stage(accelerator) is not None
         self._scaler = None
         self._max_grad_norm = 0.0
 
@@ -71,8 +77,12 @@ class SecondModel:
                 kwargs = dict(args.activation_checkpointing_kwargs or {})
                 layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
                 self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **layers)
-            self.engine = self._accelerator.prepare_model(self.module)
-            self.optimizer = self._create_optimizer(trainer)
+            if self._deepspeed:
+                optimizer = self._create_optimizer(trainer)
+                self.engine, self.optimizer = initialize(self.module, optimizer, self._accelerator, args.max_grad_norm)
+            else:
+                self.engine = self._accelerator.prepare_model(self.module)
+                self.optimizer = self._create_optimizer(trainer)
             if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
                 self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
             self._max_grad_norm = args.max_grad_norm
@@ -97,12 +107,20 @@ class SecondModel:
     @contextlib.contextmanager
     def gradient_sync(self, sync: bool) -> Iterator[None]:
         """Context for one micro-batch's forward and backward; gradients cross processes only if `sync`."""
+        if self._deepspeed:
+            if self.optimizer is not None:
+                self.engine.set_gradient_accumulation_boundary(sync)
+            yield
+            return
         with contextlib.nullcontext() if sync else self._accelerator.no_sync(self.engine):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates the gradient of a micro-batch's loss, already divided by the number of micro-batches."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        if self._deepspeed:
+            self.engine.backward(loss, scale_wrt_gas=False)
+        else:
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def step(self) -> float:
         """
@@ -111,6 +129,11 @@ class SecondModel:
         Returns:
             `float`: The gradient's norm before clipping.
         """
+        if self._deepspeed:
+            self.engine.step()  # clips, updates and clears
+            self.optimizer.step()  # does nothing, but schedulers want to have seen it
+            norm = self.engine.get_global_grad_norm()
+            return math.nan if norm is None else float(norm)  # fp16: the first step may overflow and be skipped
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -123,32 +146,74 @@ class SecondModel:
         self.optimizer.zero_grad(set_to_none=True)
         return norm.item()
 
-    def save_state(self, directory: str | Path) -> None:
+    def save_pretrained(self, directory: str | Path, write: bool) -> None:
         """
-        Writes optimizer and schedule as safetensors and JSON, beside the weights that `module.save_pretrained` writes.
+        Writes the weights so that `from_pretrained` reads them. All processes must call it.
 
         Args:
             directory (`str` or `Path`):
                 Folder to write to; created if missing.
+            write (`bool`):
+                Whether this process writes. The others take part where weights lie on several.
+        """
+        state_dict = None
+        if self._deepspeed:
+            state_dict = whole_state_dict(self.module, self.engine, self._accelerator)
+            write = write and state_dict is not None  # with ZeRO-3 the first process alone has them
+        if write:
+            self.module.save_pretrained(directory, state_dict=state_dict)
+
+    def save_state(self, directory: str | Path, write: bool = True) -> None:
+        """
+        Writes optimizer and schedule, beside the weights that [`save_pretrained`] writes. All processes must call it.
+
+        The files are safetensors and JSON; with DeepSpeed its own checkpoint, of which each process writes its part.
+
+        Args:
+            directory (`str` or `Path`):
+                Folder to write to; created if missing.
+            write (`bool`, *optional*, defaults to `True`):
+                Whether this process writes what is whole in each.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        state = self.optimizer.state_dict()
-        tensors, scalars = {}, {}
-        for index, slots in state["state"].items():
-            for name, value in slots.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{index}.{name}"] = value.contiguous()
-                else:
-                    scalars[f"{index}.{name}"] = value
+        tensors: dict[str, torch.Tensor] = {}
+        scalars, groups = {}, []
+        if self._deepspeed:
+            self.engine.save_checkpoint(str(directory), exclude_frozen_parameters=is_peft_model(self.module))
+        elif write:
+            state = self.optimizer.state_dict()
+            groups = state["param_groups"]
+            for index, slots in state["state"].items():
+                for name, value in slots.items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"{index}.{name}"] = value.contiguous()
+                    else:
+                        scalars[f"{index}.{name}"] = value
+        if not write:
+            return
         rest = {
-            "param_groups": state["param_groups"],
+            "param_groups": groups,
             "scalars": scalars,
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
         save_file(tensors, directory / _TENSORS)
         (directory / _STATE).write_text(json.dumps(rest), encoding="utf-8")
+
+    def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
+        """
+        Restores weights, optimizer and schedule from a checkpoint's folder, as far as they are in it.
+
+        Args:
+            trainer ([`~transformers.Trainer`]):
+                Loads weights, whole or in shards, and adapters.
+            directory (`str` or `Path`):
+                Folder that [`save_pretrained`] and [`save_state`] wrote to.
+        """
+        if not self._deepspeed:  # whose checkpoint has the weights as well
+            trainer._load_from_checkpoint(str(directory), self.module)
+        self.load_state(directory)
 
     def load_state(self, directory: str | Path) -> None:
         """
@@ -162,11 +227,14 @@ class SecondModel:
         if not (directory / _STATE).exists():
             return
         rest = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-        state: dict[int, dict] = {}
-        for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
-            index, name = key.split(".", 1)
-            state.setdefault(int(index), {})[name] = value
-        self.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+        if self._deepspeed:
+            self.engine.load_checkpoint(str(directory), load_module_strict=not is_peft_model(self.module))
+        else:
+            state: dict[int, dict] = {}
+            for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
+                index, name = key.split(".", 1)
+                state.setdefault(int(index), {})[name] = value
+            self.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
         self.scheduler.load_state_dict(rest["scheduler"])
         if self._scaler is not None and rest["scaler"]:
             self._scaler.load_state_dict(rest["scaler"])

@@ -1,0 +1,175 @@
+"""A second model under DeepSpeed: its engine, and models whose parameters ZeRO-3 has cut apart."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, map_pytorch_optim_to_deepspeed
+from torch import nn
+from transformers import TrainingArguments
+
+
+def zero_stage(accelerator: Accelerator) -> int | None:
+    """
+    Stage of ZeRO that a run trains with.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator.
+
+    Returns:
+        `int` or `None`: The stage, `None` without DeepSpeed.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return None
+    return accelerator.state.deepspeed_plugin.zero_stage
+
+
+def connect(args: TrainingArguments) -> None:
+    """
+    Lets DeepSpeed use the process group of a run on CPU, before ZeRO-3 loads a model into it.
+
+    With `use_cpu=True` transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8), not told of it, takes
+    each process for the only one. Way out: transformers opening it through DeepSpeed, as it does on accelerators.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The run's configuration.
+    """
+    if args.deepspeed_plugin is None or not torch.distributed.is_initialized():
+        return
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+
+
+def check_deepspeed(accelerator: Accelerator) -> None:
+    """
+    Refuses DeepSpeed configurations that a second model cannot follow.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator.
+
+    Raises:
+        `ValueError`: With stage 0, with several pieces of a layer (tensor or sequence parallelism), or if the
+            configuration names an optimizer or a scheduler.
+    """
+    stage = zero_stage(accelerator)
+    if stage is None:
+        return
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if stage == 0:
+        raise ValueError(
+            "A second model is not trained with DeepSpeed's stage 0, which does not report the gradient's norm; set "
+            "`zero_stage: 1` or use plain data parallelism (`distributed_type: MULTI_GPU`)."
+        )
+    named = [key for key in ("optimizer", "scheduler") if key in config]
+    if named:
+        raise ValueError(
+            f"The DeepSpeed configuration has a section `{named[0]}`, made for one model; remove it, and set `optim`, "
+            "`learning_rate` and `lr_scheduler_type` in the trainer's configuration, which both models follow."
+        )
+    if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
+        raise ValueError(
+            "A second model is not trained with DeepSpeed's tensor parallelism; remove `tensor_parallel`."
+        )
+
+
+def initialize(
+    module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, max_grad_norm: float
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """
+    Gives a model an engine of its own, configured as the trainer's model is.
+
+    Args:
+        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Model to train.
+        optimizer (`torch.optim.Optimizer`):
+            Optimizer of its parameters.
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator, whose model has been prepared: no `auto` is left in its configuration.
+        max_grad_norm (`float`):
+            Norm that this model's gradient is clipped to; 0 for no clipping.
+
+    Returns:
+        The engine, and the optimizer in a form that schedulers take; the engine steps it.
+    """
+    import deepspeed  # on import it looks for devices and compilers
+
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    config["gradient_clipping"] = max_grad_norm
+    config["zero_allow_untested_optimizer"] = True
+    zero = config["zero_optimization"]
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if offloaded and config.get("zero_force_ds_cpu_optimizer", True):
+        optimizer = map_pytorch_optim_to_deepspeed(optimizer)
+    accelerator.state.deepspeed_plugin.set_moe_leaf_modules(module)
+    engine, optimizer, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine, DeepSpeedOptimizerWrapper(optimizer)
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """
+    Whether ZeRO-3 has cut a model's parameters apart, so that a process alone sees empty ones.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model to look at.
+
+    Returns:
+        `bool`
+    """
+    return any("ds_id" in vars(p) for p in model.parameters())
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
+    """
+    Parameters are whole inside the context; nothing happens to a model that ZeRO-3 has not cut apart.
+
+    All processes must enter, and each holds the whole model meanwhile.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model to gather.
+        write (`bool`, *optional*, defaults to `False`):
+            Whether what the first process writes inside is kept, in all processes.
+    """
+    if not is_partitioned(model):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0 if write else None):
+        yield
+
+
+def whole_state_dict(module: nn.Module, engine: nn.Module, accelerator: Accelerator) -> dict[str, Any] | None:
+    """
+    A model's weights for `save_pretrained`, gathered from all processes.
+
+    Args:
+        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The model.
+        engine (`torch.nn.Module`):
+            Its engine; the model itself before training.
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator.
+
+    Returns:
+        `dict[str, Any]` or `None`: The weights, with ZeRO-3 in the first process alone.
+    """
+    if engine is module:
+        with gathered(module):
+            whole = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+        return whole if accelerator.is_main_process else None
+    if zero_stage(accelerator) == 3:
+        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=is_peft_model(module))
+    return accelerator.get_state_dict(engine)
