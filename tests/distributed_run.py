@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from trl_repulse import RePULSeConfig
+from trl_repulse.trainers._peft_bridge import adapter_layers
+from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, RecordedRePULSe
@@ -25,12 +28,29 @@ class RecordedByRow(RecordedRePULSe):
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
+    def _sampling_proposal(self):
+        if isinstance(self.proposal, SecondAdapter):
+            return adapter_layers(self.model)[0].active_adapters == ["proposal"]
+        return super()._sampling_proposal()
 
+
+ADAPTERS = ("adapters", "adapters, checkpointed", "adapters, after")
 METHODS = {
     "leave one out": {},
+    "adapters": {},
+    "adapters, checkpointed": {"gradient_checkpointing": True},
+    "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
 }
+
+
+def models_of(method: str, tokenizer) -> dict:
+    """What makes the proposal: a model of its own, or an adapter beside the policy's."""
+    if method not in ADAPTERS:
+        return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, init_lora_weights=False)
+    return {"peft_config": config}
 
 
 def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
@@ -39,7 +59,6 @@ def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
         output_dir=f"{folder}/run",
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",
         logging_steps=1,
@@ -55,7 +74,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
         alpha=2.0,
         target_dist_beta=-0.7,
         beta=0.3,
-        **METHODS[method],
+        **({"gradient_checkpointing": False} | METHODS[method]),
     )
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
@@ -65,10 +84,15 @@ def main(folder: str, batch_size: str, accumulation: str, method: str) -> None:
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=tokenizer,
-        proposal_model=build_model("gpt2", len(tokenizer), seed=1),
+        **models_of(method, tokenizer),
     )
+    if method in ADAPTERS:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in trainer.proposal.module.parameters():
+                p.add_(0.1 * torch.randn_like(p))
     trainer.train()
-    models = {"policy": policy, "proposal": trainer.proposal.module}
+    models = {"policy": trainer.model, "proposal": trainer.proposal.module}
     flat = {name: torch.cat([p.detach().flatten() for p in model.parameters()]) for name, model in models.items()}
     if trainer.accelerator.is_main_process:
         result = {
