@@ -374,10 +374,6 @@ def test_resume_continues_both_adapters_bit_for_bit(make, model_dirs, tmp_path, 
     assert not same_parameters(whole.proposal.module, forgetful.proposal.module)
 
 
-def resumed_trained(trainer):
-    return {p for group in trainer.proposal.optimizer.param_groups for p in group["params"]}
-
-
 def test_resume_from_full_weights_is_refused(make, tmp_path):
     make(save_strategy="steps", save_steps=1, max_steps=1).train()
     trainer = make(max_steps=2, extra={"peft_config": lora()})
@@ -439,8 +435,10 @@ def test_the_proposals_adapter_may_have_another_configuration(make):
     assert trainer.proposal.module.state_dict()[names[1]].abs().max() > 0
 
 
-def test_a_full_policy_with_an_adapter_proposal(make, model_dirs, tmp_path):
-    trainer = make(extra={"proposal_peft_config": lora()}, save_strategy="steps", save_steps=1)
+def test_a_full_policy_with_an_adapter_proposal(make, model_dirs, tmp_path, prompts):
+    settings = {"extra": {"proposal_peft_config": lora()}, "save_strategy": "steps", "save_steps": 1}
+    settings["dataset"] = concatenate_datasets([prompts] * 2)  # 2 updates an epoch
+    trainer = make(**settings)
     initial = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
     trainer.train()
     assert isinstance(trainer.proposal.module, PeftModel) and not isinstance(trainer.model, PeftModel)
@@ -450,7 +448,7 @@ def test_a_full_policy_with_an_adapter_proposal(make, model_dirs, tmp_path):
         key = name.replace(".weight", ".base_layer.weight").replace(".bias", ".base_layer.bias")
         base = dict(proposal.get_base_model().named_parameters())
         assert torch.equal(p, base[key] if key in base else base[name])
-    resumed = make(extra={"proposal_peft_config": lora()}, output_dir=str(tmp_path / "resumed"))
+    resumed = make(**settings, output_dir=str(tmp_path / "resumed"))
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert same_parameters(trainer.model, resumed.model)
     assert same_parameters(trainer.proposal.module, resumed.proposal.module)
@@ -480,7 +478,7 @@ def test_proposals_from_folders(make, model_dirs, tmp_path, prompts):
 
 @pytest.mark.parametrize("settings", [{"bias": "lora_only"}, {"init_lora_weights": "olora"}], ids=str)
 def test_configurations_that_change_the_base_get_a_base_each(make, settings):
-    trainer = make(extra={"peft_config": lora(**settings)})
+    trainer = make(model="llama", extra={"peft_config": lora("llama", **settings)})
     assert type(trainer.proposal) is SecondModel
     trainer.train()
 
