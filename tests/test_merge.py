@@ -57,7 +57,7 @@ def test_a_proposal_is_refused_unless_asked_for(adapter, tmp_path, capsys):
 def test_errors(adapter, tmp_path, model_dirs, architecture, capsys):
     def refused(*argv):
         assert main(["merge", *map(str, argv)]) == 1
-        message = capsys.readouterr().err
+        message = capsys.readouterr().err.splitlines()[-1]  # after the progress of loading
         assert message.startswith("trl-repulse merge: ")
         return message
 
