@@ -68,7 +68,7 @@ def reward(completion_ids, **kwargs):
     return [float(len(set(ids))) for ids in completion_ids]
 
 
-def build(method: str, options: argparse.Namespace, folder: str):
+def build(method: str, options: argparse.Namespace, folder: str, peft_config=None):
     set_seed(0)
     config = LlamaConfig(
         **SHAPES[options.model], tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0
@@ -98,7 +98,12 @@ def build(method: str, options: argparse.Namespace, folder: str):
         "disable_tqdm": True,
     }
     timer = StepTimes()
-    arguments = {"train_dataset": data, "processing_class": tokenizer, "callbacks": [timer]}
+    arguments = {
+        "train_dataset": data,
+        "processing_class": tokenizer,
+        "callbacks": [timer],
+        "peft_config": peft_config,
+    }
     if method == "RLOO":
         args = RLOOConfig(per_device_train_batch_size=2 * rows, **common)
         return RLOOTrainer(model, reward, args, **arguments), timer

@@ -28,7 +28,7 @@ from trl_repulse.plots import plot_frontier
 
 
 EXAMPLES = Path(__file__).parent
-TUNING_SEEDS = [100]  # of no run that is compared
+TUNING_SEEDS = [100, 101]  # of no run that is compared
 
 
 def prepare_worker() -> None:

@@ -2,9 +2,13 @@
 
 import sys
 
+import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from trl_repulse import RePULSeConfig
+from trl_repulse.trainers._peft_bridge import adapter_layers
+from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
@@ -23,6 +27,11 @@ class RecordedByRow(RecordedRePULSe):
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
+    def _sampling_proposal(self):
+        if isinstance(self.proposal, SecondAdapter):
+            return adapter_layers(self.model)[0].active_adapters == ["proposal"]
+        return super()._sampling_proposal()
+
 
 class WithinProcess(RecordedByRow):
     """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
@@ -38,13 +47,25 @@ class WithinProcess(RecordedByRow):
         return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])
 
 
+ADAPTERS = ("adapters", "adapters, checkpointed", "adapters, after")
 METHODS = {
     "leave one out": {},
     "within a process": {},
     "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+    "adapters": {},
+    "adapters, checkpointed": {"gradient_checkpointing": True},
+    "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
 }
+
+
+def models_of(method: str, tokenizer) -> dict:
+    """What makes the proposal: a model of its own, or an adapter beside the policy's."""
+    if method not in ADAPTERS:
+        return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, init_lora_weights=False)
+    return {"peft_config": config}
 
 
 def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoint: str | None = None) -> None:
@@ -79,8 +100,13 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=tokenizer,
-        proposal_model=build_model("gpt2", len(tokenizer), seed=1),
+        **models_of(method, tokenizer),
     )
+    if method in ADAPTERS:
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in trainer.proposal.module.parameters():
+                p.add_(0.1 * torch.randn_like(p))
     trainer.train(resume_from_checkpoint=checkpoint)
     if method == "checkpoints":
         trainer.save_model()

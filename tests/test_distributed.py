@@ -162,6 +162,15 @@ def test_the_example_runs_under_deepspeed(tmp_path, config):
     assert (tmp_path / "proposal" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "method"),
+    [(4, 1, "adapters"), (2, 2, "adapters, checkpointed"), (4, 1, "adapters, after")],
+)
+def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulation, method):
+    """The engine holds one of them alone: TRL looks for unused parameters there unless told not to, and finds none."""
+    assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
+
+
 def assert_equal(alone, together, metrics):
     assert set(metrics) <= set(alone["logs"][0])
     for name, expected in alone["parameters"].items():

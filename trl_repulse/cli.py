@@ -13,6 +13,7 @@ from trl_repulse import __version__
 
 # Sub-command -> its module, and what it does in one line
 COMMANDS = {
+    "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }
 

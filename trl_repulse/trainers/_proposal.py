@@ -3,9 +3,11 @@
 Axis letters: U units of m proposal samples, T completion tokens, V vocabulary.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
@@ -18,34 +20,130 @@ from ._trl_bridge import (
     disable_dropout_in_model,
     prepare_scoring,
 )
+from .second_adapter import SecondAdapter, add_adapter
+from .second_model import SecondModel
 
 
 if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
     from .repulse_trainer import RePULSeTrainer
+
+logger = get_logger(__name__)
+
+
+def shares_base(
+    model: "str | PreTrainedModel | PeftModel",
+    args: RePULSeConfig | None,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> bool:
+    """
+    Whether policy and proposal can be two adapters over one base; says why if adapters cannot.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The policy as it was passed.
+        args ([`RePULSeConfig`], *optional*):
+            The run's configuration.
+        peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
+            Configurations of the two adapters.
+
+    Returns:
+        `bool`: `False` without adapters too.
+    """
+    is_adapter = not isinstance(model, str) and is_peft_model(model)
+    policy_config = model.peft_config["default"] if is_adapter else peft_config
+    if policy_config is None:
+        return False
+    obstacle = None
+    if args is not None and (args.deepspeed_plugin is not None or args.fsdp):
+        obstacle = "weights are sharded (DeepSpeed, FSDP)"
+    for config in (policy_config, proposal_peft_config):
+        if config is None or obstacle is not None:
+            continue
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            obstacle = f"{config.peft_type.value} has no layers to switch"
+        elif getattr(config, "bias", "none") != "none":
+            obstacle = f"biases of the base are trained (`bias={config.bias!r}`)"
+        elif getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+            obstacle = f"the base is changed to begin with (`init_lora_weights={config.init_lora_weights!r}`)"
+        elif getattr(config, "layer_replication", None):
+            obstacle = "layers are replicated (`layer_replication`)"
+        elif config.peft_type != policy_config.peft_type:
+            obstacle = f"one is {policy_config.peft_type.value} and the other {config.peft_type.value}"
+    if obstacle is not None:
+        logger.warning(
+            "Policy and proposal cannot be adapters over one base because %s; each gets its own copy of it.", obstacle
+        )
+    return obstacle is None
 
 
 def build_proposal(
-    model: "str | PreTrainedModel", trainer: "RePULSeTrainer", peft_config: Any = None, quantization_config: Any = None
-) -> PreTrainedModel:
+    model: "str | PreTrainedModel | None",
+    trainer: "RePULSeTrainer",
+    peft_config: "PeftConfig | None" = None,
+    proposal_peft_config: "PeftConfig | None" = None,
+    quantization_config: Any = None,
+) -> SecondModel:
     """
-    Makes a model ready to be sampled and scored by TRL's hooks, as TRL made the policy ready.
+    Makes the second model of a trainer whose policy is in place.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            Where the proposal starts from. A path or id is loaded with the trainer's `model_init_kwargs`.
+        model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Where the proposal starts from. A path or id is loaded with the trainer's `model_init_kwargs`; a folder
+            that holds an adapter over the policy's base joins it there. If `None`, the proposal is a second adapter
+            over the policy's base.
         trainer ([`RePULSeTrainer`]):
             Trainer with its policy in place.
-        peft_config (`peft.PeftConfig`, *optional*):
-            If given, the proposal is a new adapter over `model`.
+        peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
+            Configurations of the policy's adapter and of the proposal's; the policy's serves both if it is alone.
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             Quantization to load a path or id with.
 
     Returns:
-        [`~transformers.PreTrainedModel`] or `peft.PeftModel`: The proposal.
+        [`SecondModel`]: The proposal.
 
     Raises:
         `ValueError`: If its vocabulary is not the policy's.
     """
+    args = trainer.args
+    learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
+    saved = _adapter_config(model)
+    if model is None or (saved is not None and _has_base(trainer.model, saved)):
+        if saved is None or shares_base(trainer.model, args, None, saved):
+            adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
+            if saved is not None:
+                adapter.load(model)
+            return SecondAdapter(adapter, trainer.accelerator, learning_rate)
+    config = None if saved is not None else proposal_peft_config or peft_config
+    module = _ready(model, trainer, config, quantization_config)
+    return SecondModel(module, trainer.accelerator, learning_rate)
+
+
+def _adapter_config(model: Any) -> "PeftConfig | None":
+    """Configuration of the adapter in a folder; `None` for anything else."""
+    if not isinstance(model, str) or not (Path(model) / "adapter_config.json").is_file():
+        return None
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(model)
+
+
+def _has_base(policy: Any, config: "PeftConfig") -> bool:
+    """Whether a policy is an adapter over the base that a configuration names."""
+    if not is_peft_model(policy):
+        return False
+    return policy.peft_config["default"].base_model_name_or_path == config.base_model_name_or_path
+
+
+def _ready(
+    model: "str | PreTrainedModel",
+    trainer: "RePULSeTrainer",
+    peft_config: "PeftConfig | None",
+    quantization_config: Any,
+) -> "PreTrainedModel | PeftModel":
+    """A model that TRL's hooks can sample and score, as TRL made the policy ready."""
     args = trainer.args
     if isinstance(model, str):
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -53,7 +151,14 @@ def build_proposal(
             init_kwargs["quantization_config"] = quantization_config
         if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
             init_kwargs["device_map"] = None
-        model = create_model_from_path(model, **init_kwargs)
+        saved = _adapter_config(model)
+        if saved is None:
+            model = create_model_from_path(model, **init_kwargs)
+        else:
+            from peft import PeftModel
+
+            base = create_model_from_path(saved.base_model_name_or_path, **init_kwargs)
+            model = PeftModel.from_pretrained(base, model, is_trainable=True)
     policy_size = trainer.model.config.get_text_config().vocab_size
     size = model.config.get_text_config().vocab_size
     if size != policy_size:

@@ -2,7 +2,8 @@
 
 Each entry says what it relies on, since which version, why, and what would let it go. `PINNED` lists the methods the
 trainers override or call; a test compares their signatures with the installed packages, so that an upgrade which moves
-one fails there and not in somebody's run. The trainers compare them too, when they are built.
+one fails there and not in somebody's run. The trainers compare them too, when they are built. PEFT's are in
+`_peft_bridge.py`.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ from trl.trainer.utils import (
 )
 
 from ._deepspeed import gathered
+from ._peft_bridge import AdapterView, trainable_kept
 
 
 __all__ = [
@@ -58,7 +60,7 @@ __all__ = [
     "sampling_from",
     "split_tensor_dict",
     "token_log_probs",
-    "use_adapter",
+    "use_reference",
     "withheld_from_uploads",
     "without_generation_habits",
     "without_kl_in_loss",
@@ -115,11 +117,19 @@ PINNED: dict[Any, tuple[str, ...]] = {
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
     Trainer._prepare_for_training: ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
-    # Called with the second model and its folder: loads sharded weights and adapters alike.
+    # Called with the second model and its folder: loads sharded weights and adapters alike. Overridden around
+    # `super()`: it takes a proposal's folder for one more adapter of the policy.
     Trainer._load_from_checkpoint: ("self", "resume_from_checkpoint", "model"),
     # Overridden around `super()`: the second model is written before the checkpoint can be taken for complete.
     Trainer._save_checkpoint: ("self", "model", "trial"),
     Trainer.save_model: ("self", "output_dir", "_internal_call"),
+    # Replaced on a base model with two adapters: whatever turns checkpointing on ends here.
+    PreTrainedModel._set_gradient_checkpointing: (
+        "self",
+        "enable",
+        "gradient_checkpointing_func",
+        "every_n_layers",
+    ),
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
 }
@@ -163,25 +173,43 @@ def require_pinned() -> None:
 
 
 @contextlib.contextmanager
+def use_reference(model: Any) -> Iterator[None]:
+    """Makes an adapter's model the reference: TRL's frozen adapter `ref` if there is one, else the base model.
+
+    TRL (1.16) adds `ref` to a PEFT model passed as it is. Way out: a method of TRL's trainer that scores with the
+    reference.
+
+    Args:
+        model (`peft.PeftModel`):
+            The policy, unwrapped.
+    """
+    with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+        yield
+
+
+@contextlib.contextmanager
 def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Iterator[None]:
     """Lets TRL's generation and reward hooks work on another model, with their metrics under `prefix`.
 
     TRL (1.16) generates from `trainer.model_wrapped` and logs to `trainer._metrics[mode]`. Both are swapped inside the
-    context and restored whatever happens. Way out: a `model` argument on TRL's generation hook.
+    context and restored whatever happens; an adapter of the trainer's own model is made the active one instead. Way
+    out: a `model` argument on TRL's generation hook.
 
     Args:
         trainer ([`~trl.RLOOTrainer`]):
             Trainer whose hooks are called inside the context.
-        engine (`torch.nn.Module`):
+        engine (`torch.nn.Module` or [`AdapterView`]):
             Model to sample from, wrapped as it was prepared.
         prefix (`str`):
             What the names of the metrics logged inside begin with, e.g. `"proposal/"`.
     """
     mode = "train" if trainer.model.training else "eval"
     policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
-    trainer.model_wrapped, trainer._metrics[mode] = engine, defaultdict(list)
+    is_adapter = isinstance(engine, AdapterView)
+    trainer.model_wrapped, trainer._metrics[mode] = policy if is_adapter else engine, defaultdict(list)
     try:
-        yield
+        with engine.active() if is_adapter else contextlib.nullcontext():
+            yield
     finally:
         inner = trainer._metrics[mode]
         trainer.model_wrapped, trainer._metrics[mode] = policy, metrics

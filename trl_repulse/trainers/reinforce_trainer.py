@@ -31,7 +31,7 @@ from ._trl_bridge import (
     pad,
     require_pinned,
     token_log_probs,
-    use_adapter,
+    use_reference,
 )
 
 
@@ -330,7 +330,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             log_ref = self._score(self.ref_model, batch, (name,), gradient=False)[0]
         else:  # an adapter over the reference, or beside a frozen copy of itself
             model = self.accelerator.unwrap_model(self.model)
-            with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            with use_reference(model):
                 log_ref = self._score(self.model, batch, (name,), gradient=False)[0]
         return sequence_log_prob(log_ref, batch[f"{name}_mask"])
 

@@ -28,10 +28,12 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
-from ._proposal import build_proposal, proposal_coefficients, proposal_loss
+from ._peft_bridge import adapters_kept
+from ._proposal import build_proposal, proposal_coefficients, proposal_loss, shares_base
 from ._records import new_logs, record_samples, show_completions
 from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
+from .second_adapter import Adapter, SecondAdapter
 from .second_model import SecondModel
 
 
@@ -98,7 +100,12 @@ class RePULSeTrainer(ReinforceTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Model the proposal starts from: a path, a model id, or a model. If `None`, a copy of the initial policy.
-            Must share the policy's vocabulary. With a `peft_config`, it gets an adapter of its own.
+            Must share the policy's vocabulary. If `None` and the policy is an adapter, the proposal is a second one
+            over the same base; if given, it has weights of its own and with a `peft_config` an adapter over them. The
+            folder of an adapter over the policy's base joins it there.
+        proposal_peft_config (`peft.PeftConfig`, *optional*):
+            Configuration of the proposal's adapter, where it is not the policy's. Without `peft_config`, the policy
+            is trained whole and the proposal is an adapter over its initial weights.
 
     Raises:
         `ValueError`: If the proposal is the policy itself or has another vocabulary; if a `proposal_model` is given
@@ -129,6 +136,7 @@ class RePULSeTrainer(ReinforceTrainer):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: "PeftConfig | None" = None,
         proposal_model: str | PreTrainedModel | None = None,
+        proposal_peft_config: "PeftConfig | None" = None,
     ):
         if proposal_model is not None and args is not None and not args.has_proposal:
             raise ValueError(
@@ -139,10 +147,11 @@ class RePULSeTrainer(ReinforceTrainer):
             raise ValueError(
                 "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
             )
-        if proposal_model is None:
-            # Copied before TRL wraps or patches the policy
-            has_proposal = args is None or args.has_proposal
-            proposal_model = copy_unpatched(model) if has_proposal else None
+        has_proposal = args is None or args.has_proposal
+        if proposal_model is None and has_proposal:
+            if not shares_base(model, args, peft_config, proposal_peft_config):
+                # Copied before TRL wraps or patches the policy
+                proposal_model = copy_unpatched(model)
         super().__init__(
             model,
             reward_funcs,
@@ -160,11 +169,7 @@ class RePULSeTrainer(ReinforceTrainer):
         self.proposal: SecondModel | None = None
         if not self.args.has_proposal:
             return
-        module = build_proposal(proposal_model, self, peft_config, quantization_config)
-        learning_rate = self.args.proposal_learning_rate
-        self.proposal = SecondModel(
-            module, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
-        )
+        self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
         if self.args.proposal_update_order == "after":
@@ -451,6 +456,8 @@ class RePULSeTrainer(ReinforceTrainer):
     # Saving, loading, pushing
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it
+            self.proposal.module.requires_grad_(False)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.proposal is not None:
             self.proposal.prepare(self, max_steps)
@@ -463,6 +470,13 @@ class RePULSeTrainer(ReinforceTrainer):
                     )
                 self.proposal.load_checkpoint(self, folder)
         return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if isinstance(model, Adapter):
+            model.load(resume_from_checkpoint)
+            return
+        with adapters_kept(self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.proposal is not None:

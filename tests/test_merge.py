@@ -1,0 +1,75 @@
+"""`trl-repulse merge`: the merged model says what the adapter says; a proposal's is refused unless asked for."""
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_repulse.cli import main
+from trl_repulse.trainers._cards import write_proposal_card
+
+
+@pytest.fixture
+def adapter(tmp_path, model_dirs, architecture):
+    """A folder with a random adapter over a saved model, without a tokenizer."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
+    target = {"gpt2": "c_attn", "llama": "q_proj"}[architecture]
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=[target], r=4, init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(4, 10).view(1, -1)).logits
+
+
+def test_merged_weights_give_the_adapters_logits(adapter, tmp_path, model_dirs, architecture, capsys):
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    assert "Merged" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(adapter))
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    base = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
+    assert not torch.allclose(logits(base), expected, atol=1e-2)  # the control: the adapter does something
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<eos>"
+
+
+def test_dtype(adapter, tmp_path):
+    assert main(["merge", str(adapter), str(tmp_path / "merged"), "--dtype", "bfloat16"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+
+
+def test_a_proposal_is_refused_unless_asked_for(adapter, tmp_path, capsys):
+    write_proposal_card(adapter, "policy", "tilted", -2.0)
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 1
+    assert "--allow_proposal" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    assert main(["merge", str(adapter), str(tmp_path / "merged"), "--allow_proposal"]) == 0
+    card = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert "Do not deploy" in card.text and "not-for-deployment" in card.data.tags
+    # What was merged is still known for what it is
+    assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 1
+
+
+def test_errors(adapter, tmp_path, model_dirs, architecture, capsys):
+    def refused(*argv):
+        assert main(["merge", *map(str, argv)]) == 1
+        message = capsys.readouterr().err.splitlines()[-1]  # after the progress of loading
+        assert message.startswith("trl-repulse merge: ")
+        return message
+
+    out = tmp_path / "merged"
+    assert "holds no adapter" in refused(tmp_path / "nothing", out)
+    assert "full weights" in refused(model_dirs[architecture], out)
+    assert "is in the way" in refused(adapter, adapter)
+    assert refused(adapter, out, "--base_model", tmp_path / "gone")
+    other = {"gpt2": "llama", "llama": "gpt2"}[architecture]
+    assert refused(adapter, out, "--base_model", model_dirs[other])
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    base = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
+    get_peft_model(base, config).save_pretrained(tmp_path / "prompt")
+    assert "could be merged" in refused(tmp_path / "prompt", out)
+    assert not out.exists()

@@ -1,0 +1,255 @@
+"""A second adapter over the base model that a TRL trainer's own adapter trains on."""
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Trainer, get_scheduler
+
+from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
+from ._trl_bridge import disable_dropout_in_model
+from .second_model import SecondModel
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+# The trainer's own adapter has PEFT's name for the first one.
+POLICY_ADAPTER = "default"
+_WEIGHTS = "adapter_model.safetensors"
+
+
+class Adapter(AdapterView):
+    """
+    One adapter of a PEFT model, seen as a model: whatever runs through it runs with this adapter, and what it lists,
+    saves and loads are this adapter's weights alone. Everything else is the PEFT model's.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model that has the adapter.
+        name (`str`):
+            Name of the adapter.
+        weights (`dict[str, torch.nn.Parameter]`):
+            Its parameters by their names in `model`.
+    """
+
+    def __init__(self, model: "PeftModel", name: str, weights: dict[str, nn.Parameter]):
+        super().__init__(model, adapter_layers(model), name)
+        self._weights = weights
+
+    def to(self, *args: Any, **kwargs: Any) -> "Adapter":
+        """Moves the whole model."""
+        self.model.to(*args, **kwargs)
+        return self
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this adapter, by their names in the whole model."""
+        yield from self._weights.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this adapter."""
+        yield from self._weights.values()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This adapter's weights, by their names in the whole model."""
+        return {name: p.detach() for name, p in self.named_parameters()}
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Adapter":
+        """Freezes or frees this adapter, whichever is active."""
+        for p in self.parameters():
+            p.requires_grad_(requires_grad)
+        return self
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """
+        Writes this adapter alone as an ordinary PEFT adapter.
+
+        Args:
+            save_directory (`str` or `Path`):
+                Folder to write to; created if missing.
+        """
+        from peft import get_peft_model_state_dict
+
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = get_peft_model_state_dict(self.model, adapter_name=self.name)
+        save_file({k: v.contiguous() for k, v in weights.items()}, folder / _WEIGHTS, metadata={"format": "pt"})
+        config = copy.copy(self.model.peft_config[self.name])
+        config.inference_mode = True
+        config.save_pretrained(folder)
+
+    def load(self, directory: str | Path) -> None:
+        """
+        Reads the weights that [`save_pretrained`] wrote.
+
+        Args:
+            directory (`str` or `Path`):
+                Folder of the adapter.
+
+        Raises:
+            `ValueError`: If the folder holds no adapter, or one of other layers.
+        """
+        from peft import set_peft_model_state_dict
+
+        path = Path(directory) / _WEIGHTS
+        if not path.is_file():
+            raise ValueError(
+                f"{directory} holds no adapter (`{_WEIGHTS}`), but the proposal is an adapter over the policy's base; "
+                "was it trained with full weights?"
+            )
+        result = set_peft_model_state_dict(self.model, load_file(path), adapter_name=self.name)
+        missing = sorted(set(result.missing_keys) & set(self._weights))
+        if missing or result.unexpected_keys:
+            raise ValueError(
+                f"The adapter in {directory} is not of the proposal's layers (first of them: "
+                f"{[*missing, *result.unexpected_keys][0]}); train with the configuration it was made with."
+            )
+
+
+def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = None) -> Adapter:
+    """
+    Adds an adapter that starts where the policy's is, or anew with a configuration of its own; it is frozen, and what
+    was trainable stays so.
+
+    `model.save_pretrained` leaves it out from now on, unless `selected_adapters` names it.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model with the policy's adapter.
+        name (`str`):
+            Name of the new adapter.
+        config (`peft.PeftConfig`, *optional*):
+            Its configuration. If `None`, the policy's, and its weights are copied.
+
+    Returns:
+        [`Adapter`]: The new adapter.
+
+    Raises:
+        `ValueError`: If the model has an adapter of that name.
+    """
+    if name in model.peft_config:
+        raise ValueError(
+            f"The policy already has an adapter named {name!r}, the proposal's name; rename or delete it."
+        )
+    policy_config = model.peft_config[POLICY_ADAPTER]
+    own = copy.deepcopy(policy_config if config is None else config)
+    own.inference_mode = False
+    own.base_model_name_or_path = policy_config.base_model_name_or_path
+    before = {id(p) for p in model.parameters()}
+    with trainable_kept(model):
+        model.add_adapter(name, own)
+    weights = {key: p for key, p in model.named_parameters() if id(p) not in before}
+    quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    for key, p in weights.items():
+        if config is None:
+            theirs = ".".join(POLICY_ADAPTER if part == name else part for part in key.split("."))
+            p.data = model.get_parameter(theirs).data.clone()
+        elif quantized and "lora_magnitude_vector" not in key:
+            p.data = p.data.to(torch.bfloat16)  # as TRL does with the policy's
+    disable_dropout_in_model(model)  # the new adapter's; TRL has done so with all others
+    model.save_pretrained = MethodType(_save_the_others, model)
+    bind_adapters_to_checkpoints(model.get_base_model())
+    return Adapter(model, name, weights).requires_grad_(False)
+
+
+def _save_the_others(model, save_directory, safe_serialization=True, selected_adapters=None, **kwargs) -> None:
+    """`PeftModel.save_pretrained`, which writes every adapter it has, without the proposal's."""
+    if selected_adapters is None:
+        selected_adapters = [name for name in model.peft_config if name != SecondAdapter.name]
+    type(model).save_pretrained(model, save_directory, safe_serialization, selected_adapters, **kwargs)
+
+
+class SecondAdapter(SecondModel):
+    """
+    A [`SecondModel`] that is an adapter beside the trainer's own, over one frozen base.
+
+    Its passes run on the bare model, with its adapter active, and never through the trainer's engine, which knows the
+    policy's adapter alone: so neither optimizer has the other's weights, and no data-parallel wrapper waits for the
+    gradients of an adapter that took no part. Gradients are averaged over processes once, when a step is made.
+
+    Args:
+        module ([`Adapter`]):
+            The adapter to train, as [`add_adapter`] makes it.
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator.
+        learning_rate (`float`):
+            Peak learning rate of this adapter's optimizer.
+
+    Raises:
+        `ValueError`: With DeepSpeed or FSDP, whose engines own all of a model's weights.
+    """
+
+    # Name of the adapter
+    name = "proposal"
+
+    def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            raise ValueError(
+                f"With {accelerator.distributed_type.value} policy and proposal cannot be two adapters over one base; "
+                "pass `proposal_model` to give the proposal a base of its own."
+            )
+        super().__init__(module, accelerator, learning_rate)
+
+    def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
+        """
+        Frees the adapter and builds optimizer and schedule from the trainer's arguments.
+
+        Must come after the trainer has prepared its own, during which this adapter is frozen.
+
+        Args:
+            trainer ([`~transformers.Trainer`]):
+                Gives optimizer class, weight decay groups, schedule and clipping (`args.max_grad_norm`).
+            num_training_steps (`int`):
+                Number of updates of the trainer's own model; the schedule spans them.
+        """
+        args = trainer.args
+        self.module.requires_grad_(True)
+        if self.optimizer is None:
+            self.optimizer = self._create_optimizer(trainer)
+            if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
+                self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
+            self._max_grad_norm = args.max_grad_norm
+        self.scheduler = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=self.optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+
+    @contextlib.contextmanager
+    def gradient_sync(self, sync: bool) -> Iterator[None]:
+        """Nothing to do for a micro-batch: gradients cross processes in [`step`]."""
+        yield
+
+    def save_pretrained(self, directory: str | Path, write: bool) -> None:
+        """As [`SecondModel.save_pretrained`]; each process has the whole adapter."""
+        if write:
+            self.module.save_pretrained(directory)
+
+    def step(self) -> float:
+        """
+        Averages the accumulated gradient over processes, clips it by norm, updates the adapter and clears the gradient.
+
+        Returns:
+            `float`: The gradient's norm before clipping.
+        """
+        if self._accelerator.num_processes > 1:
+            groups = defaultdict(list)
+            for p in self.module.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                groups[p.grad.dtype].append(p.grad)
+            for grads in groups.values():
+                flat = self._accelerator.reduce(torch.cat([grad.flatten() for grad in grads]), reduction="mean")
+                for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                    grad.copy_(mean.view_as(grad))
+        return super().step()
