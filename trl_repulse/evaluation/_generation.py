@@ -1,0 +1,182 @@
+"""Drawing and rewarding completions outside a trainer: what held-out sampling and the callback share."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..trainers._rewards import with_checks
+from ..trainers._trl_bridge import is_async_callable, without_generation_habits
+from .exact import _evaluating, _reward_of_model
+
+
+Prompt = str | list[dict[str, str]]
+# Tokens of one prompt a completion, and a seed -> tokens of the completions, the one that ends each included
+Engine = Callable[[list[list[int]], int], list[list[int]]]
+EngineName = Literal["transformers", "vllm"]
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Tokens of a prompt, as in TRL's trainers."""
+    # A chat template writes the special tokens itself
+    return tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=isinstance(prompt, str))["input_ids"]
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a completion: the model's own end tokens, else the tokenizer's."""
+    end = model.generation_config.eos_token_id
+    end = tokenizer.eos_token_id if end is None else end
+    return [] if end is None else list(end) if isinstance(end, list | tuple) else [end]
+
+
+def transformers_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int, batch_size: int
+) -> Engine:
+    """Draws with `generate`, at temperature 1 from all tokens; what the model was saved with plays no part."""
+    end = end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or [0])[0]
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_completion_length,
+        eos_token_id=end or None,
+        pad_token_id=pad,
+    )
+    device = next(model.parameters()).device
+
+    def draw(prompt_ids: list[list[int]]) -> list[list[int]]:
+        width = max(map(len, prompt_ids))
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompt_ids], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
+        with _evaluating(model), without_generation_habits(model):
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        return [until_end(row, end) for row in output[:, width:].tolist()]
+
+    def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(seed)
+            starts = range(0, len(prompt_ids), batch_size)
+            return [row for start in starts for row in draw(prompt_ids[start : start + batch_size])]
+
+    return engine
+
+
+def vllm_engine(
+    model: str, end: list[int], max_completion_length: int, dtype: str, revision: str | None, **kwargs: Any
+) -> Engine:
+    """Draws with vLLM in this process, by the same distribution; each completion has a seed of its own."""
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise ImportError('`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".') from error
+
+    # "vllm": no defaults from the model's generation_config
+    llm = LLM(model=model, dtype=dtype, revision=revision, generation_config="vllm", **kwargs)
+
+    def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                max_tokens=max_completion_length,
+                stop_token_ids=end,
+                seed=seed + row,
+                detokenize=False,
+            )
+            for row in range(len(prompt_ids))
+        ]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
+        return [until_end(list(output.outputs[0].token_ids), end) for output in outputs]
+
+    return engine
+
+
+def until_end(row: list[int], end: Sequence[int]) -> list[int]:
+    """A completion's tokens, the one that ends it included."""
+    places = [row.index(token) for token in end if token in row]
+    return row[: min(places) + 1] if places else row
+
+
+def as_function(
+    reward: str | nn.Module | Callable[..., Any], tokenizer: PreTrainedTokenizerBase | None, device: torch.device
+) -> tuple[str, Callable[..., list[float | None]]]:
+    """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
+    if isinstance(reward, str):
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(reward)
+        reward = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1).to(device)
+    if not isinstance(reward, nn.Module):
+        name = getattr(reward, "__name__", type(reward).__name__)
+        checked = with_checks(reward, name)
+        if is_async_callable(checked):
+            return name, lambda **columns: asyncio.run(checked(**columns))
+        return name, checked
+    if tokenizer is None:
+        raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    reward.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # as TRL does
+    name, of_texts = reward.config._name_or_path.rstrip("/").split("/")[-1], _reward_of_model(reward, tokenizer)
+
+    def function(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        texts = [
+            prompt + completion
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        return of_texts(texts).tolist()
+
+    return name, with_checks(function, name)
+
+
+def evaluate_rewards(
+    functions: dict[str, Callable[..., list[float | None]]],
+    prompts: list[Prompt],
+    completions: list[str],
+    completion_ids: list[list[int]],
+    columns: dict[str, list],
+    batch_size: int,
+) -> dict[str, list[float | None]]:
+    """One reward a completion from each function; `None` where a function gave none."""
+    rewards: dict[str, list[float | None]] = {name: [] for name in functions}
+    for start in range(0, len(prompts), batch_size):
+        chosen = slice(start, start + batch_size)
+        texts: list[Any] = completions[chosen]
+        if not isinstance(prompts[0], str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        for name, function in functions.items():
+            given = function(
+                prompts=prompts[chosen],
+                completions=texts,
+                completion_ids=completion_ids[chosen],
+                **{key: values[chosen] for key, values in columns.items()},
+            )
+            if len(given) != len(texts):
+                raise ValueError(
+                    f"The reward function '{name}' returned {len(given)} rewards for {len(texts)} completions; return "
+                    "one a completion."
+                )
+            for value in given:
+                if value is not None and abs(value) == float("inf"):
+                    raise ValueError(f"The reward function '{name}' returned {value}; rewards must be finite.")
+            rewards[name] += given
+    return rewards

@@ -1,0 +1,93 @@
+"""
+Log-probabilities of completions under a language model, by a pass of its own over each.
+
+Legend: B completions, L tokens of the longest prompt, T tokens of the longest completion, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from tqdm.auto import tqdm
+
+from .exact import _evaluating
+
+
+def completion_log_probs(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    batch_size: int = 32,
+    progress: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Log-probability of each completion after its prompt, and the entropy met on the way.
+
+    Every token counts, an end-of-sequence token as well. Prompts are padded on the left and positions counted from the
+    first real token. The model runs in its own precision, what follows its logits in float32 and sums in float64.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
+        prompt_ids (`Sequence[Sequence[int]]`):
+            Tokens of the prompt of each of the B completions, at least one each.
+        completion_ids (`Sequence[Sequence[int]]`):
+            Tokens of each completion; may be empty.
+        batch_size (`int`, *optional*, defaults to `32`):
+            Completions of one pass. Memory grows with it: 12·T·V bytes each beside the model and its activations.
+        progress (`bool`, *optional*, defaults to `False`):
+            Whether to show a progress bar.
+
+    Returns:
+        `tuple` of two `torch.Tensor` of shape `(B,)`, float64, on the CPU, without gradient: log-probabilities, and sums
+        over the completion's tokens of the entropy of the distribution that each was drawn from, both in nats. The mean of
+        either (the first negated) over the model's own samples estimates the entropy of its completions; the second varies
+        less.
+
+    Raises:
+        `ValueError`: If a prompt is empty, or a log-probability is not a number.
+    """
+    if not all(len(ids) for ids in prompt_ids):
+        raise ValueError("A prompt has no token; give each at least one.")
+    log_probs, entropies = [], []
+    with _evaluating(model), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
+        for start in range(0, len(prompt_ids), batch_size):
+            chosen = slice(start, start + batch_size)
+            log_prob, entropy = _score(model, prompt_ids[chosen], completion_ids[chosen])
+            log_probs.append(log_prob)
+            entropies.append(entropy)
+            bar.update(len(log_prob))
+    log_prob = torch.cat(log_probs) if log_probs else torch.empty(0, dtype=torch.float64)
+    if bool(log_prob.isnan().any()):
+        raise ValueError("The model gives log-probabilities that are not numbers; check its weights and precision.")
+    return log_prob, torch.cat(entropies) if entropies else log_prob
+
+
+def _score(
+    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of one batch, each (B,)."""
+    device = next(model.parameters()).device
+    width = max(map(len, completions))  # T
+    if width == 0:
+        return torch.zeros(2, len(prompts), dtype=torch.float64).unbind()
+    longest = max(map(len, prompts))  # L
+    ids = torch.zeros(len(prompts), longest + width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        span = slice(longest - len(prompt), longest + len(completion))
+        ids[row, span] = torch.tensor([*prompt, *completion])
+        mask[row, span] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    positions, base = {}, model.get_base_model() if is_peft_model(model) else model
+    if "position_ids" in inspect.signature(type(base).forward).parameters:
+        positions["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    output = model(input_ids=ids, attention_mask=mask, logits_to_keep=width + 1, use_cache=False, **positions)
+    log_p = output.logits[:, :-1].float().log_softmax(dim=-1)  # (B, T, V)
+    counted = mask[:, -width:] == 0
+    token = log_p.gather(-1, ids[:, -width:].unsqueeze(-1)).squeeze(-1)  # (B, T)
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)  # (B, T); 0 · -inf is 0
+    both = torch.stack([token, entropy]).masked_fill(counted, 0.0)  # (2, B, T)
+    return both.double().sum(dim=-1).cpu().unbind()

@@ -1,0 +1,305 @@
+"""
+How held-out samples are kept: a folder of parquet shards with a JSON header, written so that a kill loses one shard at most.
+
+    header.json            what decides the samples: models, prompts, rewards, settings, versions, and a hash of it all
+    shard-00000.parquet    rows, in order
+    complete.json          written last: rows and SHA-256 of every shard
+
+Every file appears under its name only once it is whole and on the disk.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+FORMAT = "trl-repulse samples 1"
+HEADER, COMPLETE = "header.json", "complete.json"
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """
+    Writes a file that is there as a whole or not at all, whatever happens meanwhile.
+
+    Args:
+        path (`Path`):
+            File to write; one of that name is replaced.
+        write (`Callable`):
+            Writes the content to the path that it is given, in the same folder.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    write(partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too, is on the disk
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """
+    Writes strict JSON, atomically.
+
+    Args:
+        path (`Path`):
+            File to write.
+        content (`dict`):
+            What JSON knows; the same content gives the same bytes.
+    """
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def digest(content: Any) -> str:
+    """
+    SHA-256 of a JSON value.
+
+    Args:
+        content:
+            What JSON knows.
+
+    Returns:
+        `str`: In hexadecimal digits.
+    """
+    text = json.dumps(content, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def open_folder(folder: Path, header: dict[str, Any]) -> None:
+    """
+    Begins a folder of samples, or goes on with one that was begun with the same header.
+
+    Args:
+        folder (`Path`):
+            Folder; created if missing.
+        header (`dict`):
+            All that decides the samples. Format and hash are added.
+
+    Raises:
+        `ValueError`: If the folder holds something else, or samples that were begun otherwise.
+    """
+    header = {"format": FORMAT, **header}
+    header["hash"] = digest(header)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / HEADER).is_file() and any(path.name != f"{HEADER}.partial" for path in folder.iterdir()):
+            raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / HEADER).is_file():
+        name = first_difference(read_header(folder), header, ignored=("hash",))
+        if name is not None:
+            raise ValueError(
+                f"`{folder}` was begun with another `{name}`; go on with the old settings, or name another folder."
+            )
+        return
+    write_json(folder / HEADER, header)
+
+
+def first_difference(one: Any, other: Any, ignored: Sequence[str] = ()) -> str | None:
+    """
+    Where two JSON values first differ.
+
+    Args:
+        one, other:
+            What JSON knows.
+        ignored (`Sequence[str]`, *optional*):
+            Dotted names that may differ.
+
+    Returns:
+        `str` or `None`: The dotted name of the first difference, `None` if there is none.
+    """
+    one, other = dict(_flat(one)), dict(_flat(other))
+    for name in sorted({*one, *other}):
+        if name not in ignored and (name not in one or name not in other or one[name] != other[name]):
+            return name
+    return None
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [pair for key, item in value.items() for pair in _flat(item, f"{name}.{key}" if name else str(key))]
+    return [(name, value)]
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """
+    Where a shard is kept.
+
+    Args:
+        folder (`Path`):
+            Folder of samples.
+        number (`int`):
+            Number of the shard, from 0.
+
+    Returns:
+        `Path`: The file.
+    """
+    return folder / f"shard-{number:05d}.parquet"
+
+
+def write_shard(folder: Path, number: int, table: pa.Table) -> None:
+    """
+    Writes a shard.
+
+    Args:
+        folder (`Path`):
+            Folder of samples.
+        number (`int`):
+            Number of the shard, from 0.
+        table (`pyarrow.Table`):
+            Its rows.
+    """
+    write_atomically(shard_path(folder, number), lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def close_folder(folder: Path, shards: int) -> None:
+    """
+    Marks samples as complete.
+
+    Args:
+        folder (`Path`):
+            Folder whose shards are all written.
+        shards (`int`):
+            Number of shards.
+    """
+    paths = [shard_path(folder, number) for number in range(shards)]
+    entries = [
+        {"file": path.name, "rows": pq.read_metadata(path).num_rows, "sha256": _sha256(path)} for path in paths
+    ]
+    write_json(folder / COMPLETE, {"hash": read_header(folder)["hash"], "shards": entries})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """
+    The header of samples, complete or not.
+
+    Args:
+        folder (`Path`):
+            Folder of samples.
+
+    Returns:
+        `dict`: What [`open_folder`] wrote.
+
+    Raises:
+        `ValueError`: If there is none, or it was changed.
+    """
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"`{folder}` holds no samples: it has no `{HEADER}`.") from None
+    except ValueError as error:
+        raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again.") from error
+    content = {key: value for key, value in header.items() if key != "hash"}
+    if header.get("format") != FORMAT or header.get("hash") != digest(content):
+        raise ValueError(f"`{folder / HEADER}` is of another format, or was changed after it was written.")
+    return header
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """
+    Held-out samples: N completions of each of P prompts, prompt by prompt.
+
+    Args:
+        folder (`Path`):
+            Where they are kept.
+        header (`dict`):
+            What they were drawn with.
+        table (`pyarrow.Table`):
+            P times N rows.
+    """
+
+    folder: Path
+    header: dict[str, Any]
+    table: pa.Table
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return self.header["settings"]["num_samples"]
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """The P prompts, as text."""
+        return self.table["prompt"].to_pylist()[:: self.num_samples]
+
+    def column(self, name: str = "reward") -> np.ndarray:
+        """
+        A column of numbers.
+
+        Args:
+            name (`str`, *optional*, defaults to `"reward"`):
+                Name of the column: `"reward"`, `"return"`, `"kl"`, `"rewards/NAME"`, ...
+
+        Returns:
+            `numpy.ndarray` of shape `(P, N)`, float64.
+
+        Raises:
+            `ValueError`: If there is no such column, it holds no numbers, or a sample has none or one that is not finite.
+        """
+        kinds = {field.name: field.type for field in self.table.schema}
+        numeric = [key for key, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
+        if name not in numeric:
+            raise ValueError(
+                f"`{self.folder}` has no column of numbers `{name}`; it has {', '.join(numeric)}."
+                + (" Sample with a reference model to have it." if name in ("kl", "log_prob_reference") else "")
+            )
+        column = self.table[name]
+        values = column.to_numpy().astype(np.float64)  # null becomes NaN
+        refused = int((~np.isfinite(values)).sum())
+        if refused:
+            raise ValueError(
+                f"{refused} of {len(values)} samples in `{self.folder}` have no finite `{name}`; mend the reward, "
+                "or read another column."
+            )
+        return values.reshape(-1, self.num_samples)
+
+
+def load_samples(folder: str | Path) -> SampleSet:
+    """
+    Reads samples, and refuses what is not whole.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote.
+
+    Returns:
+        [`SampleSet`]
+
+    Raises:
+        `ValueError`: If the samples are not complete, or a file is missing or not the one that was written.
+    """
+    folder = Path(folder)
+    header = read_header(folder)
+    if not (folder / COMPLETE).is_file():
+        done = len(list(folder.glob("shard-*.parquet")))
+        raise ValueError(f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it.")
+    complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+    if complete["hash"] != header["hash"]:
+        raise ValueError(f"`{folder / COMPLETE}` belongs to another header; sample again.")
+    tables = []
+    for entry in complete["shards"]:
+        path = folder / entry["file"]
+        if not path.is_file() or _sha256(path) != entry["sha256"]:
+            raise ValueError(f"`{path}` is missing or was changed; delete it and `{COMPLETE}`, and sample again.")
+        tables.append(pq.read_table(path))
+    table = pa.concat_tables(tables)
+    if len(table) != header["prompts"]["count"] * header["settings"]["num_samples"]:
+        raise ValueError(f"`{folder}` has {len(table)} rows, not those its header promises; sample again.")
+    return SampleSet(folder, header, table)

@@ -1,0 +1,335 @@
+"""
+Held-out sampling: completions of a model with all that a reader may ask of them, written once.
+
+Legend: P prompts, N completions per prompt, F reward functions.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .._checks import check_dataset, check_prompt_lengths
+from ..trainers._hooks import transform_rewards
+from . import records
+from ._generation import (
+    EngineName,
+    Prompt,
+    as_function,
+    end_tokens,
+    evaluate_rewards,
+    prompt_text,
+    prompt_tokens,
+    transformers_engine,
+    vllm_engine,
+)
+from .log_probs import completion_log_probs
+
+
+Reward = str | nn.Module | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """
+    What decides held-out samples beside models, prompts and rewards.
+
+    Args:
+        num_samples (`int`, *optional*, defaults to `16`):
+            N, completions of each prompt.
+        max_completion_length (`int`, *optional*, defaults to `256`):
+            Tokens of a completion.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws. Each shard draws with a seed of its own, made of this one and its number.
+        batch_size (`int`, *optional*, defaults to `32`):
+            Completions of one pass.
+        shard_size (`int`, *optional*, defaults to `1024`):
+            Completions written at a time: what a kill can cost.
+        beta (`float`, *optional*, defaults to `0.0`):
+            KL coefficient of the returns, in units of reward per nat. Not 0 needs a reference model.
+        reward_weights (`tuple[float, ...]`, *optional*):
+            Weights of the F reward functions in `reward`, by default 1 each.
+        reward_transform (`str`, *optional*):
+            Transform of `return_transformed`: `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r − a·1[r < threshold]).
+        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
+            The transform's a.
+        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
+            The exponential transform's b, below 0.
+        reward_transform_threshold (`float`, *optional*):
+            The indicator transform's threshold, in units of reward.
+        dtype (`str`, *optional*, defaults to `"auto"`):
+            Precision of models that are loaded by name.
+        revision (`str`, *optional*):
+            Revision of the model on the Hub.
+        engine (`str`, *optional*, defaults to `"transformers"`):
+            What draws: `"transformers"`, or `"vllm"`, which draws the same completions again only on the same machine.
+
+    Raises:
+        `ValueError`: If a value is out of range.
+    """
+
+    num_samples: int = 16
+    max_completion_length: int = 256
+    seed: int = 0
+    batch_size: int = 32
+    shard_size: int = 1024
+    beta: float = 0.0
+    reward_weights: tuple[float, ...] | None = None
+    reward_transform: Literal["exponential", "indicator"] | None = None
+    reward_transform_alpha: float = 1.0
+    reward_transform_beta: float = -1.0
+    reward_transform_threshold: float | None = None
+    dtype: str = "auto"
+    revision: str | None = None
+    engine: EngineName = "transformers"
+
+    def __post_init__(self):
+        for name in ("num_samples", "max_completion_length", "batch_size", "shard_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")
+        if self.seed < 0:
+            raise ValueError(f"`seed={self.seed}` must be at least 0.")
+        if self.reward_transform not in (None, "exponential", "indicator"):
+            raise ValueError(f"`reward_transform={self.reward_transform!r}` must be 'exponential' or 'indicator'.")
+        if self.reward_transform == "indicator" and self.reward_transform_threshold is None:
+            raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
+        if self.engine not in ("transformers", "vllm"):
+            raise ValueError(f"`engine={self.engine!r}` must be 'transformers' or 'vllm'.")
+        transform_rewards(self, torch.zeros(1))  # refuses parameters out of range
+
+
+def sample_completions(
+    output_dir: str | Path,
+    model: str | PreTrainedModel,
+    prompts: Dataset | Sequence[Prompt],
+    reward_funcs: Reward | Sequence[Reward],
+    settings: SamplingSettings | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    reference: str | PreTrainedModel | None = None,
+    reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
+    engine_kwargs: dict[str, Any] | None = None,
+    progress: bool = True,
+) -> records.SampleSet:
+    """
+    Draws N completions of each prompt, rewards and scores them, and writes them down; goes on where a kill stopped it.
+
+    Sampling is pure: temperature 1, all tokens, whatever the model was saved with. Log-probabilities come from passes over
+    the finished completions, never from generation. Each shard has a seed of its own and is written as a whole, so that the
+    files do not depend on where a run was killed, nor on the number of processes: started with `accelerate launch`, every
+    process draws some of the shards.
+
+    The rows, prompt by prompt, have `prompt_index`, `sample_index`, `prompt` (as the model reads it), `prompt_ids`,
+    `completion` (without special tokens), `completion_ids`, `length`, `ended` (by an end token, and not at
+    `max_completion_length`), `log_prob` and `entropy` (both in nats, as in
+    [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME` for each reward function, and `reward`, their
+    weighted sum; with a reference `log_prob_reference` and `kl` (log p − log p_0, one sample each, can be negative); `return`
+    (reward − beta·kl); with a transform, `return_transformed` (transformed reward − beta·kl). A sample that no function
+    rewards has no `reward`.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Folder to write to: new, empty, or begun by the same call.
+        model (`str` or [`~transformers.PreTrainedModel`]):
+            Model to sample from, or its path or Hub id.
+        prompts ([`~datasets.Dataset`] or `Sequence`):
+            The P prompts, plain text or messages, or rows with a `"prompt"`, whose other columns reach the reward functions.
+        reward_funcs (`str`, `Callable`, [`~transformers.PreTrainedModel`] or a list of them):
+            Rewards, as TRL's trainers take them.
+        settings ([`SamplingSettings`], *optional*):
+            All else.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The model's; by default loaded from where the model was.
+        reference (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Model that `kl` is measured against.
+        reward_processing_classes (`Sequence`, *optional*):
+            Tokenizers of the rewards that are models, `None` for the others.
+        engine_kwargs (`dict`, *optional*):
+            Further arguments of `vllm.LLM`.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar.
+
+    Returns:
+        [`~trl_repulse.evaluation.records.SampleSet`]: the samples, read back from the files.
+
+    Raises:
+        `ValueError`: If the prompts are empty or too long, a reward is no finite number, arguments contradict one another, or
+            the folder holds something else.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+
+    >>> settings = SamplingSettings(num_samples=64, max_completion_length=128)
+    >>> samples = sample_completions("samples", "out", ["The weather is"], "reward_model", settings, reference="gpt2")
+    >>> samples.column("kl").mean()
+    ```
+    """
+    settings, folder, state = settings or SamplingSettings(), Path(output_dir), PartialState()
+    dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
+    check_dataset(dataset, "prompts")
+    if settings.beta and reference is None:
+        raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
+    if settings.engine == "vllm" and not isinstance(model, str):
+        raise ValueError("`engine='vllm'` loads the model itself; pass its path or Hub id as `model`.")
+    name = model if isinstance(model, str) else model.config._name_or_path
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, revision=settings.revision)
+    model = _load(model, settings.dtype, settings.revision, state.device)
+    reference = _load(reference, settings.dtype, None, state.device)
+    functions = _functions(reward_funcs, reward_processing_classes, settings, state.device)
+
+    rows = dataset["prompt"][:]
+    prompt_ids = [prompt_tokens(tokenizer, prompt) for prompt in rows]
+    check_prompt_lengths(prompt_ids, rows, model.config, settings.max_completion_length)
+    header = {
+        "model": _identity(model),
+        "reference": None if reference is None else _identity(reference),
+        "rewards": {key: description for key, (_, description) in functions.items()},
+        "prompts": {"count": len(rows), "sha256": records.digest([dataset[i] for i in range(len(rows))])},
+        "settings": asdict(settings) | {"reward_weights": list(settings.reward_weights or [1.0] * len(functions))},
+        "device": state.device.type,
+        "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers")},
+    }
+    with state.main_process_first():
+        records.open_folder(folder, header)
+
+    total = len(rows) * settings.num_samples
+    shards = -(-total // settings.shard_size)
+    mine = range(state.process_index, shards, state.num_processes)
+    missing = [number for number in mine if not records.shard_path(folder, number).is_file()]
+    if missing:
+        if settings.engine == "vllm":
+            end = end_tokens(model, tokenizer)
+            options = (settings.max_completion_length, settings.dtype, settings.revision)
+            engine = vllm_engine(name, end, *options, **(engine_kwargs or {}))
+        else:
+            engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
+    sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
+    bar = tqdm(
+        total=sum(sizes.values()),
+        initial=sum(size for number, size in sizes.items() if number not in missing),
+        disable=not (progress and state.is_main_process),
+        unit="completion",
+        desc="sampling",
+    )
+    with bar:
+        for number in missing:
+            start = number * settings.shard_size
+            places = [divmod(place, settings.num_samples) for place in range(start, start + sizes[number])]
+            ids = [prompt_ids[prompt] for prompt, _ in places]
+            seed = int(np.random.SeedSequence([settings.seed, number]).generate_state(1)[0])
+            completions = engine(ids, seed)
+            table = _rows(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
+            records.write_shard(folder, number, table)
+            bar.update(sizes[number])
+    state.wait_for_everyone()
+    if state.is_main_process and not (folder / records.COMPLETE).is_file():
+        records.close_folder(folder, shards)
+    state.wait_for_everyone()
+    return records.load_samples(folder)
+
+
+def _rows(dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids) -> pa.Table:
+    """The rows of one shard."""
+    chosen = dataset[[prompt for prompt, _ in places]]
+    prompts, texts = chosen.pop("prompt"), tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    end = set(end_tokens(model, tokenizer))
+    log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size)
+    rewards = evaluate_rewards(
+        {name: function for name, (function, _) in functions.items()},
+        *(prompts, texts, completion_ids, chosen, settings.batch_size),
+    )
+    per_function = torch.tensor(
+        [[torch.nan if value is None else value for value in values] for values in rewards.values()],
+        dtype=torch.float64,
+    )  # (F, B)
+    weights = torch.tensor(settings.reward_weights or [1.0] * len(functions), dtype=torch.float64)
+    reward = (per_function * weights[:, None]).nansum(dim=0)
+    reward[per_function.isnan().all(dim=0)] = torch.nan
+    columns: dict[str, Any] = {
+        "prompt_index": pa.array([prompt for prompt, _ in places], pa.int32()),
+        "sample_index": pa.array([sample for _, sample in places], pa.int32()),
+        "prompt": pa.array([prompt_text(tokenizer, prompt) for prompt in prompts], pa.string()),
+        "prompt_ids": pa.array(prompt_ids, pa.list_(pa.int32())),
+        "completion": pa.array(texts, pa.string()),
+        "completion_ids": pa.array(completion_ids, pa.list_(pa.int32())),
+        "length": pa.array([len(ids) for ids in completion_ids], pa.int32()),
+        "ended": pa.array([bool(ids) and ids[-1] in end for ids in completion_ids], pa.bool_()),
+        "log_prob": _numbers(log_prob),
+        "entropy": _numbers(entropy),
+    }
+    columns |= {f"rewards/{name}": _numbers(row) for name, row in zip(functions, per_function, strict=True)}
+    kl = torch.zeros_like(reward)
+    if reference is not None:
+        log_prob_reference, _ = completion_log_probs(reference, prompt_ids, completion_ids, settings.batch_size)
+        kl = log_prob - log_prob_reference
+        columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
+    columns |= {"reward": _numbers(reward), "return": _numbers(reward - settings.beta * kl)}
+    if settings.reward_transform is not None:
+        columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - settings.beta * kl)
+    return pa.table(columns)
+
+
+def _numbers(values: torch.Tensor) -> pa.Array:
+    """A column of float64; NaN, the mark of a missing reward, becomes null."""
+    return pa.array(values.numpy(), pa.float64(), from_pandas=True)
+
+
+def _load(model: str | PreTrainedModel | None, dtype: str, revision: str | None, device: torch.device) -> Any:
+    if not isinstance(model, str):
+        return model
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, revision=revision).to(device)
+
+
+def _functions(
+    reward_funcs: Any, tokenizers: Sequence[Any] | None, settings: SamplingSettings, device: torch.device
+) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
+    """Name -> reward function, and what the header says of it."""
+    rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
+    if not rewards or len(tokenizers) != len(rewards):
+        raise ValueError(f"`reward_funcs` has {len(rewards)} rewards and {len(tokenizers)} tokenizers; give one each.")
+    if settings.reward_weights is not None and len(settings.reward_weights) != len(rewards):
+        raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {len(rewards)} rewards.")
+    functions = {}
+    for reward, tokenizer in zip(rewards, tokenizers, strict=True):
+        name, function = as_function(reward, tokenizer, device)
+        if name in functions:
+            raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")
+        functions[name] = (function, _description(reward))
+    return functions
+
+
+def _description(reward: Reward) -> Any:
+    """What says which reward it is, as far as that can be said."""
+    if isinstance(reward, nn.Module):
+        return _identity(reward)
+    if isinstance(reward, str):
+        return {"name": reward}
+    return {"name": repr(reward) if is_dataclass(reward) else getattr(reward, "__qualname__", type(reward).__name__)}
+
+
+def _identity(model: Any) -> dict[str, Any]:
+    """Name, revision and a hash of the weights of a model."""
+    weights = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        weights.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    config = model.config
+    return {
+        "name": config._name_or_path,
+        "revision": getattr(config, "_commit_hash", None),
+        "weights": weights.hexdigest(),
+    }
