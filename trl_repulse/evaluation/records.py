@@ -174,9 +174,7 @@ def close_folder(folder: Path, shards: int) -> None:
             Number of shards.
     """
     paths = [shard_path(folder, number) for number in range(shards)]
-    entries = [
-        {"file": path.name, "rows": pq.read_metadata(path).num_rows, "sha256": _sha256(path)} for path in paths
-    ]
+    entries = [{"file": path.name, "rows": pq.read_metadata(path).num_rows, "sha256": _sha256(path)} for path in paths]
     write_json(folder / COMPLETE, {"hash": read_header(folder)["hash"], "shards": entries})
 
 
@@ -289,7 +287,9 @@ def load_samples(folder: str | Path) -> SampleSet:
     header = read_header(folder)
     if not (folder / COMPLETE).is_file():
         done = len(list(folder.glob("shard-*.parquet")))
-        raise ValueError(f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it.")
+        raise ValueError(
+            f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it."
+        )
     complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
     if complete["hash"] != header["hash"]:
         raise ValueError(f"`{folder / COMPLETE}` belongs to another header; sample again.")

@@ -1,7 +1,7 @@
 """
 How much a sample says about the lower tail: estimates with intervals, from arrays of rewards.
 
-Legend: P prompts, N completions per prompt, n = P·N samples, R bootstrap replicates.
+Legend: P prompts, N completions per prompt, n = P·N samples.
 
 Samples are rewards of shape (P, N): N independent completions of each of P prompts, which are held fixed. All estimates are of
 the reward of a completion of a prompt chosen uniformly among the P.
@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import binom, binomtest, norm
+from scipy.stats import binom, binomtest
+from scipy.stats import t as student_t
 
 
-REPLICATES = 2_000
+MIN_TAIL = 100  # samples in the tail below which a CVaR has no interval
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
 
 def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
     """
-    Mean reward, with the normal interval of a sample stratified by prompt.
+    Mean reward, with an interval for a sample stratified by prompt.
+
+    The interval is Student's with the correction for skewness of Hall (1992), which moves it towards the longer tail.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -116,20 +119,97 @@ def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
             Nominal coverage.
 
     Returns:
-        [`Estimate`]: A reward; the interval is infinite with one sample a prompt and more than one prompt missing a spread.
+        [`Estimate`]: A reward. With a single sample the interval is infinite.
 
     Raises:
         `ValueError`: If an argument is out of range.
     """
     rewards = _checked(rewards, confidence)
-    value, error = float(rewards.mean()), math.sqrt(_variance_of_mean(rewards))
-    half = norm.isf((1 - confidence) / 2) * error if math.isfinite(error) else math.inf
-    return Estimate(value, value - half, value + half, rewards.size)
+    return Estimate(float(rewards.mean()), *_skewed_interval(rewards, confidence), rewards.size)
 
 
-def _variance_of_mean(values: np.ndarray) -> float:
-    """Variance of the mean of (P, N) values, by prompt; prompts of one sample each are taken for draws from all prompts."""
+def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimate:
+    """
+    Conditional value at risk: the mean reward of the worst share `level` of completions.
+
+    The tail is the lowest level·n samples, the last of them by its fraction. The interval is that of [`mean`] for the
+    influence values −(q − r)₊ / level, q the empirical quantile. It needs [`MIN_TAIL`] samples in the tail: with fewer, no
+    interval that was tried covers what it claims, and both ends are infinite. The estimate is then biased upwards as well.
+
+    Args:
+        rewards (`numpy.ndarray` of shape `(P, N)`):
+            Rewards.
+        level (`float`):
+            Share of completions in the tail, in (0, 1).
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage.
+
+    Returns:
+        [`Estimate`]: A reward; `samples` is level·n, the number of samples in the tail, not always whole.
+
+    Raises:
+        `ValueError`: If an argument is out of range.
+    """
+    rewards, level = _checked(rewards, confidence), _checked_level(level)
+    influence = tail_influence(rewards, level)
+    tail = level * rewards.size
+    if tail < MIN_TAIL:
+        return Estimate(float(influence.mean()), -math.inf, math.inf, tail)
+    return Estimate(float(influence.mean()), *_skewed_interval(influence, confidence), tail)
+
+
+def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
+    """
+    q − (q − r)₊ / level, whose mean is the CVaR of the sample and whose spread is, to first order, that of the estimate.
+
+    Args:
+        rewards (`numpy.ndarray`):
+            Rewards, of any shape.
+        level (`float`):
+            Share of completions in the tail, in (0, 1).
+
+    Returns:
+        `numpy.ndarray`: Of the same shape, in units of reward.
+    """
+    rank = max(math.ceil(level * rewards.size - 1e-9), 1)
+    q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
+    return q - np.maximum(q - rewards, 0.0) / level
+
+
+def _skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    """Interval for the mean of (P, N) values, by prompt; with one sample a prompt, as if prompts were drawn as well."""
+    if values.shape[1] == 1:
+        values = values.T
     prompts, samples = values.shape
-    if samples > 1:
-        return float((values.var(axis=1, ddof=1) / samples).sum() / prompts**2)
-    return float(values.var(ddof=1) / prompts) if prompts > 1 else math.inf
+    value = float(values.mean())
+    if samples == 1:
+        return -math.inf, math.inf
+    deviations = values - values.mean(axis=1, keepdims=True)
+    error = math.sqrt((deviations**2).sum() / (samples - 1) / samples) / prompts
+    if error == 0.0:
+        return value, value
+    skew = float((deviations**3).mean(axis=1).sum() / (samples**2 * prompts**3)) / error**3  # of the mean
+
+    def inverse(z: float) -> float:
+        """Hall's inverse transformation of a Student statistic."""
+        return z if abs(skew) < 1e-9 else 3 / skew * (float(np.cbrt(1 + skew * (z - skew / 6))) - 1)
+
+    z = float(student_t.isf((1 - confidence) / 2, prompts * (samples - 1)))
+    return value - error * inverse(z), value - error * inverse(-z)
+
+
+def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if rewards.ndim != 2 or rewards.size == 0:
+        raise ValueError(f"`rewards` has shape {rewards.shape}; give one row a prompt and at least one sample each.")
+    if not np.isfinite(rewards).all():
+        raise ValueError("`rewards` holds values that are not finite; mend the reward before estimating its tail.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence={confidence}` must lie between 0 and 1.")
+    return rewards
+
+
+def _checked_level(level: float) -> float:
+    if not 0 < level < 1:
+        raise ValueError(f"`level={level}` must lie between 0 and 1.")
+    return level

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, Trainer
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
 from trl import GRPOTrainer, RLOOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import (
     add_fused_lm_head,
     create_model_from_path,
@@ -60,6 +60,7 @@ __all__ = [
     "sampling_from",
     "split_tensor_dict",
     "token_log_probs",
+    "unwrap_model_for_generation",
     "use_reference",
     "withheld_from_uploads",
     "without_generation_habits",
@@ -112,6 +113,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
         *("prompts", "completions", "rewards", "advantages", "step", "num_samples", "extra"),
     ),
     split_tensor_dict: ("tensor_dict", "num_chunks"),
+    unwrap_model_for_generation: ("model", "accelerator"),
     use_adapter: ("model", "adapter_name"),
     # Patches the forward that every log-probability of either model comes from.
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),

@@ -1,0 +1,108 @@
+"""
+Intervals over training seeds and prompts, by the bootstrap.
+
+Legend: S seeds (training runs), P prompts, R replicates, M methods.
+
+A plain percentile bootstrap over five seeds covers some 83 % where it claims 95 %: resampling n values understates their
+variance by (n − 1)/n, and takes normal quantiles where Student's are due. Here the bootstrap gives variances, each source of
+variation resampled alone and its variance divided by (n − 1)/n; Student's quantile, at the degrees of freedom of Satterthwaite
+(1946), makes an interval of their sum. Over the seeds of one mean this is Student's interval itself.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.stats import t as student_t
+
+
+REPLICATES = 10_000
+
+
+def combined_interval(
+    value: float, components: Sequence[tuple[float, float]], confidence: float = 0.95
+) -> tuple[float, float]:
+    """
+    Student's interval for a value whose variance is a sum of estimated components.
+
+    Args:
+        value (`float`):
+            The estimate.
+        components (`Sequence[tuple[float, float]]`):
+            Variance and degrees of freedom of each; a negative variance is taken off.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage.
+
+    Returns:
+        `tuple[float, float]`: Low and high end; infinite if a component has no degree of freedom.
+    """
+    if not components or any(freedom <= 0 for _, freedom in components):
+        return -math.inf, math.inf
+    variance = sum(part for part, _ in components)
+    spread = sum(part**2 / freedom for part, freedom in components)
+    if variance <= 0 or spread == 0:
+        return value, value
+    half = float(student_t.isf((1 - confidence) / 2, variance**2 / spread)) * math.sqrt(variance)
+    return value - half, value + half
+
+
+def resampled_weights(count: int, replicates: int, generator: np.random.Generator) -> np.ndarray:
+    """
+    Weights of a bootstrap over `count` units.
+
+    Args:
+        count (`int`):
+            Units.
+        replicates (`int`):
+            R.
+        generator (`numpy.random.Generator`):
+            Source of randomness.
+
+    Returns:
+        `numpy.ndarray` of shape `(R, count)`: They sum to 1 in each replicate.
+    """
+    return generator.multinomial(count, np.full(count, 1 / count), size=replicates) / count
+
+
+def crossed_interval(
+    cells: np.ndarray, confidence: float = 0.95, replicates: int = REPLICATES, seed: int = 0
+) -> tuple[float, float]:
+    """
+    Interval for the mean over seeds and prompts, both taken for draws from many.
+
+    Every seed meets every prompt. Resampling seeds gives the variance between seeds, resampling prompts that between
+    prompts; what both count twice, the variation of single cells, is what resampling both at once adds to the sum of the two.
+    With one seed, prompts alone are resampled, and with one prompt seeds alone: the interval then says nothing of what was
+    not repeated.
+
+    Args:
+        cells (`numpy.ndarray` of shape `(S, P)`):
+            Mean of each seed's samples of each prompt.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage.
+        replicates (`int`, *optional*, defaults to `10000`):
+            R.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the bootstrap.
+
+    Returns:
+        `tuple[float, float]`: Low and high end; infinite for a single cell.
+    """
+    seeds, prompts = cells.shape
+    value, generator = float(cells.mean()), np.random.default_rng(seed)
+    by_seed, by_prompt = cells.mean(axis=1) - value, cells.mean(axis=0) - value
+    residual = cells - value - by_seed[:, None] - by_prompt  # what neither explains
+    components = []
+    w_seed, w_prompt = (resampled_weights(count, replicates, generator) for count in cells.shape)
+    if seeds > 1:
+        components.append((float((w_seed @ by_seed).var()) * seeds / (seeds - 1), seeds - 1))
+    if prompts > 1:
+        components.append((float((w_prompt @ by_prompt).var()) * prompts / (prompts - 1), prompts - 1))
+    if seeds > 1 and prompts > 1:
+        freedom = (seeds - 1) * (prompts - 1)
+        both = float(((w_seed @ residual) * w_prompt).sum(axis=1).var())
+        largest = max(part for part, _ in components)
+        # Twice counted at most in the smaller one: what is left cannot fall below the larger
+        twice = min(both * seeds * prompts / freedom, sum(part for part, _ in components) - largest)
+        components.append((-twice, freedom))
+    return combined_interval(value, components, confidence)

@@ -1,0 +1,141 @@
+"""The tail report along a training run, by sampling."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer, RLOOTrainer
+
+from .._checks import check_dataset, check_prompt_lengths
+from ..trainers._trl_bridge import unwrap_model_for_generation
+from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
+from .report import estimates
+from .tails import Estimate
+
+
+class TailReportCallback(TrainerCallback):
+    """
+    Samples from the policy every few updates and at the end of training, and logs the lower tail of its reward.
+
+    For [`~trl_repulse.RePULSeTrainer`], [`~trl_repulse.ReinforceTrainer`] and TRL's own [`~trl.RLOOTrainer`] and
+    [`~trl.GRPOTrainer`]. All processes sample. The draws have seeds of their own, so that training goes on as without the
+    callback. Rewards are the trainer's `reward_funcs` with its weights, before any transform that the trainer applies.
+
+    Logged are `tail/mean`, `tail/prob_below_η` with `_low` and `_high`, and `tail/cvar_a` with both ends.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow.
+        prompts ([`~datasets.Dataset`] or `Sequence`):
+            Held-out prompts, plain text or messages, or rows with a `"prompt"`.
+        num_samples (`int`, *optional*, defaults to `16`):
+            Completions of each prompt.
+        thresholds (`Sequence[float]`, *optional*):
+            η of each P(r < η), in units of reward.
+        levels (`Sequence[float]`, *optional*, defaults to `(0.1,)`):
+            Levels of the CVaR.
+        every (`int`, *optional*, defaults to `100`):
+            Updates between two reports.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws: the same at every report, which makes reports of one run comparable.
+
+    Attributes:
+        history (`list[dict]`):
+            One entry a report: `"update"`, and `"report"`, an [`~trl_repulse.evaluation.tails.Estimate`] by name of the
+            quantity, as in [`~trl_repulse.evaluation.report.TailReport`].
+
+    Raises:
+        `ValueError`: If the prompts are empty or too long, or a number is out of range.
+
+    Example:
+
+    ```python
+    >>> trainer.add_callback(TailReportCallback(trainer, held_out, num_samples=64, thresholds=[-5.0], every=50))
+    ```
+    """
+
+    def __init__(
+        self,
+        trainer: RLOOTrainer | GRPOTrainer,
+        prompts: Dataset | Sequence[Prompt],
+        num_samples: int = 16,
+        thresholds: Sequence[float] = (),
+        levels: Sequence[float] = (0.1,),
+        every: int = 100,
+        seed: int = 0,
+    ):
+        for name, value in (("every", every), ("num_samples", num_samples)):
+            if value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1.")
+        self.dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
+        check_dataset(self.dataset, "prompts")
+        self.trainer = trainer
+        self.num_samples, self.every, self.seed = num_samples, every, seed
+        self.thresholds, self.levels = list(thresholds), list(levels)
+        self.history: list[dict[str, Any]] = []
+        self._prompt_ids = [prompt_tokens(trainer.processing_class, prompt) for prompt in self.dataset["prompt"]]
+        length = trainer.max_completion_length
+        check_prompt_lengths(self._prompt_ids, self.dataset["prompt"][:], trainer.model.config, length)
+        estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # refuses levels out of range
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step % self.every == 0:
+            self._report(state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step % self.every:
+            self._report(state.global_step)
+
+    def _report(self, update: int) -> None:
+        rewards = self._sample()
+        found = estimates(rewards, self.thresholds, self.levels)
+        self.history.append({"update": update, "report": found})
+        # The base class: TRL's `log` would close the window over which it averages its own metrics
+        Trainer.log(self.trainer, _metrics(found))
+
+    def _sample(self) -> np.ndarray:
+        """Rewards of shape (1, P, N), the same on all processes."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        total = len(self.dataset) * self.num_samples
+        mine = list(range(accelerator.process_index, total, accelerator.num_processes))
+        chosen = [place // self.num_samples for place in mine]
+        size = trainer.args.per_device_train_batch_size
+        columns = self.dataset[chosen] if chosen else {"prompt": []}
+        prompts = columns.pop("prompt")
+        with unwrap_model_for_generation(trainer.model_wrapped, accelerator) as model:
+            engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
+            seed = np.random.SeedSequence([self.seed, accelerator.process_index]).generate_state(1)[0]
+            ids = engine([self._prompt_ids[prompt] for prompt in chosen], int(seed))
+        texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+        functions = {}
+        for name, reward, tokenizer in zip(
+            trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
+        ):
+            functions[name] = as_function(reward, tokenizer, accelerator.device)[1]
+        given = evaluate_rewards(functions, prompts, texts, ids, columns, size)
+        weights = trainer.reward_weights.tolist()
+        rows = []
+        for place, values in zip(mine, zip(*given.values(), strict=True), strict=True):
+            known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+            if not known:
+                raise ValueError("A held-out completion got no reward; a tail report needs one for each.")
+            rows.append((place, sum(known)))
+        gathered = dict(gather_object(rows))
+        return np.array([gathered[place] for place in range(total)]).reshape(1, -1, self.num_samples)
+
+
+def _metrics(found: dict[str, Estimate]) -> dict[str, float]:
+    """What is logged of a report; ends of intervals that are infinite are left out."""
+    metrics = {}
+    for name, estimate in found.items():
+        key = name.replace("P(r < ", "prob_below_").replace(")", "").replace("CVaR ", "cvar_")
+        ends = {"_low": estimate.low, "_high": estimate.high} if name != "mean" else {}
+        metrics |= {f"tail/{key}{end}": value for end, value in {"": estimate.value, **ends}.items()}
+    return {key: value for key, value in metrics.items() if np.isfinite(value)}

@@ -1,0 +1,108 @@
+"""Log-probability of stored bad completions (negative data) under any model."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .._checks import check_prompt_lengths
+from ._generation import prompt_text, prompt_tokens
+from .log_probs import completion_log_probs
+
+
+@dataclass(frozen=True)
+class NegativeLogProbs:
+    """
+    Log-probabilities of distinct bad completions, in nats.
+
+    Args:
+        count (`int`):
+            Distinct completions, over all prompts.
+        mean (`float`):
+            Mean of log p over them.
+        logsumexp (`float`):
+            Log of the probability that a completion of a prompt chosen uniformly begins with one of the prompt's completions.
+        per_prompt (`dict[str, dict[str, float]]`):
+            `"count"`, `"mean"` and `"logsumexp"` of each prompt's own.
+    """
+
+    count: int
+    mean: float
+    logsumexp: float
+    per_prompt: dict[str, dict[str, float]]
+
+
+def negative_log_probs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | Path,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> NegativeLogProbs:
+    """
+    How probable a model makes bad completions that training has met (`save_negatives`).
+
+    A completion counts once for each prompt, however often it was drawn. Its text is tokenized anew, which need not give the
+    tokens it was drawn with, and without an end: what is computed is the probability that a completion *begins* with these
+    tokens. Where one stored completion begins with another, `logsumexp` counts the longer one twice.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Any causal language model.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        path (`str` or `Path`):
+            A `negatives.jsonl`: one JSON object a line, with `"prompt"` and `"completion"`, both text or both messages.
+        batch_size (`int`, *optional*, defaults to `32`):
+            Completions of one pass.
+        progress (`bool`, *optional*, defaults to `False`):
+            Whether to show a progress bar.
+
+    Returns:
+        [`NegativeLogProbs`]
+
+    Raises:
+        `ValueError`: If the file has no rows, or a row no prompt or completion, or one is too long for the model.
+    """
+    pairs = _read(Path(path), tokenizer)
+    prompts = {text: prompt_tokens(tokenizer, prompt) for text, (prompt, _) in pairs.items()}
+    texts = [(text, completion) for text, (_, completions) in pairs.items() for completion in completions]
+    ids = [tokenizer(completion, add_special_tokens=False)["input_ids"] for _, completion in texts]
+    check_prompt_lengths([[*prompts[text], *row] for (text, _), row in zip(texts, ids, strict=True)],
+                         [text for text, _ in texts], model.config, 0)  # fmt: skip
+    log_prob, _ = completion_log_probs(model, [prompts[text] for text, _ in texts], ids, batch_size, progress)
+    per_prompt, start = {}, 0
+    for text, (_, completions) in pairs.items():
+        own = log_prob[start : start + len(completions)]
+        start += len(completions)
+        per_prompt[text] = {"count": len(own), "mean": own.mean().item(), "logsumexp": own.logsumexp(dim=0).item()}
+    sums = torch.tensor([entry["logsumexp"] for entry in per_prompt.values()], dtype=torch.float64)
+    overall = (sums.logsumexp(dim=0) - torch.tensor(len(sums), dtype=torch.float64).log()).item()
+    return NegativeLogProbs(len(log_prob), log_prob.mean().item(), overall, per_prompt)
+
+
+def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, dict[str, None]]]:
+    """Text of a prompt -> the prompt, and its distinct completions in the order of the file."""
+    pairs: dict[str, tuple[Any, dict[str, None]]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise ValueError(f"There is no file `{path}`; train with `save_negatives` to have one.") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt, completion = row["prompt"], row["completion"]
+            text = completion if isinstance(completion, str) else completion[0]["content"]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"Line {number} of `{path}` is no bad completion ({error!r}); it needs `prompt` and `completion`."
+            ) from error
+        pairs.setdefault(prompt_text(tokenizer, prompt), (prompt, {}))[1][text] = None
+    if not pairs:
+        raise ValueError(f"`{path}` is empty; there is no bad completion to score.")
+    return pairs

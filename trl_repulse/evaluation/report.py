@@ -1,0 +1,234 @@
+"""The tail report: what held-out samples say about the lower tail of a reward, in figures and as a table."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import tails
+from .bootstrap import crossed_interval
+from .records import SampleSet, first_difference
+from .tails import Estimate
+
+
+MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # beside the reward, where there are such columns
+OF_THE_MODEL = ("hash", "settings.seed", "settings.revision")
+
+
+@dataclass(frozen=True)
+class TailReport:
+    """
+    Estimates of one reward's lower tail.
+
+    Args:
+        column (`str`):
+            The column that was read.
+        seeds, prompts, samples (`int`):
+            Models, prompts, and completions of each prompt by each model.
+        confidence (`float`):
+            Nominal coverage of all intervals.
+        overall (`dict[str, Estimate]`):
+            By name of the quantity: `"mean"`, `"P(r < η)"`, `"quantile a"`, `"CVaR a"`, and means of other columns.
+        per_prompt (`dict[str, dict[str, Estimate]]`):
+            The same for each prompt; of one model only.
+    """
+
+    column: str
+    seeds: int
+    prompts: int
+    samples: int
+    confidence: float
+    overall: dict[str, Estimate]
+    per_prompt: dict[str, dict[str, Estimate]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """
+        The report as JSON knows it.
+
+        Returns:
+            `dict`: As the attributes; ends of intervals that are infinite become `None`.
+        """
+
+        def plain(estimates: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
+            return {
+                name: {key: value if math.isfinite(value) else None for key, value in vars(estimate).items()}
+                for name, estimate in estimates.items()
+            }
+
+        per_prompt = {prompt: plain(estimates) for prompt, estimates in self.per_prompt.items()}
+        return vars(self) | {"overall": plain(self.overall), "per_prompt": per_prompt}
+
+    def to_markdown(self) -> str:
+        """
+        The report as tables.
+
+        Returns:
+            `str`: Overall; then, if there are any, one table for each prompt.
+        """
+        models = "" if self.seeds == 1 else f" by each of {self.seeds} models"
+        lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}", ""]
+        lines += _table(self.overall, self.confidence)
+        for prompt, estimates in self.per_prompt.items():
+            lines += ["", f"Prompt {prompt!r}", "", *_table(estimates, self.confidence)]
+        return "\n".join(lines)
+
+
+def _table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
+    rows = [f"| quantity | estimate | {confidence:.3g} interval | rests on |", "|---|---|---|---|"]
+    for name, estimate in estimates.items():
+        ends = ("none" if math.isinf(end) else f"{end:.4g}" for end in (estimate.low, estimate.high))
+        rows.append(f"| {name} | {estimate.value:.4g} | {' to '.join(ends)} | {estimate.samples:,.10g} samples |")
+    return rows
+
+
+def tail_report(
+    samples: SampleSet | Sequence[SampleSet],
+    thresholds: Sequence[float] = (),
+    levels: Sequence[float] = (0.01,),
+    quantiles: Sequence[float] = (),
+    column: str = "reward",
+    confidence: float = 0.95,
+) -> TailReport:
+    """
+    Reads held-out samples.
+
+    Of one model, all intervals are for the prompts at hand. Of several, one a training seed, mean, probabilities and CVaR have
+    intervals over seeds and prompts ([`~trl_repulse.evaluation.bootstrap.crossed_interval`]): what to expect of another run on
+    other prompts. Without a single sample under a threshold the interval stays that of Clopper and Pearson for all samples.
+
+    Args:
+        samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
+            Samples of one model, or of several that were sampled with the same settings, prompts and rewards.
+        thresholds (`Sequence[float]`, *optional*):
+            η of each P(r < η), in units of reward.
+        levels (`Sequence[float]`, *optional*, defaults to `(0.01,)`):
+            Levels of the CVaR.
+        quantiles (`Sequence[float]`, *optional*):
+            Levels of quantiles; of one model only.
+        column (`str`, *optional*, defaults to `"reward"`):
+            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ...
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the intervals.
+
+    Returns:
+        [`TailReport`]
+
+    Raises:
+        `ValueError`: If a column is missing or holds no finite numbers, a level is out of range, or the samples do not belong
+            together.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.evaluation.records import load_samples
+    >>> from trl_repulse.evaluation.report import tail_report
+
+    >>> report = tail_report(load_samples("samples"), thresholds=[-5.0, -7.0], levels=[0.1, 0.01])
+    >>> report.overall["P(r < -5)"]
+    ```
+    """
+    sets = [samples] if isinstance(samples, SampleSet) else list(samples)
+    check_same_settings(sets)
+    if len(sets) > 1 and quantiles:
+        raise ValueError("`quantiles` are those of one model; leave them out for several.")
+    values = np.stack([each.column(column) for each in sets])  # (S, P, N)
+    others = {
+        name: np.stack([each.column(name) for each in sets])
+        for name in MEANS
+        if name != column and name in sets[0].table.column_names
+    }
+    options = (thresholds, levels, quantiles, confidence)
+    per_prompt = {}
+    if len(sets) == 1 and len(values[0]) > 1:
+        for i, prompt in enumerate(sets[0].prompts):
+            key = prompt if prompt not in per_prompt else f"{prompt} (prompt {i})"
+            rows = {name: array[:, i : i + 1] for name, array in others.items()}
+            per_prompt[key] = estimates(values[:, i : i + 1], *options, others=rows)
+    overall = estimates(values, *options, others=others)
+    return TailReport(column, *values.shape, confidence, overall, per_prompt)
+
+
+def estimates(
+    values: np.ndarray,
+    thresholds: Sequence[float],
+    levels: Sequence[float],
+    quantiles: Sequence[float] = (),
+    confidence: float = 0.95,
+    others: dict[str, np.ndarray] | None = None,
+) -> dict[str, Estimate]:
+    """
+    All quantities of a report.
+
+    Args:
+        values (`numpy.ndarray` of shape `(S, P, N)`):
+            Rewards: S models, P prompts, N samples.
+        thresholds, levels, quantiles, confidence:
+            As for [`tail_report`].
+        others (`dict[str, numpy.ndarray]`, *optional*):
+            Further arrays of that shape, of which the means are taken.
+
+    Returns:
+        `dict[str, Estimate]`: By name.
+
+    Raises:
+        `ValueError`: If a level or a value is out of range.
+    """
+    seeds, prompts, samples = values.shape
+    pooled = values.reshape(-1, samples)
+
+    def over_seeds(estimate: Estimate, influence: np.ndarray) -> Estimate:
+        """The interval over seeds and prompts in place of that for these seeds and prompts."""
+        if seeds == 1:
+            return estimate
+        ends = crossed_interval(influence.reshape(seeds, prompts, samples).mean(axis=2), confidence)
+        return Estimate(estimate.value, *ends, estimate.samples)
+
+    found = {"mean": over_seeds(tails.mean(pooled, confidence), values)}
+    for threshold in thresholds:
+        estimate = tails.prob_below(pooled, threshold, confidence)
+        if estimate.samples:
+            estimate = over_seeds(estimate, (values < threshold).astype(np.float64))
+            low, high = max(estimate.low, 0.0), min(estimate.high, 1.0)
+            estimate = Estimate(estimate.value, low, high, estimate.samples)
+        found[f"P(r < {threshold:g})"] = estimate
+    for level in quantiles:
+        found[f"quantile {level:g}"] = tails.quantile(pooled, level, confidence)
+    for level in levels:
+        estimate = tails.cvar(pooled, level, confidence)
+        if estimate.samples >= tails.MIN_TAIL:
+            estimate = over_seeds(estimate, tails.tail_influence(values, level))
+        found[f"CVaR {level:g}"] = estimate
+    for name, array in (others or {}).items():
+        found[f"mean {name}"] = over_seeds(tails.mean(array.reshape(-1, samples), confidence), array)
+    return found
+
+
+def check_same_settings(samples: Sequence[SampleSet]) -> None:
+    """
+    Refuses samples that were not drawn alike, and those of one model twice.
+
+    Args:
+        samples (`Sequence[SampleSet]`):
+            Samples, one a model.
+
+    Raises:
+        `ValueError`: If there are none, or prompts, rewards, reference or settings differ, or two are of the same weights.
+    """
+    if not samples:
+        raise ValueError("There are no samples; name at least one folder.")
+    models: dict[str, SampleSet] = {}
+    first = samples[0]
+    for each in samples:
+        one, other = ({key: value for key, value in it.header.items() if key != "model"} for it in (first, each))
+        name = first_difference(one, other, OF_THE_MODEL)
+        if name is not None:
+            raise ValueError(
+                f"`{each.folder}` and `{first.folder}` were sampled with another `{name}`; compare samples of the same "
+                "prompts, rewards and settings."
+            )
+        weights = each.header["model"]["weights"]
+        if weights in models:
+            raise ValueError(f"`{each.folder}` and `{models[weights].folder}` are of the same model; leave one out.")
+        models[weights] = each
