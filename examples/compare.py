@@ -24,6 +24,7 @@ import torch
 import yaml
 
 from trl_repulse.evaluation.comparison import format_comparison, load_runs
+from trl_repulse.evaluation.frontier import Run, make_frontier
 from trl_repulse.plots import plot_frontier
 
 
@@ -103,7 +104,8 @@ def main() -> None:
     print(f"\n{results[0]['samples']:,} completions each; mean ± 95 % interval over the seeds\n")
     print(format_comparison(results))
     figure = options.output_dir / ("tuning.png" if options.tune else "frontier.png")
-    plot_frontier(results, figure)
+    runs = [Run(run["method"], run["final"]["log_prob_bad"], run["final"]["expected_reward"]) for run in results]
+    plot_frontier(make_frontier(runs, "log_prob_bad", "expected_reward"), figure)
     print(f"\nFigure: {figure}")
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from trl_repulse.evaluation.comparison import format_comparison, load_runs, mean_and_interval, summarize
+from trl_repulse.evaluation.frontier import load_frontier
 from trl_repulse.plots import plot_frontier
 
 
@@ -86,8 +87,10 @@ def test_torn_file(write, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["png", "pdf"])
 def test_figure(write, tmp_path, suffix):
-    runs = load_runs(write(*(result(m, s, -10.0 - s) for m in "abcdefgh" for s in range(3)), result("single")))
-    plot_frontier(runs, tmp_path / "figures" / f"frontier.{suffix}")
+    paths = write(*(result(m, s, -10.0 - s) for m in "abcdefgh" for s in range(3)), result("single"))
+    methods = {m: paths[3 * i : 3 * i + 3] for i, m in enumerate("abcdefgh")} | {"single": paths[-1:]}
+    frontier = load_frontier(methods, "log_prob_bad", "expected_reward")
+    plot_frontier(frontier, tmp_path / "figures" / f"frontier.{suffix}")
     assert (tmp_path / "figures" / f"frontier.{suffix}").stat().st_size > 5000
 
 

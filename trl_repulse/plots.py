@@ -1,7 +1,6 @@
 """Figures of training runs."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from .evaluation.comparison import summarize
+from .evaluation.frontier import QUANTITIES, Frontier
 
 
 _MODELS = {  # label, colour, line style
@@ -78,35 +77,49 @@ def plot_training(
     _save(figure, path)
 
 
-def plot_frontier(runs: Sequence[dict[str, Any]], path: str | Path) -> None:
+def plot_frontier(frontier: Frontier, path: str | Path) -> None:
     """
-    Draws where methods end: expected reward against exact log P(bad), every seed and the mean with its 95 % interval.
+    Draws methods against two quantities: every run, the mean over runs with its interval on both axes, the Pareto front.
 
     Args:
-        runs (`Sequence[dict]`):
-            What [`~trl_repulse.evaluation.comparison.load_runs`] returned.
+        frontier ([`~trl_repulse.evaluation.frontier.Frontier`]):
+            What to draw.
         path (`str` or `Path`):
             File to write; its suffix decides the format, its folder is created if missing.
     """
-    figure = Figure(figsize=(6.8, 4.4), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
-    for i, (method, summary) in enumerate(summarize(runs).items()):
+    front = sorted(((point.x.value, point.y.value) for point in frontier.points if point.on_front))
+    line = {"color": "#999999", "linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 1, "label": "Pareto front"}
+    panel.plot(*zip(*front, strict=True), **line)
+    for i, point in enumerate(frontier.points):
         colour, marker = _METHODS[i % len(_METHODS)]
-        finals = [run["final"] for run in runs if run["method"] == method]
-        seeds = ([final["log_prob_bad"] for final in finals], [final["expected_reward"] for final in finals])
-        panel.scatter(*seeds, s=16, color=colour, marker=marker, alpha=0.4, linewidths=0)
-        (x, x_half), (y, y_half) = summary["log_prob_bad"], summary["expected_reward"]
-        halves = {"xerr": x_half, "yerr": y_half} if math.isfinite(x_half) else {}
-        style = {"markersize": 7, "capsize": 3, "linewidth": 1.4, "label": method}
-        panel.errorbar(x, y, fmt=marker, color=colour, **halves, **style)
-    panel.set_xlabel("exact log P(bad), nats (rarer to the left)", color=_INK)
-    panel.set_ylabel("expected reward", color=_INK)
+        runs = ([run.x for run in point.runs], [run.y for run in point.runs])
+        panel.scatter(*runs, s=16, color=colour, marker=marker, alpha=0.4, linewidths=0)
+        halves = {}
+        for axis, estimate in (("xerr", point.x), ("yerr", point.y)):
+            if math.isfinite(estimate.low):
+                halves[axis] = [[estimate.value - estimate.low], [estimate.high - estimate.value]]
+        style = {"markersize": 7, "capsize": 3, "linewidth": 1.4, "label": point.method}
+        if point.on_front:
+            style |= {"markeredgecolor": _INK, "markeredgewidth": 1.2}
+        panel.errorbar(point.x.value, point.y.value, fmt=marker, color=colour, **halves, **style)
+    panel.set_xlabel(_axis_label(frontier.x, frontier.x_label), color=_INK)
+    panel.set_ylabel(_axis_label(frontier.y, frontier.y_label), color=_INK)
     panel.grid(color=_FAINT, linewidth=0.8)
     panel.margins(0.08)
     _tidy(panel)
-    panel.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
+    figure.legend(
+        title=f"mean, {100 * frontier.confidence:g} % interval over runs",
+        **{"title_fontsize": 9, "alignment": "left", "loc": "outside right upper"},
+        **{"frameon": False, "fontsize": 9, "labelcolor": _INK},
+    )
     _save(figure, path)
+
+
+def _axis_label(quantity: str, label: str) -> str:
+    return f"{label} ({'less' if QUANTITIES[quantity][0] else 'more'} is better)"
 
 
 def _tidy(panel: Axes) -> None:
