@@ -20,7 +20,7 @@ import transformers.trainer
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
@@ -39,6 +39,7 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
+from ..generation._habits import without_generation_habits
 from ._deepspeed import gathered
 from ._peft_bridge import AdapterView, trainable_kept
 
@@ -218,32 +219,6 @@ def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Itera
             metrics["num_tokens"] = inner.pop("num_tokens")
         for name, values in inner.items():
             metrics[prefix + name].extend(values)
-
-
-@contextlib.contextmanager
-def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
-    """Samples inside the context follow the model and the trainer's arguments, and nothing the model was saved with.
-
-    transformers (5.23) fills what a `generation_config` passed to `generate` leaves unset from the model's own:
-    `typical_p`, `suppress_tokens`, `no_repeat_ngram_size` and the like would bend the distribution without a word, and
-    with it every importance weight. Way out: `generate` taking a passed configuration as it is.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Unwrapped model; its `generation_config` is back in place afterwards, and is what gets saved.
-    """
-    base = model.get_base_model() if is_peft_model(model) else model
-    habits = base.generation_config
-    base.generation_config = GenerationConfig(
-        bos_token_id=habits.bos_token_id,
-        eos_token_id=habits.eos_token_id,
-        pad_token_id=habits.pad_token_id,
-        cache_implementation=habits.cache_implementation,
-    )
-    try:
-        yield
-    finally:
-        base.generation_config = habits
 
 
 @contextlib.contextmanager
