@@ -73,7 +73,7 @@ def is_pushable(config: "PeftConfig") -> bool:
 
 
 @contextlib.contextmanager
-def engine_options(dtype: torch.dtype, adapters: Sequence["PeftConfig"] = ()) -> Iterator[None]:
+def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterator[None]:
     """
     Lets the engine that TRL builds inside the context serve our models; says what to do if it does not fit.
 
@@ -81,15 +81,15 @@ def engine_options(dtype: torch.dtype, adapters: Sequence["PeftConfig"] = ()) ->
     arguments of `VLLMGeneration` for `vllm.LLM`.
 
     Args:
-        dtype (`torch.dtype`):
-            Precision in which the trainer runs its models, and the engine shall.
+        dtype (`str`):
+            Precision in which the models run elsewhere, and the engine shall, e.g. `"float32"`.
         adapters (`Sequence[peft.PeftConfig]`, *optional*):
             Configurations of the adapters to be pushed.
 
     Raises:
         `RuntimeError`: If the engine does not fit into memory.
     """
-    options: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    options: dict[str, Any] = {"dtype": dtype}
     pushed = [config for config in adapters if is_pushable(config)]
     if pushed:
         rank = max(rank for config in pushed for rank in (config.r, *config.rank_pattern.values()))
@@ -199,7 +199,23 @@ def push_weights(engine: VLLMGeneration, model: Any, merge: bool = True) -> None
     weights = engine._iter_named_params() if merge or not is_peft_model(model) else _base_params(engine, model)
     runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
     runner.reload_weights(weights_iterator=weights)
+    if runner.model_config.hf_text_config.tie_word_embeddings:
+        _process_tied_head(runner.get_model())
     engine.llm.reset_prefix_cache()
+
+
+def _process_tied_head(model: torch.nn.Module) -> None:
+    """
+    Lets an LM head that has the embedding's weights see the new ones.
+
+    vLLM (0.30) leaves a layer that is given no weights of its own as it was; on CPU, that is a packed copy of the old
+    ones. Way out: `reload_weights` knowing tied layers.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _base_params(engine: VLLMGeneration, model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:

@@ -270,7 +270,10 @@ class VLLMGenerator:
 
 
 def _build_engine(
-    models: "dict[str, PreTrainedModel | PeftModel]", tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, options: dict[str, Any]
+    models: "dict[str, PreTrainedModel | PeftModel]",
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+    options: dict[str, Any],
 ) -> "VLLMGeneration":
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -278,5 +281,5 @@ def _build_engine(
 
     adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]
     first = next(iter(models.values()))
-    with engine_options(first.dtype, adapters):
+    with engine_options(str(first.dtype).removeprefix("torch."), adapters):
         return VLLMGeneration(first, accelerator, tokenizer, **options)

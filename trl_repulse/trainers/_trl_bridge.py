@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import transformers.trainer
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -189,27 +188,33 @@ def use_reference(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Iterator[None]:
-    """Lets TRL's generation and reward hooks work on another model, with their metrics under `prefix`.
+def sampling_from(trainer: RLOOTrainer, engine: nn.Module, name: str, num_generations: int) -> Iterator[None]:
+    """Lets TRL's generation and reward hooks work on another model, with its name before their metrics.
 
     TRL (1.16) generates from `trainer.model_wrapped` and logs to `trainer._metrics[mode]`. Both are swapped inside the
-    context and restored whatever happens; an adapter of the trainer's own model is made the active one instead. Way
-    out: a `model` argument on TRL's generation hook.
+    context and restored whatever happens; an adapter of the trainer's own model is made the active one instead, and a
+    vLLM engine is told the name. Way out: a `model` argument on TRL's generation hook.
 
     Args:
         trainer ([`~trl.RLOOTrainer`]):
             Trainer whose hooks are called inside the context.
         engine (`torch.nn.Module` or [`AdapterView`]):
             Model to sample from, wrapped as it was prepared.
-        prefix (`str`):
-            What the names of the metrics logged inside begin with, e.g. `"proposal/"`.
+        name (`str`):
+            Name of the model, e.g. `"proposal"`; metrics logged inside are called `"proposal/..."`.
+        num_generations (`int`):
+            Completions a prompt that are drawn inside.
     """
     mode = "train" if trainer.model.training else "eval"
     policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
     is_adapter = isinstance(engine, AdapterView)
     trainer.model_wrapped, trainer._metrics[mode] = policy if is_adapter else engine, defaultdict(list)
     try:
-        with engine.active() if is_adapter else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if is_adapter:
+                stack.enter_context(engine.active())
+            if trainer.use_vllm:
+                stack.enter_context(trainer.vllm_generation.using(name, num_generations))
             yield
     finally:
         inner = trainer._metrics[mode]
@@ -217,8 +222,8 @@ def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Itera
         # A running total over both models, not a mean: it keeps its own name.
         if "num_tokens" in inner:
             metrics["num_tokens"] = inner.pop("num_tokens")
-        for name, values in inner.items():
-            metrics[prefix + name].extend(values)
+        for metric, values in inner.items():
+            metrics[f"{name}/{metric}"].extend(values)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from ..rewards.transforms import (
 )
 from ._cards import write_proposal_card
 from ._peft_bridge import adapters_kept
-from ._proposal import build_proposal, proposal_coefficients, proposal_loss, shares_base
+from ._proposal import adapter_config, build_proposal, proposal_coefficients, proposal_loss, shares_base
 from ._records import new_logs, record_samples, show_completions
 from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
@@ -152,6 +152,7 @@ class RePULSeTrainer(ReinforceTrainer):
             if not shares_base(model, args, peft_config, proposal_peft_config):
                 # Copied before TRL wraps or patches the policy
                 proposal_model = copy_unpatched(model)
+        self._proposal_adapters = [proposal_peft_config, adapter_config(proposal_model)]
         super().__init__(
             model,
             reward_funcs,
@@ -170,12 +171,28 @@ class RePULSeTrainer(ReinforceTrainer):
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
+        if self.use_vllm:
+            self._serve_proposal()
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
         if self.args.proposal_update_order == "after":
             self.add_callback(_UpdateProposalAfterPolicy(self))
 
     # Sampling
+
+    def _adapter_configs(self, peft_config):
+        return [peft_config, *self._proposal_adapters]
+
+    def _serve_proposal(self) -> None:
+        """Lets the vLLM engine, or a server of its own, sample from the proposal too."""
+        module, server = self.proposal.module, {}
+        if self.args.proposal_vllm_server_base_url is not None:
+            server["server_base_url"] = self.args.proposal_vllm_server_base_url
+            server["group_port"] = self.args.proposal_vllm_group_port
+        if isinstance(module, Adapter):
+            self.vllm_generation.add(PROPOSAL_FOLDER, module.model, module.name, **server)
+        else:
+            self.vllm_generation.add(PROPOSAL_FOLDER, module, **server)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super()._generate_and_score_completions(inputs)
@@ -204,8 +221,10 @@ class RePULSeTrainer(ReinforceTrainer):
         rows = inputs
         if m > 1 and m != self._num_generations(mode):
             rows = [row for row in inputs[:: self._num_generations(mode)] for _ in range(m)]
-        with sampling_from(self, self.proposal.engine, f"{PROPOSAL_FOLDER}/"):
+        with sampling_from(self, self.proposal.engine, PROPOSAL_FOLDER, self._num_proposals(mode)):
             samples = self._draw(rows)
+            if samples.engine_log_p is not None:
+                self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
         record_samples(self, samples, self._proposal_logs, "proposal")
         width = samples.completion_ids.size(1)  # T
         drawn = {
@@ -215,6 +234,8 @@ class RePULSeTrainer(ReinforceTrainer):
             "proposal_completion_mask": samples.completion_mask.view(-1, m, width),  # (U, m, T)
             "proposal_rewards": samples.rewards.view(-1, m),  # (U, m)
         }
+        if samples.engine_log_p is not None:
+            drawn["proposal_completion_engine_log_p"] = samples.engine_log_p.view(-1, m, width)  # (U, m, T)
         if self.args.negative_loss == "reinforce" and self.beta != 0.0:
             drawn["proposal_ref_log_prob"] = self._reference_log_prob(drawn, "proposal_completion")
         return drawn
@@ -358,6 +379,8 @@ class RePULSeTrainer(ReinforceTrainer):
             proposal = self.proposal.engine if learn else self.proposal.module
             log_q_now = self._score(proposal, inputs, (name,), gradient=learn)[0]
             sampled_log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
+            self._log_engine(inputs, "completion", old_log_p)
+            self._log_engine(inputs, name, sampled_log_q, f"{PROPOSAL_FOLDER}/")
 
             # Weigh, unless that was done when the samples were drawn
             if "coefficients" not in inputs:
@@ -423,6 +446,8 @@ class RePULSeTrainer(ReinforceTrainer):
         metrics = self._metrics["train"]
         metrics[f"{PROPOSAL_FOLDER}/learning_rate"].append(self.proposal.optimizer.param_groups[0]["lr"])
         metrics[f"{PROPOSAL_FOLDER}/grad_norm"].append(self.proposal.step())
+        if self.use_vllm:
+            self.vllm_generation.changed(PROPOSAL_FOLDER)
         if advance_schedule:
             self.proposal.scheduler.step()
 
