@@ -160,10 +160,11 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
 def test_stale_weights_would_be_noticed_in_training(make, tokenizer, tmp_path, caplog):
     build("llama", tokenizer, tmp_path / "model")
     options = {"vllm_max_model_length": 32, "vllm_gpu_memory_utilization": 0.1}
-    trainer = make(model=str(tmp_path / "model"), use_vllm=True, learning_rate=0.05, max_steps=5, **options)
+    model = str(tmp_path / "model")
+    trainer = make(ReinforceTrainer, model=model, use_vllm=True, learning_rate=0.05, max_steps=5, **options)
     trainer.vllm_generation.changed = lambda *names: None
     trainer.train()
-    assert trainer.state.log_history[4]["proposal/sampling/sampling_logp_difference/mean"] > 0.1
+    assert trainer.state.log_history[4]["sampling/sampling_logp_difference/mean"] > 0.1
     assert "vLLM's log-probabilities of the samples" in caplog.text
 
 

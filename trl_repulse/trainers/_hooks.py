@@ -126,10 +126,8 @@ class TrainerHooks:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
 
-    def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor | None:
+    def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
-        if not self.use_vllm:
-            return None
         log_p = torch.full(completion_mask.shape, torch.nan, device=completion_mask.device)
         for row, values in zip(log_p, self.vllm_generation.log_probs, strict=True):
             row[: len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
@@ -145,8 +143,8 @@ class TrainerHooks:
         gap = gap[~gap.isnan()]
         mean, largest = (gap.mean().item(), gap.max().item()) if len(gap) else (0.0, 0.0)
         metrics = self._metrics[mode]
-        metrics[f"{prefix}sampling/sampling_logp_difference/mean"].append(mean)
-        metrics[f"{prefix}sampling/sampling_logp_difference/max"].append(largest)
+        metrics[prefix + "sampling/sampling_logp_difference/mean"].append(mean)
+        metrics[prefix + "sampling/sampling_logp_difference/max"].append(largest)
         if mean > self.args.vllm_logp_difference_threshold:
             logger.warning_once(
                 "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "

@@ -20,7 +20,7 @@ from ._trl_bridge import (
     disable_dropout_in_model,
     prepare_scoring,
 )
-from .second_adapter import SecondAdapter, add_adapter
+from .second_adapter import Adapter, SecondAdapter, add_adapter
 from .second_model import SecondModel
 
 
@@ -190,6 +190,24 @@ def _ready(
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
     return model
+
+
+def serve_proposal(trainer: "RePULSeTrainer") -> None:
+    """
+    Lets the vLLM engine, or a server of its own, sample from the proposal too.
+
+    Args:
+        trainer ([`RePULSeTrainer`]):
+            Trainer with engine and proposal in place.
+    """
+    module, args, server = trainer.proposal.module, trainer.args, {}
+    if args.proposal_vllm_server_base_url is not None:
+        server["server_base_url"] = args.proposal_vllm_server_base_url
+        server["group_port"] = args.proposal_vllm_group_port
+    if isinstance(module, Adapter):
+        trainer.vllm_generation.add("proposal", module.model, module.name, **server)
+    else:
+        trainer.vllm_generation.add("proposal", module, **server)
 
 
 def proposal_coefficients(

@@ -212,7 +212,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             rewards[self._local_rows(len(inputs))],
             rewards_per_func,
         )
-        samples.engine_log_p = self._engine_log_probs(samples.completion_mask)
+        if self.use_vllm:
+            samples.engine_log_p = self._engine_log_probs(samples.completion_mask)
+            self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
         if self.mask_truncated_completions:
             ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
             complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
@@ -237,7 +239,6 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             batch["completion_engine_log_p"] = samples.engine_log_p.view(
                 -1, n, samples.completion_ids.size(1)
             )  # (U, n, T)
-            self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
         if self.beta != 0.0:
             batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
         if mode == "train" and not self._on_policy:
