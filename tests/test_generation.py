@@ -295,3 +295,32 @@ def test_transformers_generator_draws_from_the_model(tokenizer, model_dirs):
     with torch.no_grad():
         p = model(torch.tensor([tokenizer("the cat")["input_ids"]])).logits[0, -1].softmax(-1)
     assert ((counts / 5000 - p).abs() < 5 * (p * (1 - p) / 5000).sqrt() + 1e-4).all()
+
+
+@pytest.mark.slow
+@pytest.mark.trainer
+@pytest.mark.parametrize("adapters", [False, True])
+def test_continuous_batches_are_drawn_from_the_right_model(make, adapters):
+    """On a CPU such a step takes half a minute. A proposal of four logits' difference draws hardly anything else."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+    options = {"use_transformers_continuous_batching": True, "max_steps": 1, "max_completion_length": 1}
+    trainer = make(model="llama", extra={"peft_config": config} if adapters else {}, **options)
+    with torch.no_grad():
+        for name, p in trainer.proposal.module.named_parameters():
+            if name.endswith("lm_head.weight") or "lora_B" in name:
+                p.mul_(300.0)
+    drawn = {}
+    for name, engine in (("policy", trainer.model), ("proposal", trainer.proposal.module)):
+        trainer.model.train()
+        with torch.no_grad():
+            prompts = list(trainer.train_dataset["prompt"])
+            ids = [trainer.processing_class(prompt, return_tensors="pt") for prompt in prompts]
+            drawn[name] = [engine(**row).logits[0, -1].argmax().item() for row in ids]
+    trainer.train()
+    logs = {"policy": trainer._logs, "proposal": trainer._proposal_logs}
+    right = {}
+    for name, likeliest in drawn.items():
+        expected = dict(zip(prompts, trainer.processing_class.batch_decode(likeliest), strict=True))
+        pairs = list(zip(logs[name]["prompt"], logs[name]["completion"], strict=True))
+        right[name] = sum(expected[prompt].replace("<eos>", "") == text for prompt, text in pairs) / len(pairs)
+    assert right["proposal"] > 0.9 > right["policy"]
