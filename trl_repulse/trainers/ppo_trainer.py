@@ -155,22 +155,24 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             init_kwargs["quantization_config"] = quantization_config
         # Before TRL wraps or patches the policy
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-        )
+        with self._engine_fits(args, model, [peft_config]):
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
+        self._take_engine()
         self._check_reward_functions()
         self._prepare_scoring()
         check_value_model(value, self.model)
