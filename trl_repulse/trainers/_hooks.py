@@ -9,12 +9,14 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._checks import check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
 from ._records import NEGATIVES
+from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
 from ._rewards import with_checks
 from ._trl_bridge import prepare_scoring, withheld_from_uploads, without_generation_habits
 
@@ -66,7 +68,7 @@ class TrainerHooks:
     """
 
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along
-    _withheld: tuple[str, ...] = (NEGATIVES, f"*/{NEGATIVES}")
+    _withheld: tuple[str, ...] = (NEGATIVES, f"*/{NEGATIVES}", "position-*", "*/position-*")
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -81,6 +83,38 @@ class TrainerHooks:
             function if isinstance(function, torch.nn.Module) else with_checks(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """
+        As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
+        passed over.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_train_sampler(self, dataset: Any = None):
+        return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            load_position(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _save_second_model(self, checkpoint: Path) -> None:
+        """Writes what goes on training a second model, beside the weights that `save_model` writes."""
+
+    def _save_checkpoint(self, model, trial):
+        # Before what transformers writes: its state comes last, and says that the checkpoint is complete
+        checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        begin_checkpoint(self, checkpoint)
+        if not self.args.save_only_model:
+            self._save_second_model(checkpoint)
+            save_position(self, checkpoint)
+        super()._save_checkpoint(model, trial)
 
     # Sampling with vLLM
 

@@ -130,6 +130,11 @@ PINNED: dict[Any, tuple[str, ...]] = {
         "gradient_checkpointing_func",
         "every_n_layers",
     ),
+    # Overridden around `super()`: the second model goes where the policy goes.
+    Trainer._load_best_model: ("self",),
+    # Overridden around `super()`: the order of an epoch follows from the trainer's state.
+    RLOOTrainer._get_train_sampler: ("self", "dataset"),
+    GRPOTrainer._get_train_sampler: ("self", "dataset"),
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
 }

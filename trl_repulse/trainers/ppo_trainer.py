@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from .._checks import check_datasets, check_rewards
@@ -383,12 +382,12 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             self.processing_class.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model, trial):
-        # Before the policy's: a checkpoint that looks complete is complete
-        if not self.args.save_only_model:
-            checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
-        super()._save_checkpoint(model, trial)
+    def _save_second_model(self, checkpoint: Path) -> None:
+        self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.value.load_checkpoint(self, Path(self.state.best_model_checkpoint) / VALUE_FOLDER)
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:

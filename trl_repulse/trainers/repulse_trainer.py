@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..configs import RePULSeConfig
 from ..importance import log_importance_weights, normalize_weights
@@ -491,9 +490,12 @@ class RePULSeTrainer(ReinforceTrainer):
                 write_proposal_card(folder, name, self.args.potential, self.args.target_dist_beta)
         super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model, trial):
-        # Before the policy's: a checkpoint that looks complete is complete
-        if self.proposal is not None and not self.args.save_only_model:
-            checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+    def _save_second_model(self, checkpoint: Path) -> None:
+        if self.proposal is not None:
             self.proposal.save_state(checkpoint / PROPOSAL_FOLDER, self.args.should_save)
-        super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self):
+        with adapters_kept(self.model):
+            super()._load_best_model()
+        if self.proposal is not None:
+            self.proposal.load_checkpoint(self, Path(self.state.best_model_checkpoint) / PROPOSAL_FOLDER)
