@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trl_repulse.evaluation.comparison import format_comparison, load_runs, mean_and_interval, summarize
-from trl_repulse.evaluation.frontier import load_frontier
+from trl_repulse.evaluation.result_files import load_frontier
 from trl_repulse.plots import plot_frontier
 
 

@@ -90,9 +90,10 @@ def plot_frontier(frontier: Frontier, path: str | Path) -> None:
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     panel = figure.subplots()
-    front = sorted(((point.x.value, point.y.value) for point in frontier.points if point.on_front))
+    front = sorted((point.x.value, point.y.value) for point in frontier.points if point.on_front)
     line = {"color": "#999999", "linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 1, "label": "Pareto front"}
-    panel.plot(*zip(*front, strict=True), **line)
+    # What is reached, not what lies between two methods
+    panel.step(*zip(*front, strict=True), where="post" if QUANTITIES[frontier.x][0] else "pre", **line)
     for i, point in enumerate(frontier.points):
         colour, marker = _METHODS[i % len(_METHODS)]
         runs = ([run.x for run in point.runs], [run.y for run in point.runs])

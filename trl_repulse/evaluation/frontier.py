@@ -6,20 +6,13 @@ Legend: M methods, S runs (seeds) of a method, R bootstrap replicates.
 
 import csv
 import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from . import tails
 from .bootstrap import REPLICATES, combined_interval, resampled_weights
-from .comparison import load_runs
-from .records import COMPLETE, HEADER, first_difference, load_samples
-from .report import check_same_settings
 from .tails import Estimate
 
 
@@ -141,56 +134,6 @@ class Frontier:
         return "\n".join(rows)
 
 
-def load_frontier(
-    paths: dict[str, Sequence[str | Path]],
-    x: str,
-    y: str,
-    threshold: float | None = None,
-    level: float | None = None,
-    confidence: float = 0.95,
-) -> Frontier:
-    """
-    Reads result files of many runs, and refuses those that may not stand in one figure.
-
-    A run is a folder of held-out samples ([`~trl_repulse.evaluation.sampling.sample_completions`]), the `results.json` of a
-    training script with exact evaluation, or another JSON file with `"settings"` and the quantities by name. All runs are of
-    one of these kinds.
-
-    Args:
-        paths (`dict[str, Sequence[str | Path]]`):
-            Method -> its runs, one a seed.
-        x, y (`str`):
-            Quantities, keys of [`QUANTITIES`].
-        threshold (`float`, *optional*):
-            η of `"prob_bad"`, in units of reward.
-        level (`float`, *optional*):
-            Level of `"cvar"`.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
-
-    Returns:
-        [`Frontier`]
-
-    Raises:
-        `ValueError`: If a run cannot be read or lacks a quantity, runs were made with different settings, or one is named
-            twice.
-    """
-    for name in (x, y):
-        if name not in QUANTITIES:
-            raise ValueError(f"There is no quantity {name!r}; choose among {', '.join(QUANTITIES)}.")
-        needed = {"prob_bad": ("threshold", threshold), "cvar": ("level", level)}.get(name)
-        if needed is not None and needed[1] is None:
-            raise ValueError(f"The quantity '{name}' needs a `{needed[0]}`.")
-    flat = [(method, Path(path)) for method, each in paths.items() for path in each]
-    places = [path.resolve() for _, path in flat]
-    if len(set(places)) < len(places):
-        twice = next(path for path in places if places.count(path) > 1)
-        raise ValueError(f"`{twice}` is named twice; name each run once.")
-    values = _read([path for _, path in flat], (x, y), threshold, level)
-    runs = [Run(method, *pair) for (method, _), pair in zip(flat, values, strict=True)]
-    return make_frontier(runs, x, y, threshold, level, confidence)
-
-
 def make_frontier(
     runs: Sequence[Run],
     x: str,
@@ -205,13 +148,20 @@ def make_frontier(
 
     Intervals are those of [`~trl_repulse.evaluation.bootstrap`]: for the means Student's, for a gain from the variances that
     resampling the runs of one method after the other gives it. A gain's interval is right where the method is clearly on the
-    front or clearly off it; near the edge, where the gain is bent, it is not. A single run has no interval.
+    front or clearly off it; near the edge, where the gain is bent, it is not. A single run has no interval, and in the
+    intervals of others it is held where it is.
 
     Args:
         runs (`Sequence[Run]`):
             Runs of all methods.
-        x, y, threshold, level, confidence:
-            As for [`load_frontier`].
+        x, y (`str`):
+            Quantities, keys of [`QUANTITIES`].
+        threshold (`float`, *optional*):
+            η of `"prob_bad"`, in units of reward.
+        level (`float`, *optional*):
+            Level of `"cvar"`.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the intervals.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the bootstrap.
 
@@ -238,9 +188,8 @@ def make_frontier(
         ends = []
         for axis in range(2):
             part = (float(resampled[index][:, axis].var()), len(group) - 1)
-            low, high = combined_interval(float(means[index, axis]), [part], confidence)
-            ends.append(Estimate(*(signs[axis] * np.array([means[index, axis], *(low, high)[:: int(signs[axis])]])),
-                                 len(group)))  # fmt: skip
+            value = float(signs[axis] * means[index, axis])
+            ends.append(Estimate(value, *combined_interval(value, [part], confidence), len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
         gain = _gain_estimate(means, resampled, [len(it) for it in places], index, worst, confidence)
@@ -292,73 +241,18 @@ def _gain_estimate(
     """The area a method adds to that of the others, with its interval; resamples one method's runs after the other."""
 
     def gain(points: np.ndarray) -> np.ndarray:
-        return hypervolume(points, worst) - hypervolume(np.delete(points, index, axis=1), worst)
+        area = hypervolume(points, worst)
+        added = area - hypervolume(np.delete(points, index, axis=1), worst)
+        return np.where(added > 1e-12 * area, added, 0.0)  # what is left of rounding is no gain
 
     value = float(gain(means[None])[0])
+    if counts[index] == 1:
+        return Estimate(value, -math.inf, math.inf, 1)
     components = []
     for other, drawn in enumerate(resampled):
-        points = np.repeat(means[None], len(drawn), axis=0)
-        points[:, other] = drawn
-        components.append((float(gain(points).var()), counts[other] - 1))
-    # A method whose single run has no bearing on the gain does not take its interval away
-    neighbours = [means[None].copy() for _ in counts]
-    for other, moved in enumerate(neighbours):
-        moved[:, other] += 1e-6 * (np.abs(means[other] - worst) + 1e-12)
-    relevant = [
-        part
-        for part, moved in zip(components, neighbours, strict=True)
-        if part[1] > 0 or float(gain(moved)[0]) != value
-    ]
-    low, high = combined_interval(value, relevant, confidence)
-    return Estimate(value, max(low, 0.0) if math.isfinite(low) else low, high, counts[index])
-
-
-def _read(
-    paths: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
-) -> list[tuple[float, float]]:
-    """The two quantities of each run."""
-    kinds = {"samples" if path.is_dir() else "file" for path in paths}
-    if len(kinds) > 1:
-        raise ValueError("Folders of samples and result files stand in one figure; compare runs of one kind.")
-    if kinds == {"samples"}:
-        samples = [load_samples(path) for path in paths]
-        check_same_settings(samples)
-
-        def value(columns: Any, name: str) -> float:
-            if name == "prob_bad":
-                return tails.prob_below(columns.column(), threshold).value
-            if name == "cvar":
-                return tails.cvar(columns.column(), level).value
-            return float(columns.column(name).mean())
-
-        return [(value(each, names[0]), value(each, names[1])) for each in samples]
-    contents = [_read_json(path) for path in paths]
-    if all({"initial", "final", "samples"} <= set(content) for content in contents):
-        contents = [run["final"] for run in load_runs(paths)]
-    else:
-        for path, content in zip(paths, contents, strict=True):
-            if "settings" not in content:
-                raise ValueError(
-                    f"`{path}` has no `settings`, so that nothing says which runs it may be compared with."
-                )
-            name = first_difference(content["settings"], contents[0]["settings"])
-            if name is not None:
-                raise ValueError(
-                    f"`{path}` and `{paths[0]}` differ in the setting `{name}`; compare runs of one kind."
-                )
-    for path, content in zip(paths, contents, strict=True):
-        for name in names:
-            if not isinstance(content.get(name), int | float):
-                numbers = [key for key, number in content.items() if isinstance(number, int | float)]
-                raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")
-    return [(float(content[names[0]]), float(content[names[1]])) for content in contents]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`{path}` cannot be read as results ({error}); run it again.") from error
-    if not isinstance(content, dict) or path.name in (HEADER, COMPLETE):
-        raise ValueError(f"`{path}` is no file of results; of samples, name the folder.")
-    return content
+        if counts[other] > 1:  # a method with one run is held where it is
+            points = np.repeat(means[None], len(drawn), axis=0)
+            points[:, other] = drawn
+            components.append((float(gain(points).var()), counts[other] - 1))
+    low, high = combined_interval(value, components, confidence)
+    return Estimate(value, max(low, 0.0), high, counts[index])

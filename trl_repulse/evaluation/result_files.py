@@ -1,0 +1,113 @@
+"""Runs for a frontier, read from their result files; those that may not stand in one figure are refused."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import tails
+from .comparison import load_runs
+from .frontier import QUANTITIES, Frontier, Run, make_frontier
+from .records import COMPLETE, HEADER, SampleSet, first_difference, load_samples
+from .report import check_same_settings
+
+
+def load_frontier(
+    paths: dict[str, Sequence[str | Path]],
+    x: str,
+    y: str,
+    threshold: float | None = None,
+    level: float | None = None,
+    confidence: float = 0.95,
+) -> Frontier:
+    """
+    Reads result files of many runs, and places the methods.
+
+    A run is a folder of held-out samples ([`~trl_repulse.evaluation.sampling.sample_completions`]), the `results.json` of a
+    training script with exact evaluation, or another JSON file with `"settings"` and the quantities by name. All runs are of
+    one of these kinds.
+
+    Args:
+        paths (`dict[str, Sequence[str | Path]]`):
+            Method -> its runs, one a seed.
+        x, y (`str`):
+            Quantities, keys of [`QUANTITIES`].
+        threshold (`float`, *optional*):
+            η of `"prob_bad"`, in units of reward.
+        level (`float`, *optional*):
+            Level of `"cvar"`.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the intervals.
+
+    Returns:
+        [`Frontier`]
+
+    Raises:
+        `ValueError`: If a run cannot be read or lacks a quantity, runs were made with different settings, or one is named
+            twice.
+    """
+    for name in (x, y):
+        if name not in QUANTITIES:
+            raise ValueError(f"There is no quantity {name!r}; choose among {', '.join(QUANTITIES)}.")
+        needed = {"prob_bad": ("threshold", threshold), "cvar": ("level", level)}.get(name)
+        if needed is not None and needed[1] is None:
+            raise ValueError(f"The quantity '{name}' needs a `{needed[0]}`.")
+    flat = [(method, Path(path)) for method, each in paths.items() for path in each]
+    places = [path.resolve() for _, path in flat]
+    if len(set(places)) < len(places):
+        twice = next(path for path in places if places.count(path) > 1)
+        raise ValueError(f"`{twice}` is named twice; name each run once.")
+    values = _read([path for _, path in flat], (x, y), threshold, level)
+    runs = [Run(method, *pair) for (method, _), pair in zip(flat, values, strict=True)]
+    return make_frontier(runs, x, y, threshold, level, confidence)
+
+
+def _read(
+    paths: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
+) -> list[tuple[float, float]]:
+    """The two quantities of each run."""
+    kinds = {"samples" if path.is_dir() else "file" for path in paths}
+    if len(kinds) > 1:
+        raise ValueError("Folders of samples and result files stand in one figure; compare runs of one kind.")
+    if kinds == {"samples"}:
+        samples = [load_samples(path) for path in paths]
+        check_same_settings(samples)
+
+        def value(run: SampleSet, name: str) -> float:
+            if name == "prob_bad":
+                return tails.prob_below(run.column(), threshold).value
+            if name == "cvar":
+                return tails.cvar(run.column(), level).value
+            return float(run.column(name).mean())
+
+        return [(value(each, names[0]), value(each, names[1])) for each in samples]
+    contents = [_read_json(path) for path in paths]
+    if all({"initial", "final", "samples"} <= set(content) for content in contents):
+        contents = [run["final"] for run in load_runs(paths)]
+    else:
+        for path, content in zip(paths, contents, strict=True):
+            if "settings" not in content:
+                raise ValueError(
+                    f"`{path}` has no `settings`, so that nothing says which runs it may be compared with."
+                )
+            name = first_difference(content["settings"], contents[0]["settings"])
+            if name is not None:
+                raise ValueError(
+                    f"`{path}` and `{paths[0]}` differ in the setting `{name}`; compare runs of one kind."
+                )
+    for path, content in zip(paths, contents, strict=True):
+        for name in names:
+            if not isinstance(content.get(name), int | float):
+                numbers = [key for key, number in content.items() if isinstance(number, int | float)]
+                raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")
+    return [(float(content[names[0]]), float(content[names[1]])) for content in contents]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`{path}` cannot be read as results ({error}); run it again.") from error
+    if not isinstance(content, dict) or path.name in (HEADER, COMPLETE):
+        raise ValueError(f"`{path}` is no file of results; of samples, name the folder.")
+    return content
