@@ -13,6 +13,8 @@ from trl_repulse import __version__
 
 # Sub-command -> its module, and what it does in one line
 COMMANDS = {
+    "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
+    "frontier": ("trl_repulse._commands.frontier", "draw many runs against two quantities, with intervals"),
     "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }

@@ -60,23 +60,27 @@ class TailReport:
         per_prompt = {prompt: plain(estimates) for prompt, estimates in self.per_prompt.items()}
         return vars(self) | {"overall": plain(self.overall), "per_prompt": per_prompt}
 
-    def to_markdown(self) -> str:
+    def to_markdown(self, per_prompt: bool = False) -> str:
         """
         The report as tables.
 
+        Args:
+            per_prompt (`bool`, *optional*, defaults to `False`):
+                Whether a table for each prompt follows, of one model.
+
         Returns:
-            `str`: Overall; then, if there are any, one table for each prompt.
+            `str`: Markdown.
         """
         models = "" if self.seeds == 1 else f" by each of {self.seeds} models"
         lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}", ""]
         lines += _table(self.overall, self.confidence)
-        for prompt, estimates in self.per_prompt.items():
+        for prompt, estimates in self.per_prompt.items() if per_prompt else ():
             lines += ["", f"Prompt {prompt!r}", "", *_table(estimates, self.confidence)]
         return "\n".join(lines)
 
 
 def _table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
-    rows = [f"| quantity | estimate | {confidence:.3g} interval | rests on |", "|---|---|---|---|"]
+    rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
     for name, estimate in estimates.items():
         ends = ("none" if math.isinf(end) else f"{end:.4g}" for end in (estimate.low, estimate.high))
         rows.append(f"| {name} | {estimate.value:.4g} | {' to '.join(ends)} | {estimate.samples:,.10g} samples |")

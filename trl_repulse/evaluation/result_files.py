@@ -24,8 +24,8 @@ def load_frontier(
     Reads result files of many runs, and places the methods.
 
     A run is a folder of held-out samples ([`~trl_repulse.evaluation.sampling.sample_completions`]), the `results.json` of a
-    training script with exact evaluation, or another JSON file with `"settings"` and the quantities by name. All runs are of
-    one of these kinds.
+    training script with exact evaluation, or another JSON file with `"settings"` (`"threshold"` and `"level"` among them where
+    it has `"prob_bad"` or `"cvar"`) and the quantities by name. All runs are of one of these kinds.
 
     Args:
         paths (`dict[str, Sequence[str | Path]]`):
@@ -83,7 +83,7 @@ def _read(
         return [(value(each, names[0]), value(each, names[1])) for each in samples]
     contents = [_read_json(path) for path in paths]
     if all({"initial", "final", "samples"} <= set(content) for content in contents):
-        contents = [run["final"] for run in load_runs(paths)]
+        contents = [run["final"] | {"settings": {}} for run in load_runs(paths)]
     else:
         for path, content in zip(paths, contents, strict=True):
             if "settings" not in content:
@@ -97,6 +97,13 @@ def _read(
                 )
     for path, content in zip(paths, contents, strict=True):
         for name in names:
+            for setting, asked in {"prob_bad": {"threshold": threshold}, "cvar": {"level": level}}.get(
+                name, {}
+            ).items():
+                if content["settings"].get(setting) != asked:
+                    raise ValueError(
+                        f"`{path}` has no `{name}` at `{setting}={asked}`; ask for the one in its settings."
+                    )
             if not isinstance(content.get(name), int | float):
                 numbers = [key for key, number in content.items() if isinstance(number, int | float)]
                 raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")

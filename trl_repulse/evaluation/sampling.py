@@ -156,7 +156,7 @@ def sample_completions(
         reward_processing_classes (`Sequence`, *optional*):
             Tokenizers of the rewards that are models, `None` for the others.
         engine_kwargs (`dict`, *optional*):
-            Further arguments of `vllm.LLM`.
+            Further arguments of `vllm.LLM`, such as `gpu_memory_utilization`: the model that scores needs room beside it.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
 
@@ -184,6 +184,8 @@ def sample_completions(
         raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
     if settings.engine == "vllm" and not isinstance(model, str):
         raise ValueError("`engine='vllm'` loads the model itself; pass its path or Hub id as `model`.")
+    if settings.engine == "vllm" and state.num_processes > 1:
+        raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, revision=settings.revision)
     model = _load(model, settings.dtype, settings.revision, state.device)

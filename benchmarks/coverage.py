@@ -1,0 +1,205 @@
+"""Coverage of the evaluation's intervals, in the embedded world, where the truth is known by enumeration.
+
+    python benchmarks/coverage.py
+
+Every completion of two tokens is enumerated, for several prompts and models; a repetition draws completions (and models and
+prompts, for the intervals over these) from the enumerated distribution, as the models themselves would, and asks each interval
+whether it holds the truth. "Seeds" are the embedded policy with noise on its weights, one population a method, so that the
+mean over all possible seeds is known as well. Also counted is on which side an interval misses.
+"""
+
+import argparse
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl_repulse import embedded
+from trl_repulse.embedded import grammar
+from trl_repulse.evaluation import tails
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
+from trl_repulse.evaluation.report import estimates
+from trl_repulse.evaluation.tails import Estimate
+
+
+THRESHOLD = -5.0
+
+
+class World:
+    """Rewards of all completions of each prompt in order, and their probabilities under each model."""
+
+    def __init__(self, prompts: list[str], models: list[torch.nn.Module], tokenizer, reward, reward_tokenizer):
+        bad = embedded.bad_token_ids(tokenizer)
+        evaluator = ExactEvaluator(tokenizer, prompts, reward, bad, 2, reward_tokenizer=reward_tokenizer)
+        rewards, order = evaluator.rewards.sort(dim=1)
+        self.rewards = rewards.numpy()  # (P, C)
+        probs = [evaluator.log_probs(model).exp().gather(1, order).numpy() for model in models]
+        self.below = np.stack([each.cumsum(axis=1) / each.sum(axis=1, keepdims=True) for each in probs])  # (S, P, C)
+
+    def draw(self, rng: np.random.Generator, models: np.ndarray, prompts: np.ndarray, samples: int) -> np.ndarray:
+        """Rewards of completions of some prompts by some models, (S, P, N)."""
+        uniform = rng.random((len(models), len(prompts), samples))
+        last = self.rewards.shape[1] - 1
+        cells = [
+            [
+                self.rewards[p, np.minimum(np.searchsorted(self.below[m, p], uniform[i, j], side="right"), last)]
+                for j, p in enumerate(prompts)
+            ]
+            for i, m in enumerate(models)
+        ]
+        return np.array(cells)
+
+    def mixture(self, models: np.ndarray, prompts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """All rewards in order, and the probability of each for a model and a prompt chosen uniformly."""
+        probs = np.diff(self.below[models][:, prompts].mean(axis=0), axis=1, prepend=0.0) / len(prompts)
+        rewards = self.rewards[prompts].ravel()
+        order = np.argsort(rewards, kind="stable")
+        return rewards[order], probs.ravel()[order]
+
+
+def truths(rewards: np.ndarray, probs: np.ndarray, quantiles: tuple, levels: tuple) -> dict[str, float]:
+    """The same quantities as `estimates`, exactly."""
+    cumulative = probs.cumsum()
+    found = {"mean": float(rewards @ probs), f"P(r < {THRESHOLD:g})": float(probs[rewards < THRESHOLD].sum())}
+    for level in quantiles:
+        found[f"quantile {level:g}"] = float(rewards[np.searchsorted(cumulative, level)])
+    for level in levels:
+        weight = np.clip(level - (cumulative - probs), 0.0, probs)
+        found[f"CVaR {level:g}"] = float(weight @ rewards) / level
+    return found
+
+
+class Tally:
+    """Counts, for each interval, how often it holds the truth, and on which side it misses."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[int]] = {}
+
+    def add(self, name: str, estimate: Estimate, truth: float) -> None:
+        count = self.counts.setdefault(name, [0, 0, 0])
+        count[1 + (truth < estimate.low) - (truth > estimate.high)] += 1
+
+    def show(self, setting: str) -> None:
+        for name, (above, inside, below) in self.counts.items():
+            total = above + inside + below
+            shares = (f"{100 * count / total:.1f} %" for count in (inside, below, above))
+            print(f"| {setting} | {name} | {' | '.join(shares)} |", flush=True)
+
+
+def repeat(count: int, setting: str, once: Callable[[Tally], None]) -> None:
+    tally = Tally()
+    for _ in range(count):
+        once(tally)
+    tally.show(setting)
+
+
+def perturbed(model: torch.nn.Module, scale: float, generator: torch.Generator) -> torch.nn.Module:
+    """The model with normal noise on each matrix, `scale` times the spread of its entries."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += scale * parameter.std() * noise
+    return model
+
+
+def build(num_models: int, num_prompts: int) -> World:
+    """Two populations of models, half of them each, and prompts of the grammar, the embedded four first."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    generator, rng = torch.Generator().manual_seed(0), random.Random(0)
+    prompts = dict.fromkeys(embedded.load_prompts()["prompt"])
+    while len(prompts) < num_prompts:
+        prompts["".join(grammar.draw_frame(rng.choice(grammar.FAMILIES), rng))] = None
+    models = [policy] + [perturbed(policy, scale, generator) for scale in (0.1, 0.2) for _ in range(num_models // 2)]
+    reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
+    return World(list(prompts), models, tokenizer, reward, reward_tokenizer)
+
+
+def one_model(world: World, rng: np.random.Generator, repetitions: int) -> None:
+    """Intervals for one model and its prompts: those of a report on one folder of samples."""
+    policy = np.array([0])
+    for prompts, samples, quantiles, levels in (
+        (1, 1000, (0.05,), (0.1,)),
+        (4, 250, (0.05,), (0.1,)),
+        (4, 2500, (0.05, 0.01), (0.1, 0.01)),
+        (4, 25000, (0.001,), (0.01, 0.001)),
+    ):
+        chosen = np.arange(prompts)
+        truth = truths(*world.mixture(policy, chosen), quantiles, levels)
+
+        def once(
+            tally: Tally, chosen=chosen, samples=samples, quantiles=quantiles, levels=levels, truth=truth
+        ) -> None:
+            values = world.draw(rng, policy, chosen, samples)
+            for name, estimate in estimates(values, [THRESHOLD], levels, quantiles).items():
+                tally.add(name, estimate, truth[name])
+
+        repeat(repetitions, f"{prompts} × {samples:,} completions", once)
+
+
+def several_seeds(world: World, rng: np.random.Generator, repetitions: int, population: np.ndarray) -> None:
+    """Intervals over seeds and prompts: those of a report on several folders."""
+    every = np.arange(len(world.rewards))
+    truth = truths(*world.mixture(population, every), (), (0.1,))
+    for seeds, prompts, samples in ((3, 16, 100), (5, 4, 250), (5, 16, 100), (10, 16, 100)):
+
+        def once(tally: Tally, seeds=seeds, prompts=prompts, samples=samples) -> None:
+            values = world.draw(rng, rng.choice(population, seeds), rng.choice(every, prompts), samples)
+            for name, estimate in estimates(values, [THRESHOLD], (0.1,)).items():
+                tally.add(name, estimate, truth[name])
+
+        repeat(repetitions, f"{seeds} seeds, {prompts} prompts, {samples} completions each", once)
+
+
+def frontier(world: World, rng: np.random.Generator, repetitions: int, populations: list[np.ndarray]) -> None:
+    """Intervals of a frontier's means and gains, three to ten runs a method, four prompts."""
+    prompts = np.arange(4)
+    probs = np.diff(world.below[:, prompts], axis=2, prepend=0.0)
+    bad = (probs * (world.rewards[prompts] < THRESHOLD)).sum(axis=2).mean(axis=1)
+    reward = (probs * world.rewards[prompts]).sum(axis=2).mean(axis=1)
+    means = np.array([[-bad[models].mean(), reward[models].mean()] for models in populations])  # more is better
+    for seeds in (3, 5, 10):
+
+        def once(tally: Tally, seeds=seeds) -> None:
+            runs = []
+            for name, models in zip("AB", populations, strict=True):
+                for values in world.draw(rng, rng.choice(models, seeds), prompts, 1000):
+                    runs.append(Run(name, tails.prob_below(values, THRESHOLD).value, float(values.mean())))
+            found = make_frontier(runs, "prob_bad", "reward", THRESHOLD)
+            worst = np.array([-max(run.x for run in runs), min(run.y for run in runs)])
+            for i, point in enumerate(found.points):
+                tally.add(f"{point.method}: P(r < {THRESHOLD:g})", point.x, -means[i, 0])
+                tally.add(f"{point.method}: reward", point.y, means[i, 1])
+                rest = np.delete(means, i, axis=0)
+                gain = hypervolume(means[None], worst) - hypervolume(rest[None], worst)
+                tally.add(f"{point.method}: hypervolume gain", point.gain, float(gain[0]))
+
+        repeat(repetitions, f"frontier, {seeds} runs a method", once)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=1000)
+    parser.add_argument("--models", type=int, default=60, help="in both populations together")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    world = build(options.models, options.prompts)
+    rng = np.random.default_rng(options.seed)
+    half = options.models // 2
+    populations = [1 + np.arange(half), 1 + half + np.arange(half)]
+    print("| samples | interval | covers | truth below | truth above |\n|---|---|---|---|---|", flush=True)
+    one_model(world, rng, options.repetitions)
+    several_seeds(world, rng, options.repetitions, populations[0])
+    frontier(world, rng, options.repetitions, populations)
+
+
+if __name__ == "__main__":
+    main()

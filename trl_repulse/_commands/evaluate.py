@@ -1,0 +1,177 @@
+"""`trl-repulse evaluate`: held-out samples of a model, and what they say about the lower tail of its reward."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .serve_reward import _object
+
+
+# Fields of `SamplingSettings`, by their names; those not given keep the class's default
+SETTINGS: dict[str, dict[str, Any]] = {
+    "num_samples": {"type": int, "help": "completions of each prompt (16)"},
+    "max_completion_length": {"type": int, "help": "tokens of a completion (256)"},
+    "seed": {"type": int, "help": "seed of the draws (0)"},
+    "batch_size": {"type": int, "help": "completions of one pass (32)"},
+    "shard_size": {"type": int, "help": "completions written at a time (1024)"},
+    "beta": {"type": float, "help": "KL coefficient of the returns (0)"},
+    "reward_weights": {"type": float, "nargs": "+", "help": "weight of the reward (1)"},
+    "reward_transform": {"choices": ("exponential", "indicator"), "help": "transform of `return_transformed` (none)"},
+    "reward_transform_alpha": {"type": float, "help": "the transform's a (1)"},
+    "reward_transform_beta": {"type": float, "help": "the exponential transform's b (-1)"},
+    "reward_transform_threshold": {"type": float, "help": "the indicator transform's threshold"},
+    "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
+    "revision": {"help": "branch, tag or commit of the model on the Hub"},
+    "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "folders",
+        metavar="SAMPLES_DIR",
+        type=Path,
+        nargs="+",
+        help="folder of samples: with --model to write to or to finish, without it to read; several are several models",
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--model", help="path or Hub id of the model to sample from; none: only read")
+    sampling.add_argument("--prompts", help="file or data set of prompts")
+    sampling.add_argument("--split", default="train", help="split of a data set (train)")
+    sampling.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
+    sampling.add_argument(
+        "--apply_chat_template",
+        action="store_true",
+        help="make plain prompts messages of a user, in the chat template",
+    )
+    sampling.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
+    sampling.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
+    sampling.add_argument(
+        "--reward_kwargs", metavar="JSON", type=_object, default={}, help="further arguments of the reward"
+    )
+    sampling.add_argument("--reference", help="path or Hub id of the model that the KL is measured against")
+    sampling.add_argument("--engine_kwargs", metavar="JSON", type=_object, help="further arguments of vLLM's engine")
+    for name, options in SETTINGS.items():
+        sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
+    reading = parser.add_argument_group("report")
+    reading.add_argument(
+        "--thresholds", type=float, nargs="+", default=[], help="rewards under which an output is bad"
+    )
+    reading.add_argument("--levels", type=float, nargs="+", default=[], help="levels of CVaR, such as 0.01")
+    reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
+    reading.add_argument("--column", default="reward", help="column to read (reward)")
+    reading.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    reading.add_argument("--per_prompt", action="store_true", help="print a table for each prompt as well")
+    reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
+    reading.add_argument(
+        "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Samples what is missing, reports and returns 0, or 1 with a message if that cannot be done."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    try:
+        report = evaluate(args)
+        if state.is_main_process:
+            _write(args, *report)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        print(f"trl-repulse evaluate: {error}", file=sys.stderr)
+        return 1
+    state.destroy_process_group()
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
+    """
+    Samples if a model is given, then reads.
+
+    Args:
+        args (`argparse.Namespace`):
+            Arguments of the command.
+
+    Returns:
+        `tuple`: the [`~trl_repulse.evaluation.report.TailReport`], and the
+        [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
+
+    Raises:
+        `ValueError`: If arguments do not fit together or something cannot be used.
+        `OSError`: If a model or a file cannot be loaded.
+    """
+    from ..evaluation.records import load_samples
+    from ..evaluation.report import tail_report
+
+    if args.model is not None:
+        _sample(args)
+    else:
+        given = {"prompts", "reward_model_path", "reward_type", "reference", "negatives", *SETTINGS} & {
+            name for name, value in vars(args).items() if value is not None
+        }
+        if given:
+            raise ValueError(f"`--{min(given)}` has no effect without `--model`; name the model, or leave it out.")
+    samples = [load_samples(folder) for folder in args.folders]
+    options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
+    report = tail_report(samples, *options)
+    return report, None if args.negatives is None else _score_negatives(args)
+
+
+def _sample(args: argparse.Namespace) -> None:
+    from ..data import load_prompts
+    from ..evaluation.sampling import SamplingSettings, sample_completions
+    from ..rewards.loading import load_reward
+
+    if len(args.folders) > 1:
+        raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
+    if args.prompts is None:
+        raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
+    given = {name: value for name, value in vars(args).items() if name in SETTINGS}
+    if "reward_weights" in given:
+        given["reward_weights"] = tuple(given["reward_weights"])
+    prompts = load_prompts(
+        args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
+    )
+    sample_completions(
+        args.folders[0],
+        args.model,
+        prompts,
+        load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs),
+        SamplingSettings(**given),
+        reference=args.reference,
+        engine_kwargs=args.engine_kwargs,
+    )
+
+
+def _score_negatives(args: argparse.Namespace) -> Any:
+    from accelerate import PartialState
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..evaluation.negatives import negative_log_probs
+
+    loading = {"revision": getattr(args, "revision", None)}
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(args, "dtype", "auto"), **loading)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, **loading)
+    return negative_log_probs(
+        model.to(PartialState().device), tokenizer, args.negatives, getattr(args, "batch_size", 32)
+    )
+
+
+def _write(args: argparse.Namespace, report: Any, negatives: Any) -> None:
+    """Prints the report, and writes it if asked to."""
+    from ..evaluation.records import write_json
+
+    content = report.to_dict()
+    print(report.to_markdown(args.per_prompt))
+    if negatives is not None:
+        content["negatives"] = vars(negatives)
+        print(
+            f"\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {negatives.mean:.4g}, "
+            f"log-sum-exp {negatives.logsumexp:.4g} nats"
+        )
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})
