@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Samples what is missing, reports and returns 0, or 1 with a message if that cannot be done."""
-    from accelerate import PartialState
+    from ..evaluation._generation import process_state
 
-    state = PartialState()
     try:
+        state = process_state()
         report = evaluate(args)
         if state.is_main_process:
             _write(args, *report)
@@ -147,16 +147,16 @@ def _sample(args: argparse.Namespace) -> None:
 
 
 def _score_negatives(args: argparse.Namespace) -> Any:
-    from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ..evaluation._generation import process_state
     from ..evaluation.negatives import negative_log_probs
 
     loading = {"revision": getattr(args, "revision", None)}
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(args, "dtype", "auto"), **loading)
     tokenizer = AutoTokenizer.from_pretrained(args.model, **loading)
     return negative_log_probs(
-        model.to(PartialState().device), tokenizer, args.negatives, getattr(args, "batch_size", 32)
+        model.to(process_state().device), tokenizer, args.negatives, getattr(args, "batch_size", 32)
     )
 
 

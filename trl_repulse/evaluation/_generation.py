@@ -1,10 +1,12 @@
 """Drawing and rewarding completions outside a trainer: what held-out sampling and the callback share."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -23,6 +25,18 @@ Prompt = str | list[dict[str, str]]
 # Tokens of one prompt a completion, and a seed -> tokens of the completions, the one that ends each included
 Engine = Callable[[list[list[int]], int], list[list[int]]]
 EngineName = Literal["transformers", "vllm"]
+
+
+def process_state() -> PartialState:
+    """This process among those of a launch, on CPU as well; refuses to take itself for the only one if it is not."""
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != started:
+        raise ValueError(
+            f"{started} processes were started, but Accelerate was set up for {state.num_processes}; on CPU, call "
+            "`accelerate.PartialState(cpu=True)` before anything else uses Accelerate."
+        )
+    return state
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:

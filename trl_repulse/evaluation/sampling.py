@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -29,6 +28,7 @@ from ._generation import (
     as_function,
     end_tokens,
     evaluate_rewards,
+    process_state,
     prompt_text,
     prompt_tokens,
     transformers_engine,
@@ -177,7 +177,7 @@ def sample_completions(
     >>> samples.column("kl").mean()
     ```
     """
-    settings, folder, state = settings or SamplingSettings(), Path(output_dir), PartialState()
+    settings, folder, state = settings or SamplingSettings(), Path(output_dir), process_state()
     dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
     check_dataset(dataset, "prompts")
     if settings.beta and reference is None:

@@ -1,0 +1,44 @@
+"""What the evaluation's tests share: small sample sets, and a run of the sampler for a process that is killed."""
+
+import numpy as np
+import pyarrow as pa
+
+from trl_repulse.evaluation import records
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+
+from .conftest import word_reward
+
+
+def write_samples(folder, values, weights="w", prompts=None, shards=1, **settings):
+    """A complete folder of samples whose rewards are `values`, (P, N); other columns are functions of it."""
+    values = np.asarray(values, dtype=np.float64)
+    prompts = prompts or [f"prompt {i}" for i in range(len(values))]
+    header = {
+        "model": {"name": "m", "revision": None, "weights": weights},
+        "reference": None,
+        "rewards": {"r": {"name": "r"}},
+        "prompts": {"count": len(values), "sha256": records.digest(prompts)},
+        "settings": {"num_samples": values.shape[1], "seed": 0, "revision": None, **settings},
+        "device": "cpu",
+        "versions": {"trl-repulse": "0"},
+    }
+    records.open_folder(folder, header)
+    table = pa.table(
+        {
+            "prompt": [prompt for prompt in prompts for _ in range(values.shape[1])],
+            "reward": pa.array(values.ravel(), pa.float64(), from_pandas=True),
+            "return": values.ravel() - 1.0,
+        }
+    )
+    size = -(-len(table) // shards)
+    for number in range(shards):
+        records.write_shard(folder, number, table.slice(number * size, size))
+    records.close_folder(folder, shards)
+    return folder
+
+
+def sample_slowly(folder, model):
+    """Many small shards, so that there is time to kill the process."""
+    settings = SamplingSettings(num_samples=80, max_completion_length=3, batch_size=4, shard_size=4, seed=3)
+    prompts = ["the cat", "fish", "the dog ran the cat ate"]
+    sample_completions(folder, model, prompts, word_reward, settings, reference=model, progress=False)

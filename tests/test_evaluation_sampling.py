@@ -1,0 +1,259 @@
+"""Held-out samples: what is written, that it is what the model draws, and that a kill costs nothing."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_repulse.evaluation import records
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.log_probs import completion_log_probs
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+
+from .conftest import BAD, build_model, word_reward
+from .evaluation_support import sample_slowly, write_samples
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, **settings):
+    settings = {"num_samples": 6, "max_completion_length": 2, "shard_size": 8, **settings}
+    options = {"reference": reference, "tokenizer": tokenizer, "progress": False}
+    return sample_completions(folder, model, prompts, reward, SamplingSettings(**settings), **options)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_columns_are_what_they_say(tmp_path, model_dirs, prompts, tokenizer, architecture):
+    other = build_model(architecture, len(tokenizer), seed=1)
+    options = {"beta": 0.5, "reward_transform": "exponential", "reward_transform_alpha": 0.3}
+    samples = sample(tmp_path / "s", model_dirs[architecture], prompts, reference=other, **options)
+    table = samples.table
+    rows = table.to_pylist()
+    assert len(rows) == 6 * len(prompts) and samples.prompts == prompts["prompt"]
+    assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(p, n) for p in range(4) for n in range(6)]
+    evaluator = ExactEvaluator(tokenizer, prompts["prompt"], lambda t: torch.zeros(len(t)), [BAD], 2)
+    place = {tuple(i for i in ids if i >= 0): k for k, ids in enumerate(evaluator.completion_ids.tolist())}
+    model = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
+    log_p, log_p0 = evaluator.log_probs(model), evaluator.log_probs(other)
+    for row in rows:
+        where = row["prompt_index"], place[tuple(row["completion_ids"])]
+        assert row["log_prob"] == pytest.approx(log_p[where].item(), abs=1e-4)
+        assert row["kl"] == pytest.approx((log_p - log_p0)[where].item(), abs=1e-4)
+        assert row["reward"] == row["rewards/word_reward"] == word_reward([row["completion"]])[0]
+        assert row["return"] == pytest.approx(row["reward"] - 0.5 * row["kl"])
+        transformed = row["reward"] - 0.3 * np.exp(-row["reward"])
+        assert row["return_transformed"] == pytest.approx(transformed - 0.5 * row["kl"])
+        assert row["ended"] == (row["completion_ids"][-1] == tokenizer.eos_token_id)
+        assert row["length"] == len(row["completion_ids"])
+
+
+def test_draws_follow_the_model(tmp_path, model_dirs, prompts, tokenizer):
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], prompts, num_samples=2000, shard_size=2000, batch_size=500)
+    evaluator = ExactEvaluator(tokenizer, prompts["prompt"], lambda t: torch.zeros(len(t)), [BAD], 2)
+    probs = evaluator.log_probs(AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])).exp()
+    rows = [[token for token in row if token >= 0] for row in evaluator.completion_ids.tolist()]
+    rewards = torch.tensor(word_reward(tokenizer.batch_decode(rows, skip_special_tokens=True)), dtype=torch.float64)
+    for drawn, exact in zip(samples.column(), (probs @ rewards).tolist(), strict=True):
+        assert abs(drawn.mean() - exact) < 4.5 * drawn.std() / 2000**0.5
+    for estimate in (samples.column("entropy"), -samples.column("log_prob")):
+        exact = -(probs * probs.log()).sum(dim=1).mean().item()
+        assert abs(estimate.mean() - exact) < 4.5 * estimate.std() / 8000**0.5
+    rewards = samples.column()
+    assert len({tuple(row) for row in rewards.reshape(8, -1)}) == 8  # no shard repeats another
+
+
+def test_log_probs_do_not_depend_on_the_batch(model_dirs):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    prompts, completions = [[3], [4, 5, 6, 7], [8, 9]], [[12, 1], [], [13, 14, 15]]
+    together, alone = completion_log_probs(model, prompts, completions), []
+    alone = [completion_log_probs(model, [p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
+    assert together[0].tolist() == pytest.approx(torch.cat(alone).tolist(), abs=1e-5) and together[0][1] == 0
+    with pytest.raises(ValueError, match="no token"):
+        completion_log_probs(model, [[]], [[3]])
+
+
+def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_dirs):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([sample_slowly.__module__])
+    draw, model = random.Random(0), model_dirs["gpt2"]
+    whole = context.Process(target=sample_slowly, args=(tmp_path / "whole", model))
+    whole.start()
+    whole.join(120)
+    assert whole.exitcode == 0
+    expected, folder = files(tmp_path / "whole"), tmp_path / "killed"
+    seen = 0
+    for _ in range(10):
+        process = context.Process(target=sample_slowly, args=(folder, model))
+        process.start()
+        after = seen + draw.randint(0, 3)
+        while len(list(folder.glob("shard-*.parquet"))) < after and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.05))
+        process.kill()
+        process.join()
+        assert process.exitcode == -9
+        seen = len(list(folder.glob("shard-*.parquet")))
+        with pytest.raises(ValueError, match="not complete|no samples"):
+            records.load_samples(folder)
+    assert 5 < seen < 60
+    whole = context.Process(target=sample_slowly, args=(folder, model))
+    whole.start()
+    whole.join(120)
+    assert files(folder) == expected
+    assert not list(folder.glob("*.partial")) and len(records.load_samples(folder).table) == 240
+
+
+@pytest.mark.distributed
+def test_two_processes_write_what_one_writes(tmp_path, model_dirs):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
+    )
+    arguments = ["--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl"), "--num_samples", "8"]
+    arguments += ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--max_completion_length", "2"]
+    arguments += ["--shard_size", "3", "--thresholds", "5"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    outputs = []
+    for name, launcher in (("one", []), ("two", ["torch.distributed.run", "--nproc_per_node", "2", "-m"])):
+        command = [sys.executable, "-m", *launcher, "trl_repulse.cli", "evaluate", str(tmp_path / name), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd="/")
+        assert done.returncode == 0, done.stderr[-2000:]
+        outputs.append(done.stdout)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert outputs[0] == outputs[1] and outputs[0].count("P(r < 5)") == 1
+
+
+def test_a_finished_folder_is_not_drawn_again(tmp_path, model_dirs, prompts):
+    sample(tmp_path / "s", model_dirs["gpt2"], prompts)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
+    sample(tmp_path / "s", model_dirs["gpt2"], prompts)
+    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "begun with another `settings.seed`"),
+        ({"model": "llama"}, "begun with another `model.name`"),
+        ({"prompts": ["other"]}, "begun with another `prompts.count`"),
+        ({"reward": lambda completions, **_: [0.0] * len(completions)}, "begun with another `rewards"),
+    ],
+)
+def test_a_folder_goes_on_with_its_own_settings_only(tmp_path, model_dirs, prompts, changes, message):
+    arguments = {"model": model_dirs["gpt2"], "prompts": prompts}
+    sample(tmp_path / "s", **arguments)
+    before = files(tmp_path / "s")
+    if "model" in changes:
+        changes = {"model": model_dirs[changes["model"]]}
+    with pytest.raises(ValueError, match=message):
+        sample(tmp_path / "s", **(arguments | changes))
+    assert files(tmp_path / "s") == before
+
+
+def test_no_folder_of_something_else_is_written_to(tmp_path, model_dirs, prompts):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds something else than samples"):
+        sample(tmp_path, model_dirs["gpt2"], prompts)
+    assert files(tmp_path) == {"mine.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "`prompts` is empty"),
+        ({"reward": lambda completions, **_: [float("inf")] * len(completions)}, "inf"),
+        ({"reward": lambda completions, **_: [float("nan")] * len(completions)}, "nan"),
+        ({"reward": lambda completions, **_: [0.0]}, "1 reward"),
+        ({"reward": []}, "0 rewards"),
+        ({"beta": 0.1}, "needs a `reference`"),
+        ({"reward_weights": (1.0, 2.0)}, "2 weights for 1"),
+        ({"max_completion_length": 40}, "exceed the model's context"),
+    ],
+)
+def test_what_is_refused(tmp_path, model_dirs, prompts, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sample(tmp_path / "s", **({"model": model_dirs["gpt2"], "prompts": prompts} | arguments))
+    if (tmp_path / "s").exists():  # the reward failed, after sampling had begun
+        with pytest.raises(ValueError, match="not complete"):
+            records.load_samples(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_samples": 0}, "`num_samples=0`"),
+        ({"seed": -1}, "`seed=-1`"),
+        ({"reward_transform": "cube"}, "'cube'"),
+        ({"reward_transform": "indicator"}, "reward_transform_threshold"),
+        ({"engine": "other"}, "'other'"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingSettings(**settings)
+
+
+def test_a_sample_without_a_reward_is_said_when_it_is_read(tmp_path, model_dirs, prompts):
+    def reward(completions, **_):
+        return [None if "bad" in text else 1.0 for text in completions]
+
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], prompts, reward, num_samples=50)
+    missing = sum("bad" in text for text in samples.table["completion"].to_pylist())
+    assert 0 < missing == samples.table["reward"].null_count
+    with pytest.raises(ValueError, match=f"{missing} of 200 samples .* no finite `reward`"):
+        samples.column()
+    assert samples.column("entropy").shape == (4, 50)
+    with pytest.raises(ValueError, match="no column of numbers `kl`.*reference"):
+        samples.column("kl")
+
+
+def test_what_does_not_read_as_complete(tmp_path):
+    folder = write_samples(tmp_path / "s", np.zeros((2, 3)), shards=2)
+    assert records.load_samples(folder).column().shape == (2, 3)
+    shard, complete, header = folder / "shard-00001.parquet", folder / "complete.json", folder / "header.json"
+    originals = files(folder)
+
+    def refused(message):
+        with pytest.raises(ValueError, match=message):
+            records.load_samples(folder)
+        for name, content in originals.items():
+            (folder / name).write_bytes(content)
+
+    shard.write_bytes(originals[shard.name][:-1])
+    refused("missing or was changed")
+    shard.unlink()
+    refused("missing or was changed")
+    complete.unlink()
+    refused(r"not complete \(2 shards so far\)")
+    header.write_bytes(originals["header.json"].replace(b'"m"', b'"n"'))
+    refused("changed after it was written")
+    header.write_bytes(originals["header.json"][:50])
+    refused("cannot be read")
+    header.unlink()
+    refused("holds no samples")
+    assert pq.read_table(shard).num_rows == 3 and json.loads(complete.read_text())["shards"][0]["rows"] == 3
+
+
+def test_a_file_is_whole_or_not_there(tmp_path):
+    def torn(path):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        records.write_atomically(tmp_path / "a.json", torn)
+    assert not (tmp_path / "a.json").exists()
