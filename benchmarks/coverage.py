@@ -192,13 +192,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     world = build(options.models, options.prompts)
-    rng = np.random.default_rng(options.seed)
     half = options.models // 2
     populations = [1 + np.arange(half), 1 + half + np.arange(half)]
     print("| samples | interval | covers | truth below | truth above |\n|---|---|---|---|---|", flush=True)
-    one_model(world, rng, options.repetitions)
-    several_seeds(world, rng, options.repetitions, populations[0])
-    frontier(world, rng, options.repetitions, populations)
+    one_model(world, np.random.default_rng([options.seed, 0]), options.repetitions)
+    several_seeds(world, np.random.default_rng([options.seed, 1]), options.repetitions, populations[0])
+    frontier(world, np.random.default_rng([options.seed, 2]), options.repetitions, populations)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def crossed_interval(
 
     Every seed meets every prompt. Resampling seeds gives the variance between seeds, resampling prompts that between
     prompts; what both count twice, the variation of single cells, is what resampling both at once adds to the sum of the two.
+    Where seeds or prompts differ so much that their distribution is far from normal, few of them cover less than is claimed.
     With one seed, prompts alone are resampled, and with one prompt seeds alone: the interval then says nothing of what was
     not repeated.
 
@@ -100,9 +101,10 @@ def crossed_interval(
         components.append((float((w_prompt @ by_prompt).var()) * prompts / (prompts - 1), prompts - 1))
     if seeds > 1 and prompts > 1:
         freedom = (seeds - 1) * (prompts - 1)
-        both = float(((w_seed @ residual) * w_prompt).sum(axis=1).var())
-        largest = max(part for part, _ in components)
-        # Twice counted at most in the smaller one: what is left cannot fall below the larger
-        twice = min(both * seeds * prompts / freedom, sum(part for part, _ in components) - largest)
-        components.append((-twice, freedom))
+        cell = float(((w_seed @ residual) * w_prompt).sum(axis=1).var()) * seeds * prompts / freedom
+        # The mean varies at least as much as single cells make it
+        if sum(part for part, _ in components) > 2 * cell:
+            components.append((-cell, freedom))
+        else:
+            components = [(cell, freedom)]
     return combined_interval(value, components, confidence)
