@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from trl_repulse.cli import main
 from trl_repulse.evaluation import records
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
@@ -119,7 +120,7 @@ def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_
 
 
 @pytest.mark.distributed
-def test_two_processes_write_what_one_writes(tmp_path, model_dirs):
+def test_two_processes_write_what_one_writes(tmp_path, model_dirs, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
     (tmp_path / "mine.py").write_text(
         "def reward(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
@@ -128,14 +129,13 @@ def test_two_processes_write_what_one_writes(tmp_path, model_dirs):
     arguments += ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--max_completion_length", "2"]
     arguments += ["--shard_size", "3", "--thresholds", "5"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    outputs = []
-    for name, launcher in (("one", []), ("two", ["torch.distributed.run", "--nproc_per_node", "2", "-m"])):
-        command = [sys.executable, "-m", *launcher, "trl_repulse.cli", "evaluate", str(tmp_path / name), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd="/")
-        assert done.returncode == 0, done.stderr[-2000:]
-        outputs.append(done.stdout)
+    command = ["evaluate", str(tmp_path / "two"), *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "trl_repulse.cli"]
+    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, timeout=300, cwd="/")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert main(["evaluate", str(tmp_path / "one"), *arguments]) == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
-    assert outputs[0] == outputs[1] and outputs[0].count("P(r < 5)") == 1
+    assert done.stdout == capsys.readouterr().out and done.stdout.count("P(r < 5)") == 1
 
 
 def test_a_finished_folder_is_not_drawn_again(tmp_path, model_dirs, prompts):
@@ -143,6 +143,12 @@ def test_a_finished_folder_is_not_drawn_again(tmp_path, model_dirs, prompts):
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
     sample(tmp_path / "s", model_dirs["gpt2"], prompts)
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, model_dirs, prompts, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # Accelerate was set up before, for one process
+    with pytest.raises(ValueError, match="2 processes were started, but Accelerate was set up for 1"):
+        sample(tmp_path / "s", model_dirs["gpt2"], prompts)
 
 
 @pytest.mark.parametrize(

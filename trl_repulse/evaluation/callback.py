@@ -85,20 +85,22 @@ class TailReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step % self.every == 0:
-            self._report(state.global_step)
+            self._report(state.global_step, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step % self.every:
-            self._report(state.global_step)
+            self._report(state.global_step, control)
 
-    def _report(self, update: int) -> None:
+    def _report(self, update: int, control: TrainerControl) -> None:
         rewards = self._sample()
         found = estimates(rewards, self.thresholds, self.levels)
         self.history.append({"update": update, "report": found})
+        due = control.should_log
         # The base class: TRL's `log` would close the window over which it averages its own metrics
         Trainer.log(self.trainer, _metrics(found))
+        control.should_log = due  # any log takes the update's own for done
 
     def _sample(self) -> np.ndarray:
         """Rewards of shape (1, P, N), the same on all processes."""

@@ -1,0 +1,218 @@
+"""Frontiers: front, intervals and gains, what may not stand in one figure; the commands `evaluate` and `frontier`."""
+
+import csv
+import dataclasses
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from trl_repulse._commands.evaluate import SETTINGS
+from trl_repulse.cli import main
+from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
+from trl_repulse.evaluation.result_files import load_frontier
+from trl_repulse.evaluation.sampling import SamplingSettings
+
+from .evaluation_support import write_samples
+
+
+def runs(method, *places):
+    return [Run(method, x, y) for x, y in places]
+
+
+def test_hypervolume_against_counting():
+    rng = np.random.default_rng(0)
+    points = rng.integers(-2, 6, size=(50, 4, 2)).astype(float)
+    worst = np.array([-1.0, 0.0])
+    cells = [np.array(corner) + worst + 0.5 for corner in itertools.product(range(8), repeat=2)]
+    counted = [sum(bool((each > cell).all(axis=1).any()) for cell in cells) for each in points]
+    assert hypervolume(points, worst).tolist() == pytest.approx(counted)
+    assert hypervolume(np.zeros((2, 0, 2)), worst).tolist() == [0, 0]
+
+
+def test_front_means_and_gains():
+    # Less of x is better, more of y
+    found = make_frontier(
+        [
+            *runs("low", (0.1, 1.0), (0.3, 1.0)),
+            *runs("high", (0.6, 3.0), (0.6, 3.0)),
+            *runs("behind", (0.7, 0.5), (0.9, 0.5)),
+        ],
+        "prob_bad",
+        "reward",
+        threshold=-5.0,
+    )
+    points = {point.method: point for point in found.points}
+    assert [point.on_front for point in found.points] == [True, True, False]
+    assert points["low"].x.value == pytest.approx(0.2) and points["low"].x.samples == 2
+    assert points["low"].x.high == pytest.approx(0.2 + 12.706 * 0.1, rel=0.05)
+    assert points["low"].y.low == points["low"].y.high == 1.0
+    # The corner is (0.9, 0.5): "low" alone dominates x from 0.2 to 0.6 and y up to 1
+    assert points["low"].gain.value == pytest.approx(0.4 * 0.5)
+    assert points["high"].gain.value == pytest.approx(0.3 * 2.0)
+    assert points["behind"].gain.value == points["behind"].gain.high == 0.0
+    assert found.x_label == "P(r < -5)"
+    assert points["low"].gain.low == 0.0 < points["low"].gain.value < points["low"].gain.high
+
+
+def test_both_better_when_larger():
+    found = make_frontier([*runs("a", (1.0, 1.0)), *runs("b", (2.0, 2.0)), *runs("c", (3.0, 0.0))], "reward", "cvar")
+    assert [point.on_front for point in found.points] == [False, True, True]
+    assert found.points[0].x.low == -math.inf and found.points[1].gain.low == -math.inf  # one run has no interval
+
+
+def test_tables(tmp_path):
+    found = make_frontier([*runs("a, b", (0.1, 1.0), (0.3, 1.2)), *runs("c", (0.6, 3.0))], "prob_bad", "reward")
+    rows = list(csv.DictReader(found.to_csv().splitlines()))
+    assert [row["method"] for row in rows] == ["a, b", "c"]
+    assert float(rows[0]["prob_bad"]) == pytest.approx(0.2) and rows[1]["reward_low"] == "-inf"
+    assert found.to_markdown().count("\n") == 3 and "| c | 1 | 0.6 | 3 |" in found.to_markdown()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_runs_without_a_finite_value(bad):
+    with pytest.raises(ValueError, match="must be finite"):
+        make_frontier(runs("a", (bad, 0.0)), "prob_bad", "reward")
+    with pytest.raises(ValueError, match="no runs"):
+        make_frontier([], "prob_bad", "reward")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Samples of two methods, two seeds each."""
+    rng = np.random.default_rng(0)
+    made = {}
+    for name, shift in (("A", 0.0), ("B", 1.0)):
+        made[name] = [
+            str(write_samples(tmp_path / f"{name}{i}", rng.normal(shift, 1 + i, (3, 100)), f"{name}{i}", seed=i))
+            for i in range(2)
+        ]
+    return made
+
+
+def test_folders_of_samples(folders):
+    found = load_frontier(folders, "prob_bad", "return", threshold=-1.0)
+    assert [point.method for point in found.points] == ["A", "B"] and found.points[1].on_front
+    assert found.points[1].y.value - found.points[0].y.value == pytest.approx(1.0, abs=0.5)
+    assert load_frontier(folders, "cvar", "reward", level=0.1).x_label == "CVaR 0.1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"prompts": ["a", "b", "c"]}, {}, "another `prompts.sha256`"),
+        ({"dtype": "float16"}, {}, "another `settings.dtype`"),
+        ({}, {"x": "harm"}, "no quantity 'harm'; choose among reward"),
+        ({}, {"threshold": None}, "needs a `threshold`"),
+        ({}, {"x": "cvar"}, "needs a `level`"),
+        ({}, {"x": "kl"}, "no column of numbers `kl`"),
+    ],
+)
+def test_samples_that_may_not_stand_in_one_figure(folders, tmp_path, changes, arguments, message):
+    other = write_samples(tmp_path / "other", np.zeros((3, 100)), **changes)
+    with pytest.raises(ValueError, match=message):
+        load_frontier(folders | {"C": [other]}, **({"x": "prob_bad", "y": "return", "threshold": -1.0} | arguments))
+
+
+def test_other_result_files(folders, tmp_path):
+    paths = [tmp_path / f"{i}.json" for i in range(4)]
+    for i, path in enumerate(paths):
+        settings = {"attack": "gcg", "steps": 10 if i < 3 else 20}
+        path.write_text(json.dumps({"settings": settings, "attack_success": 0.1 * i, "reward": float(i)}))
+    found = load_frontier({"A": paths[:2], "B": [paths[2]]}, "attack_success", "reward")
+    assert found.points[0].x.value == pytest.approx(0.05)
+    for wrong, message in (
+        ({"A": paths}, "differ in the setting `steps`"),
+        ({"A": [paths[0]], "B": [paths[0]]}, "named twice"),
+        ({"A": [paths[0], *folders["A"]]}, "runs of one kind"),
+        ({"A": [tmp_path / "none.json"]}, "cannot be read"),
+        ({"A": [tmp_path / "A0" / "header.json"]}, "name the folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_frontier(wrong, "attack_success", "reward")
+    with pytest.raises(ValueError, match="no number `return`; it has attack_success, reward"):
+        load_frontier({"A": paths[:2]}, "attack_success", "return")
+    paths[0].write_text(json.dumps({"settings": {"threshold": -5.0}, "prob_bad": 0.1, "reward": 1.0}))
+    with pytest.raises(ValueError, match="no `prob_bad` at `threshold=-4.0`"):
+        load_frontier({"A": paths[:1]}, "prob_bad", "reward", threshold=-4.0)
+    paths[0].write_text(json.dumps({"reward": 1.0}))
+    with pytest.raises(ValueError, match="no `settings`"):
+        load_frontier({"A": paths[:1]}, "reward", "reward")
+
+
+def test_frontier_command(folders, tmp_path, capsys):
+    methods = [part for name, paths in folders.items() for part in ("--method", name, *paths)]
+    output = tmp_path / "figures" / "v1.5"
+    assert main(["frontier", str(output), *methods, "--threshold", "-1"]) == 0
+    assert "| B | 2 |" in capsys.readouterr().out
+    assert {path.name for path in output.parent.iterdir()} == {"v1.5.png", "v1.5.pdf", "v1.5.csv"}
+    assert (output.parent / "v1.5.pdf").read_bytes().startswith(b"%PDF")
+    assert main(["frontier", str(output), *methods, "--method", "A", *folders["A"], "--threshold", "-1"]) == 1
+    assert "given twice" in capsys.readouterr().err
+    assert main(["frontier", str(output), "--method", "A", "--threshold", "-1"]) == 1
+    assert "`--method A` has no run" in capsys.readouterr().err
+
+
+def test_each_setting_of_the_sampler_is_an_option():
+    assert set(SETTINGS) == {field.name for field in dataclasses.fields(SamplingSettings)}
+
+
+@pytest.fixture
+def arguments(tmp_path, model_dirs):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
+    )
+    return [
+        *("--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl")),
+        *("--reward_type", f"{tmp_path / 'mine.py'}:reward", "--num_samples", "50", "--max_completion_length", "2"),
+    ]
+
+
+def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, model_dirs, capsys):
+    folder, output = str(tmp_path / "samples"), tmp_path / "new" / "report.json"
+    (tmp_path / "negatives.jsonl").write_text('{"prompt": "fish", "completion": " bad"}\n')
+    options = ["--reference", model_dirs["gpt2"], "--beta", "0.1", "--reward_weights", "2"]
+    reading = ["--thresholds", "-1", "-99", "--negatives", str(tmp_path / "negatives.jsonl"), "--output", str(output)]
+    assert main(["evaluate", folder, *arguments, *options, *reading]) == 0
+    out = capsys.readouterr().out
+    assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out and "1 distinct bad completion" in out
+    report = json.loads(output.read_text())
+    assert report["negatives"]["count"] == 1 and set(report["per_prompt"]) == {"the cat", "fish"}
+    assert main(["evaluate", folder, "--thresholds", "-5", "--quantiles", "0.5", "--per_prompt"]) == 0
+    out = capsys.readouterr().out
+    assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--num_samples", "0"], "`num_samples=0`"),
+        (["--prompts", "none.jsonl"], "There is no file"),
+        (["--reward_type", "toxicity"], "`reward_model_path`"),
+        (["--beta", "1"], "needs a `reference`"),
+        (["--levels", "2"], "`level=2.0`"),
+        (["--column", "kl"], "no column of numbers `kl`"),
+    ],
+)
+def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, changes, message):
+    assert main(["evaluate", str(tmp_path / "s"), *arguments, *changes]) == 1
+    err = capsys.readouterr().err
+    assert "trl-repulse evaluate: " in err and message in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--seed", "1"], "`--seed` has no effect without `--model`"),
+        (["--negatives", "n.jsonl"], "`--negatives` has no effect without `--model`"),
+        ([], "holds no samples"),
+        (["--model", "m"], "`--prompts` is needed"),
+        (["other", "--model", "m"], "samples into one folder"),
+    ],
+)
+def test_reading_needs_samples(tmp_path, capsys, changes, message):
+    assert main(["evaluate", str(tmp_path / "s"), *changes]) == 1
+    assert message in capsys.readouterr().err
