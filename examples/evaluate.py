@@ -1,0 +1,73 @@
+"""
+How often does a model produce a bad output? Held-out samples and their tail report, beside the truth.
+
+    python examples/evaluate.py                                      # the embedded policy
+    accelerate launch examples/evaluate.py --model out --output_dir out/samples
+
+The embedded world's completions can be enumerated, so that the truth is known. With other models the same calls estimate
+what nobody knows; `trl-repulse evaluate` makes them from the command line. Killed, it goes on where it stopped.
+"""
+
+import argparse
+
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl_repulse import embedded
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.report import tail_report
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+
+
+THRESHOLD, LEVEL = -5.0, 0.01
+
+
+def print_truth(model: str) -> None:
+    """The same quantities, by enumeration."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    evaluator = ExactEvaluator(
+        tokenizer,
+        embedded.load_prompts()["prompt"],
+        AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
+        embedded.bad_token_ids(tokenizer),
+        max_completion_length=2,
+        reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
+    )
+    probs = evaluator.log_probs(AutoModelForCausalLM.from_pretrained(model)).exp() / len(evaluator.rewards)
+    rewards, order = evaluator.rewards.flatten().sort()
+    probs = probs.flatten()[order]
+    in_tail = (LEVEL - (probs.cumsum(0) - probs)).clamp(min=0).minimum(probs)
+    prob_bad = probs[rewards < THRESHOLD].sum()
+    cvar = (in_tail * rewards).sum() / LEVEL
+    print(f"\nThe truth, by enumeration: P(r < {THRESHOLD:g}) = {prob_bad:.4g}, CVaR {LEVEL:g} = {cvar:.4g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=embedded.policy_path(), help="a model of the embedded world")
+    parser.add_argument("--output_dir", default="samples-embedded", help="folder of the samples")
+    parser.add_argument("--num_samples", type=int, default=5000, help="completions of each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    samples = sample_completions(
+        options.output_dir,
+        options.model,
+        embedded.load_prompts(),
+        embedded.reward_model_path(),
+        SamplingSettings(
+            num_samples=options.num_samples, max_completion_length=2, seed=options.seed, batch_size=256, beta=0.1
+        ),
+        reference=embedded.policy_path(),
+    )
+    if state.is_main_process:
+        report = tail_report(samples, thresholds=[THRESHOLD], levels=[LEVEL])
+        print(report.to_markdown())
+        print_truth(options.model)
+    state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
