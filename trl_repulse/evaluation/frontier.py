@@ -1,7 +1,7 @@
 """
 Runs of several methods against two quantities: means over seeds with intervals, the Pareto front, hypervolume gains.
 
-Legend: M methods, S runs (seeds) of a method, R bootstrap replicates.
+Legend: M methods, S runs (seeds) of a method, R replicates.
 """
 
 import csv
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .bootstrap import REPLICATES, combined_interval, resampled_weights
+from .bootstrap import REPLICATES
+from .comparison import mean_and_interval
 from .tails import Estimate
 
 
@@ -146,10 +147,10 @@ def make_frontier(
     """
     Means over each method's runs, intervals, front and hypervolume gains.
 
-    Intervals are those of [`~trl_repulse.evaluation.bootstrap`]: for the means Student's, for a gain from the variances that
-    resampling the runs of one method after the other gives it. A gain's interval is right where the method is clearly on the
-    front or clearly off it; near the edge, where the gain is bent, it is not. A single run has no interval, and in the
-    intervals of others it is held where it is.
+    Intervals of means are Student's. For the gains the means of all methods are drawn anew from Student's distributions with
+    the covariance of their runs (a parametric bootstrap), and the interval lies between quantiles of the gains that result; the
+    corner from which areas are measured, the worst run in either quantity, is taken as given. A single run has no interval,
+    and in the intervals of others it is held where it is.
 
     Args:
         runs (`Sequence[Run]`):
@@ -182,17 +183,17 @@ def make_frontier(
     places = [signs * np.array([(run.x, run.y) for run in group]) for group in groups.values()]  # M of (S, 2)
     means = np.stack([group.mean(axis=0) for group in places])  # (M, 2)
     worst = np.concatenate(places).min(axis=0)
-    resampled = _resampled(places, np.random.default_rng(seed))  # M of (R, 2)
+    generator = np.random.default_rng(seed)
+    resampled = np.stack([_resampled(group, generator) for group in places], axis=1)  # (R, M, 2)
     points = []
     for index, (method, group) in enumerate(groups.items()):
         ends = []
-        for axis in range(2):
-            part = (float(resampled[index][:, axis].var()), len(group) - 1)
-            value = float(signs[axis] * means[index, axis])
-            ends.append(Estimate(value, *combined_interval(value, [part], confidence), len(group)))
+        for values in ([run.x for run in group], [run.y for run in group]):
+            mean, half = mean_and_interval(values, confidence)
+            ends.append(Estimate(mean, mean - half, mean + half, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
-        gain = _gain_estimate(means, resampled, [len(it) for it in places], index, worst, confidence)
+        gain = _gain_estimate(means, resampled, len(group), index, worst, confidence)
         points.append(Point(method, tuple(group), *ends, bool(on_front), gain))
     labels = [QUANTITIES[name][1].format(threshold=threshold or 0.0, level=level or 0.0) for name in (x, y)]
     return Frontier(x, y, *labels, confidence, tuple(points))
@@ -220,25 +221,24 @@ def hypervolume(points: np.ndarray, worst: np.ndarray) -> np.ndarray:
     return ((right - left) * height).sum(axis=1)
 
 
-def _resampled(places: list[np.ndarray], generator: np.random.Generator) -> list[np.ndarray]:
-    """Bootstrap means of each method, (R, 2), spread by √(S / (S − 1)) so that their variance is unbiased."""
-    drawn = []
-    for group in places:
-        count, mean = len(group), group.mean(axis=0)
-        weights = resampled_weights(count, REPLICATES, generator)
-        drawn.append(mean + (weights @ (group - mean)) * math.sqrt(count / max(count - 1, 1)))
-    return drawn
+def _resampled(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """
+    Means of a method's S runs, (S, 2), as they might have been, (R, 2): Student's distribution with the runs' covariance.
+
+    Resampling the runs themselves would give three of them ten different means. A single run stays where it is.
+    """
+    count = len(group)
+    if count == 1:
+        return np.repeat(group, REPLICATES, axis=0)
+    deviations = (group - group.mean(axis=0)) / math.sqrt(count * (count - 1))
+    scale = np.sqrt((count - 1) / generator.chisquare(count - 1, size=(REPLICATES, 1)))
+    return group.mean(axis=0) + generator.standard_normal((REPLICATES, count)) @ deviations * scale
 
 
 def _gain_estimate(
-    means: np.ndarray,
-    resampled: list[np.ndarray],
-    counts: list[int],
-    index: int,
-    worst: np.ndarray,
-    confidence: float,
+    means: np.ndarray, resampled: np.ndarray, count: int, index: int, worst: np.ndarray, confidence: float
 ) -> Estimate:
-    """The area a method adds to that of the others, with its interval; resamples one method's runs after the other."""
+    """The area a method adds to that of the others, with its interval between quantiles of the resampled."""
 
     def gain(points: np.ndarray) -> np.ndarray:
         area = hypervolume(points, worst)
@@ -246,13 +246,7 @@ def _gain_estimate(
         return np.where(added > 1e-12 * area, added, 0.0)  # what is left of rounding is no gain
 
     value = float(gain(means[None])[0])
-    if counts[index] == 1:
+    if count == 1:
         return Estimate(value, -math.inf, math.inf, 1)
-    components = []
-    for other, drawn in enumerate(resampled):
-        if counts[other] > 1:  # a method with one run is held where it is
-            points = np.repeat(means[None], len(drawn), axis=0)
-            points[:, other] = drawn
-            components.append((float(gain(points).var()), counts[other] - 1))
-    low, high = combined_interval(value, components, confidence)
-    return Estimate(value, max(low, 0.0), high, counts[index])
+    low, high = np.quantile(gain(resampled), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Estimate(value, min(float(low), value), max(float(high), value), count)
