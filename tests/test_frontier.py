@@ -58,25 +58,27 @@ def test_front_means_and_gains():
 
 
 def test_both_better_when_larger():
-    found = make_frontier([*runs("a", (1.0, 1.0)), *runs("b", (2.0, 2.0)), *runs("c", (3.0, 0.0))], "reward", "cvar")
+    found = make_frontier([*runs("a", (1.0, 1.0)), *runs("b", (2.0, 2.0)), *runs("c", (3.0, 0.0))], "reward", "return")
     assert [point.on_front for point in found.points] == [False, True, True]
     assert found.points[0].x.low == -math.inf and found.points[1].gain.low == -math.inf  # one run has no interval
 
 
 def test_tables(tmp_path):
-    found = make_frontier([*runs("a, b", (0.1, 1.0), (0.3, 1.2)), *runs("c", (0.6, 3.0))], "prob_bad", "reward")
+    found = make_frontier([*runs("a, b", (0.1, 1.0), (0.3, 1.2)), *runs("c", (0.6, 3.0))], "kl", "reward")
     rows = list(csv.DictReader(found.to_csv().splitlines()))
     assert [row["method"] for row in rows] == ["a, b", "c"]
-    assert float(rows[0]["prob_bad"]) == pytest.approx(0.2) and rows[1]["reward_low"] == "-inf"
+    assert float(rows[0]["kl"]) == pytest.approx(0.2) and rows[1]["reward_low"] == "-inf"
     assert found.to_markdown().count("\n") == 3 and "| c | 1 | 0.6 | 3 |" in found.to_markdown()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_runs_without_a_finite_value(bad):
     with pytest.raises(ValueError, match="must be finite"):
-        make_frontier(runs("a", (bad, 0.0)), "prob_bad", "reward")
+        make_frontier(runs("a", (bad, 0.0)), "kl", "reward")
     with pytest.raises(ValueError, match="no runs"):
-        make_frontier([], "prob_bad", "reward")
+        make_frontier([], "kl", "reward")
+    with pytest.raises(ValueError, match="`confidence=95`"):
+        make_frontier(runs("a", (0.0, 0.0)), "kl", "reward", confidence=95)
 
 
 @pytest.fixture

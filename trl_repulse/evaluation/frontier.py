@@ -135,6 +135,32 @@ class Frontier:
         return "\n".join(rows)
 
 
+def axis_label(quantity: str, threshold: float | None = None, level: float | None = None) -> str:
+    """
+    What an axis says.
+
+    Args:
+        quantity (`str`):
+            Key of [`QUANTITIES`].
+        threshold (`float`, *optional*):
+            η of `"prob_bad"`, in units of reward.
+        level (`float`, *optional*):
+            Level of `"cvar"`.
+
+    Returns:
+        `str`: The label.
+
+    Raises:
+        `ValueError`: If there is no such quantity, or it needs a threshold or a level.
+    """
+    if quantity not in QUANTITIES:
+        raise ValueError(f"There is no quantity {quantity!r}; choose among {', '.join(QUANTITIES)}.")
+    for name, value in {"prob_bad": {"threshold": threshold}, "cvar": {"level": level}}.get(quantity, {}).items():
+        if value is None:
+            raise ValueError(f"The quantity '{quantity}' needs a `{name}`.")
+    return QUANTITIES[quantity][1].format(threshold=threshold, level=level)
+
+
 def make_frontier(
     runs: Sequence[Run],
     x: str,
@@ -170,8 +196,11 @@ def make_frontier(
         [`Frontier`]
 
     Raises:
-        `ValueError`: If there are no runs, or a quantity is not finite.
+        `ValueError`: If there are no runs, a quantity is unknown or not finite, or an argument is missing or out of range.
     """
+    labels = [axis_label(name, threshold, level) for name in (x, y)]
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence={confidence}` must lie between 0 and 1.")
     if not runs:
         raise ValueError("There are no runs; name at least one.")
     for run in runs:
@@ -195,7 +224,6 @@ def make_frontier(
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
         gain = _gain_estimate(means, resampled, len(group), index, worst, confidence)
         points.append(Point(method, tuple(group), *ends, bool(on_front), gain))
-    labels = [QUANTITIES[name][1].format(threshold=threshold or 0.0, level=level or 0.0) for name in (x, y)]
     return Frontier(x, y, *labels, confidence, tuple(points))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import tails
 from .comparison import load_runs
-from .frontier import QUANTITIES, Frontier, Run, make_frontier
+from .frontier import Frontier, Run, axis_label, make_frontier
 from .records import COMPLETE, HEADER, SampleSet, first_difference, load_samples
 from .report import check_same_settings
 
@@ -47,11 +47,7 @@ def load_frontier(
             twice.
     """
     for name in (x, y):
-        if name not in QUANTITIES:
-            raise ValueError(f"There is no quantity {name!r}; choose among {', '.join(QUANTITIES)}.")
-        needed = {"prob_bad": ("threshold", threshold), "cvar": ("level", level)}.get(name)
-        if needed is not None and needed[1] is None:
-            raise ValueError(f"The quantity '{name}' needs a `{needed[0]}`.")
+        axis_label(name, threshold, level)  # refuses before anything is read
     flat = [(method, Path(path)) for method, each in paths.items() for path in each]
     places = [path.resolve() for _, path in flat]
     if len(set(places)) < len(places):
