@@ -14,8 +14,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import VLLMGenerator
 
+from .conftest import BAD, word_reward
 from .vllm_double import greedy
 
 
@@ -173,3 +176,17 @@ def test_an_engine_that_does_not_fit(tokenizer, tmp_path):
     options = OPTIONS | {"max_model_length": 10_000_000}
     with pytest.raises((RuntimeError, ValueError), match="max_model_len"):
         VLLMGenerator({"policy": model}, tokenizer, Accelerator(cpu=CPU), **options)
+
+
+def test_held_out_samples_are_the_models(tokenizer, prompts, tmp_path):
+    model, folder = build("llama", tokenizer, tmp_path / "model"), str(tmp_path / "model")
+    settings = SamplingSettings(num_samples=500, max_completion_length=2, shard_size=1000, engine="vllm")
+    options = {"max_model_len": 32, "gpu_memory_utilization": 0.1, "enforce_eager": True}
+    samples = sample_completions(
+        tmp_path / "samples", folder, prompts, word_reward, settings, engine_kwargs=options, progress=False
+    )
+    evaluator = ExactEvaluator(tokenizer, prompts["prompt"], lambda t: torch.zeros(len(t)), [BAD], 2)
+    report = evaluator.evaluate(model)
+    for estimate in (samples.column("entropy"), -samples.column("log_prob")):
+        assert abs(estimate.mean() - report.entropy) < 4.5 * estimate.std() / 2000**0.5
+    assert len({tuple(row) for row in samples.column("log_prob").reshape(2, -1)}) == 2

@@ -214,7 +214,8 @@ def sample_completions(
     if missing:
         if settings.engine == "vllm":
             end = end_tokens(model, tokenizer)
-            options = (settings.max_completion_length, settings.dtype, settings.revision)
+            dtype = str(model.dtype).removeprefix("torch.")  # left to itself, vLLM would halve float32
+            options = (settings.max_completion_length, dtype, settings.revision)
             engine = vllm_engine(name, end, *options, **(engine_kwargs or {}))
         else:
             engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
