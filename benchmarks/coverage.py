@@ -179,7 +179,8 @@ def frontier(world: World, rng: np.random.Generator, repetitions: int, populatio
                 tally.add(f"{point.method}: reward", point.y, means[i, 1])
                 rest = np.delete(means, i, axis=0)
                 gain = hypervolume(means[None], worst) - hypervolume(rest[None], worst)
-                tally.add(f"{point.method}: hypervolume gain", point.gain, float(gain[0]))
+                truth = float(gain[0]) if gain[0] > 1e-15 else 0.0  # rounding can leave less than nothing
+                tally.add(f"{point.method}: hypervolume gain", point.gain, truth)
 
         repeat(repetitions, f"frontier, {seeds} runs a method", once)
 
