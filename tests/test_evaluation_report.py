@@ -2,6 +2,10 @@
 
 import json
 import math
+import re
+import runpy
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,3 +240,13 @@ def test_callback_reports_and_leaves_training_alone(make, prompts):
 def test_callback_refuses(make, prompts, arguments, message):
     with pytest.raises(ValueError, match=message):
         TailReportCallback(make(), prompts if arguments else [], **arguments)
+
+
+@pytest.mark.slow
+def test_example(tmp_path, monkeypatch, capsys):
+    script = Path(__file__).parents[1] / "examples" / "evaluate.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--output_dir", str(tmp_path / "s"), "--num_samples", "500"])
+    runpy.run_path(str(script), run_name="__main__")
+    out = capsys.readouterr().out
+    low, high = map(float, re.search(r"P\(r < -5\) \| \S+ \| (\S+) to (\S+)", out).groups())
+    assert low < float(re.search(r"P\(r < -5\) = (\S+),", out)[1]) < high
