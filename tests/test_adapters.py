@@ -4,14 +4,11 @@ import copy
 import functools
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-import transformers.trainer
 from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -225,30 +222,6 @@ def test_an_adapter_of_other_layers_is_refused(make, tmp_path):
     make(extra={"peft_config": lora(target_modules=["c_fc"])}).proposal.module.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="not of the proposal's layers"):
         make(extra={"peft_config": lora()}).proposal.module.load(tmp_path / "other")
-
-
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_the_proposal_never_leaves_with_the_policy(make, monkeypatch, strategy, tmp_path):
-    left = set()
-
-    class Api:
-        def create_repo(self, *args, **kwargs):
-            return type("Url", (), {"repo_id": "me/out"})
-
-        def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=None, **kwargs):
-            files = [p.relative_to(folder_path).as_posix() for p in Path(folder_path).rglob("*") if p.is_file()]
-            kept = filter_repo_objects(files, ignore_patterns=ignore_patterns)
-            left.update(str(Path(path_in_repo) / name) for name in kept)
-            return type("Job", (), {"done": lambda self: True})()
-
-    monkeypatch.setattr(transformers.trainer, "hf_api", Api)
-    push = {"push_to_hub": True, "hub_strategy": strategy, "hub_model_id": "me/out"}
-    trainer = make(extra={"peft_config": lora()}, save_strategy="steps", save_steps=1, **push)
-    trainer.train()
-    trainer.push_to_hub()
-    assert (tmp_path / "out" / "proposal" / "adapter_model.safetensors").exists()
-    assert "adapter_model.safetensors" in left
-    assert not [name for name in left if "proposal" in name]
 
 
 def test_an_adapter_passed_as_the_policy_is_shared_too(make, tokenizer, evaluator):

@@ -75,6 +75,11 @@ class RePULSeConfig(ReinforceConfig):
             Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy.
         proposal_update_order (`str`, *optional*, defaults to `"before"`):
             Whether the proposal learns from the policy as it was `"before"` its update (no extra pass) or `"after"`.
+        push_proposal_to_hub (`bool`, *optional*, defaults to `False`):
+            Whether to push the proposal too when `push_to_hub` pushes the final policy, to a **private** repository of
+            its own; one that exists and is public is refused.
+        hub_proposal_model_id (`str`, *optional*):
+            Name of that repository. If `None`, the policy's with `-proposal` behind it.
     """
 
     target_dist_beta: float = field(
@@ -140,6 +145,16 @@ class RePULSeConfig(ReinforceConfig):
     proposal_update_order: Literal["before", "after"] = field(
         default="before",
         metadata={"help": "Whether the proposal learns from the policy `before` or `after` the policy's update."},
+    )
+    push_proposal_to_hub: bool = field(
+        default=False,
+        metadata={"help": "Whether to push the proposal with the final policy, to a private repository of its own."},
+    )
+    hub_proposal_model_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Private repository of the proposal. If `None`, the policy's name with `-proposal` behind it."
+        },
     )
 
     def __post_init__(self):

@@ -1,10 +1,10 @@
 """What our trainers share, whichever TRL trainer they stand on."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from .._checks import check_prompt_lengths
 from ..configs import RewardConfig
@@ -13,6 +13,11 @@ from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._rewards import with_checks
 from ._trl_bridge import prepare_scoring, withheld_from_uploads, without_generation_habits
+
+
+# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
+# which is withheld too, nothing can be resumed.
+RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
 
 
 def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
@@ -40,8 +45,13 @@ class TrainerHooks:
     Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
     """
 
-    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along
-    _withheld: tuple[str, ...] = (NEGATIVES, f"*/{NEGATIVES}")
+    # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
+    tail_report: str | None = None
+    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
+    # which it pickles, have `hub_token` in them (transformers 5.23)
+    _withheld: tuple[str, ...] = tuple(
+        prefix + name for name in (NEGATIVES, TRAINING_ARGS_NAME) for prefix in ("", "*/")
+    )
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -82,7 +92,7 @@ class TrainerHooks:
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
-            amend_model_card(Path(self.args.output_dir) / "README.md", self.args)
+            amend_model_card(self)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         with withheld_from_uploads(self._withheld):

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# Folder of the proposal inside `output_dir` and inside each checkpoint.
+PROPOSAL_FOLDER = "proposal"
+
 
 def shares_base(
     model: "str | PreTrainedModel | PeftModel",

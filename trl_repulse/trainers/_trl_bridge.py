@@ -132,6 +132,12 @@ PINNED: dict[Any, tuple[str, ...]] = {
     ),
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
+    # Overridden around `super()`, called as training is set up: the proposal's repository is made or refused.
+    Trainer.init_hf_repo: ("self", "token", "private"),
+    # Overridden around `super()`, called by `save_model` too: the proposal goes to its own repository.
+    Trainer.push_to_hub: ("self", "commit_message", "blocking", "token", "revision", "private"),
+    # Overridden around `super()`: the card that was written is amended.
+    RLOOTrainer.create_model_card: ("self", "model_name", "dataset_name", "tags"),
 }
 
 

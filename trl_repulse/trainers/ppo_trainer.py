@@ -19,7 +19,7 @@ from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
-from ._hooks import TrainerHooks, transform_rewards
+from ._hooks import RESUME_STATE, TrainerHooks, transform_rewards
 from ._records import append_negatives
 from ._trl_bridge import (
     disable_gradient_checkpointing,
@@ -114,7 +114,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             }"""),
     }
     _config_cls = PPOConfig
-    _withheld = (*TrainerHooks._withheld, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
+    _withheld = (*TrainerHooks._withheld, *RESUME_STATE, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
 
     def __init__(
         self,

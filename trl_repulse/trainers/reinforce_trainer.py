@@ -115,6 +115,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
                 title     = {{Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference}},
                 author    = {Stephen Zhao and Aidan Li and Rob Brekelmans and Roger Grosse},
                 year      = 2025,
+                eprint    = {arXiv:2510.21184},
                 booktitle = {Advances in Neural Information Processing Systems 38: Annual Conference on Neural Information Processing Systems 2025, NeurIPS 2025},
             }"""),
     }

@@ -28,8 +28,10 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
+from ._hooks import RESUME_STATE
+from ._hub import ProposalUploads
 from ._peft_bridge import adapters_kept
-from ._proposal import build_proposal, proposal_coefficients, proposal_loss, shares_base
+from ._proposal import PROPOSAL_FOLDER, build_proposal, proposal_coefficients, proposal_loss, shares_base
 from ._records import new_logs, record_samples, show_completions
 from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
@@ -40,8 +42,6 @@ from .second_model import SecondModel
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-# Folder of the proposal inside `output_dir` and inside each checkpoint.
-PROPOSAL_FOLDER = "proposal"
 # What a proposal update needs of a batch of its samples; everything else follows from the models.
 _DRAWN = (
     "prompt_ids",
@@ -63,7 +63,7 @@ class _UpdateProposalAfterPolicy(TrainerCallback):
         self._trainer.update_proposal(self._trainer.take_pending())
 
 
-class RePULSeTrainer(ReinforceTrainer):
+class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
     """
     Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
     Inference](https://huggingface.co/papers/2510.21184)).
@@ -74,7 +74,7 @@ class RePULSeTrainer(ReinforceTrainer):
     `alpha`; the proposal takes a step of contrastive twist learning.
 
     The proposal is saved to `output_dir/proposal` with a card that warns of it, is part of each checkpoint, and is
-    never uploaded with the policy.
+    never uploaded with the policy; `push_proposal_to_hub` gives it a private repository of its own.
 
     Example:
 
@@ -115,7 +115,7 @@ class RePULSeTrainer(ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
-    _withheld = (*ReinforceTrainer._withheld, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
+    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
 
     def __init__(
         self,
