@@ -1,6 +1,9 @@
 """What leaves for the Hub: every file that is sent, seen by a stand-in for its HTTP interface."""
 
 import inspect
+import json
+import runpy
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -259,3 +262,15 @@ def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
     card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
     assert f"### Measured\n\n{trainer.tail_report}\n\n### Data" in card.text
     assert card.data.datasets == "me/prompts" and "The proposal" not in card.text
+
+
+def test_the_example_pushes_what_it_measured(hub, tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "repulse.py"))
+    flags = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--max_completion_length", "1"]
+    script["main"]([*flags, "--push_to_hub", "true", "--hub_model_id", "me/out", "--push_proposal_to_hub", "true"])
+    policy = hub.repositories["me/out"]
+    results = json.loads(policy.files["results.json"])
+    card = policy.files["README.md"].decode()
+    assert "### Measured\n\nExact values" in card and f"{results['final']['log_prob_bad']:.4f}" in card
+    assert not [name for name in policy.files if "proposal" in name]
+    assert hub.repositories["me/out-proposal"].private
