@@ -80,6 +80,10 @@ class RePULSeConfig(ReinforceConfig):
             its own; one that exists and is public is refused.
         hub_proposal_model_id (`str`, *optional*):
             Name of that repository. If `None`, the policy's with `-proposal` behind it.
+        proposal_vllm_server_base_url (`str`, *optional*):
+            With `vllm_mode="server"`, a server for the proposal. If `None`, both models take turns on the policy's.
+        proposal_vllm_group_port (`int`, *optional*, defaults to `51217`):
+            Port over which the proposal's server gets its weights.
     """
 
     target_dist_beta: float = field(
@@ -155,6 +159,13 @@ class RePULSeConfig(ReinforceConfig):
         metadata={
             "help": "Private repository of the proposal. If `None`, the policy's name with `-proposal` behind it."
         },
+    )
+    proposal_vllm_server_base_url: str | None = field(
+        default=None,
+        metadata={"help": "With `vllm_mode='server'`, a server for the proposal. If `None`, it shares the policy's."},
+    )
+    proposal_vllm_group_port: int = field(
+        default=51217, metadata={"help": "Port over which the proposal's vLLM server gets its weights."}
     )
 
     def __post_init__(self):
