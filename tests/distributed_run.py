@@ -47,13 +47,14 @@ class WithinProcess(RecordedByRow):
         return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])
 
 
-ADAPTERS = ("adapters", "adapters, checkpointed", "adapters, after")
+ADAPTER_CLIP = 0.05
 METHODS = {
     "leave one out": {},
     "within a process": {},
     "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
+    "adapters, clipped": {"max_grad_norm": ADAPTER_CLIP, "learning_rate": 1.0},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
@@ -62,9 +63,10 @@ METHODS = {
 
 def models_of(method: str, tokenizer) -> dict:
     """What makes the proposal: a model of its own, or an adapter beside the policy's."""
-    if method not in ADAPTERS:
+    if not method.startswith("adapters"):
         return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, init_lora_weights=False)
+    # ZeRO-3 cuts apart what is larger than ten times the hidden size, hence the rank
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=16, init_lora_weights=False)
     return {"peft_config": config}
 
 
@@ -102,7 +104,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         processing_class=tokenizer,
         **models_of(method, tokenizer),
     )
-    if method in ADAPTERS:
+    if method.startswith("adapters"):
         torch.manual_seed(1)
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():

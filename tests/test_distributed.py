@@ -18,6 +18,7 @@ from transformers.integrations import is_deepspeed_available
 
 from . import distributed_ppo_run
 from .conftest import build_model
+from .distributed_run import ADAPTER_CLIP
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trainer]
@@ -77,7 +78,7 @@ def launch(tmp_path_factory, tokenizer):
         result = json.loads((folder / "result.json").read_text())
         assert result["world_size"] == processes
         stage = int(config.removeprefix("zero")) if (config or "").startswith("zero") else None
-        assert result["stages"] == [stage, stage]
+        assert result["stages"] == [stage, None if variant.startswith("adapters") else stage]
         return result
 
     return launch
@@ -169,6 +170,29 @@ def test_the_example_runs_under_deepspeed(tmp_path, config):
 def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulation, method):
     """The engine holds one of them alone: TRL looks for unused parameters there unless told not to, and finds none."""
     assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
+
+
+@needs_deepspeed
+@pytest.mark.invariant
+@pytest.mark.parametrize(
+    ("config", "batch_size", "accumulation", "method"),
+    [
+        ("zero2", 2, 2, "adapters, clipped"),
+        ("zero3", 2, 2, "adapters, clipped"),
+        pytest.param("zero1", 4, 1, "adapters", marks=pytest.mark.slow),
+        pytest.param("zero2", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
+        pytest.param("zero2", 4, 1, "adapters, after", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1, "adapters, after", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_of_two_adapters_under_deepspeed_equal_one(launch, config, batch_size, accumulation, method):
+    """One base, and one engine that has the policy's adapter alone; each adapter is clipped by its own norm."""
+    alone = launch(1, 8, 1, method)
+    assert_equal(alone, launch(2, batch_size, accumulation, method, config=config), METRICS)
+    if method == "adapters, clipped":
+        bound = ADAPTER_CLIP
+        assert all(log[name] > 2 * bound for log in alone["logs"] for name in ("grad_norm", "proposal/grad_norm"))
 
 
 def assert_equal(alone, together, metrics):

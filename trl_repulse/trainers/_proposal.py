@@ -57,8 +57,10 @@ def shares_base(
     if policy_config is None:
         return False
     obstacle = None
-    if args is not None and (args.deepspeed_plugin is not None or args.fsdp):
-        obstacle = "weights are sharded (DeepSpeed, FSDP)"
+    if args is not None and args.fsdp:
+        obstacle = "FSDP flattens all weights"
+    elif args is not None and args.deepspeed_plugin is not None and args.fp16:
+        obstacle = "DeepSpeed scales the loss in fp16 for one optimizer"
     for config in (policy_config, proposal_peft_config):
         if config is None or obstacle is not None:
             continue

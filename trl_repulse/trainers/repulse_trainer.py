@@ -4,6 +4,7 @@ Axis letters as in `reinforce_trainer.py`: U units of n policy samples and m pro
 V vocabulary.
 """
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -493,4 +494,7 @@ class RePULSeTrainer(ReinforceTrainer):
         if self.proposal is not None and not self.args.save_only_model:
             checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self.proposal.save_state(checkpoint / PROPOSAL_FOLDER, self.args.should_save)
-        super()._save_checkpoint(model, trial)
+        # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
+        is_adapter = isinstance(self.proposal, SecondAdapter)
+        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+            super()._save_checkpoint(model, trial)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, get_scheduler
 
+from ._deepspeed import gathered, zero_stage
 from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
 from ._trl_bridge import disable_dropout_in_model
 from .second_model import SecondModel
@@ -68,6 +69,13 @@ class Adapter(AdapterView):
         for p in self.parameters():
             p.requires_grad_(requires_grad)
         return self
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Context in which this adapter is not among the model's trained weights."""
+        with trainable_kept(self.model):
+            self.requires_grad_(False)
+            yield
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """
@@ -176,6 +184,10 @@ class SecondAdapter(SecondModel):
     policy's adapter alone: so neither optimizer has the other's weights, and no data-parallel wrapper waits for the
     gradients of an adapter that took no part. Gradients are averaged over processes once, when a step is made.
 
+    DeepSpeed casts the adapter with the rest of the model to the precision it trains in, and ZeRO-3 cuts it apart with
+    the rest. The optimizer then works, in each process, on a whole copy of the adapter in float32, which is also what
+    is saved.
+
     Args:
         module ([`Adapter`]):
             The adapter to train, as [`add_adapter`] makes it.
@@ -185,19 +197,22 @@ class SecondAdapter(SecondModel):
             Peak learning rate of this adapter's optimizer.
 
     Raises:
-        `ValueError`: With DeepSpeed or FSDP, whose engines own all of a model's weights.
+        `ValueError`: With FSDP, which flattens all of a model's weights, or a configuration of DeepSpeed that cannot
+            serve two models.
     """
 
     # Name of the adapter
     name = "proposal"
 
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        if accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError(
-                f"With {accelerator.distributed_type.value} policy and proposal cannot be two adapters over one base; "
-                "pass `proposal_model` to give the proposal a base of its own."
+                "With FSDP policy and proposal cannot be two adapters over one base; pass `proposal_model` to give the "
+                "proposal a base of its own."
             )
         super().__init__(module, accelerator, learning_rate)
+        self._deepspeed = False  # the adapter has no engine
+        self._masters: list[torch.Tensor] | None = None
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
         """
@@ -214,6 +229,9 @@ class SecondAdapter(SecondModel):
         args = trainer.args
         self.module.requires_grad_(True)
         if self.optimizer is None:
+            if zero_stage(self._accelerator) is not None:
+                with gathered(self.module):
+                    self._masters = [p.detach().float().clone() for p in self.module.parameters()]
             self.optimizer = self._create_optimizer(trainer)
             if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
                 self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
@@ -231,10 +249,36 @@ class SecondAdapter(SecondModel):
         """Nothing to do for a micro-batch: gradients cross processes in [`step`]."""
         yield
 
+    @contextlib.contextmanager
+    def _masters_in_place(self, changed: bool = False) -> Iterator[None]:
+        """With DeepSpeed, parameters are their whole float32 copies inside; those they replace follow if `changed`."""
+        if self._masters is None:
+            yield
+            return
+        parameters = list(self.module.parameters())
+        before = [p.data for p in parameters]
+        for p, master in zip(parameters, self._masters, strict=True):
+            p.data = master
+        try:
+            yield
+        finally:
+            for p, data in zip(parameters, before, strict=True):
+                p.data = data
+        if changed:
+            with gathered(self.module, write=True), torch.no_grad():
+                for p, master in zip(parameters, self._masters, strict=True):
+                    p.copy_(master)
+
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
         """As [`SecondModel.save_pretrained`]; each process has the whole adapter."""
         if write:
-            self.module.save_pretrained(directory)
+            with self._masters_in_place():
+                self.module.save_pretrained(directory)
+
+    def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
+        """As [`SecondModel.load_checkpoint`]."""
+        with self._masters_in_place(changed=True):
+            super().load_checkpoint(trainer, directory)
 
     def step(self) -> float:
         """
@@ -243,13 +287,20 @@ class SecondAdapter(SecondModel):
         Returns:
             `float`: The gradient's norm before clipping.
         """
-        if self._accelerator.num_processes > 1:
-            groups = defaultdict(list)
+        with self._masters_in_place(changed=True):
             for p in self.module.parameters():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                groups[p.grad.dtype].append(p.grad)
-            for grads in groups.values():
-                flat = self._accelerator.reduce(torch.cat([grad.flatten() for grad in grads]), reduction="mean")
-                for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                    grad.copy_(mean.view_as(grad))
-        return super().step()
+                if p.grad is not None:
+                    p.grad = p.grad.to(p.dtype)
+            if self._accelerator.num_processes > 1:
+                self._average_gradients()
+            return super().step()
+
+    def _average_gradients(self) -> None:
+        groups = defaultdict(list)
+        for p in self.module.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            groups[p.grad.dtype].append(p.grad)
+        for grads in groups.values():
+            flat = self._accelerator.reduce(torch.cat([grad.flatten() for grad in grads]), reduction="mean")
+            for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(mean.view_as(grad))
