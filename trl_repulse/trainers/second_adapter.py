@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, get_scheduler
 
-from ._deepspeed import gathered, zero_stage
+from ._deepspeed import end_backward, gathered, zero_stage
 from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
 from ._trl_bridge import disable_dropout_in_model
 from .second_model import SecondModel
@@ -212,6 +212,7 @@ class SecondAdapter(SecondModel):
             )
         super().__init__(module, accelerator, learning_rate)
         self._deepspeed = False  # the adapter has no engine
+        self._policy_engine: nn.Module | None = None  # DeepSpeed's
         self._masters: list[torch.Tensor] | None = None
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
@@ -230,6 +231,7 @@ class SecondAdapter(SecondModel):
         self.module.requires_grad_(True)
         if self.optimizer is None:
             if zero_stage(self._accelerator) is not None:
+                self._policy_engine = trainer.model_wrapped
                 with gathered(self.module):
                     self._masters = [p.detach().float().clone() for p in self.module.parameters()]
             self.optimizer = self._create_optimizer(trainer)
@@ -248,6 +250,12 @@ class SecondAdapter(SecondModel):
     def gradient_sync(self, sync: bool) -> Iterator[None]:
         """Nothing to do for a micro-batch: gradients cross processes in [`step`]."""
         yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """As [`SecondModel.backward`]."""
+        super().backward(loss)
+        if self._policy_engine is not None:
+            end_backward(self._policy_engine)
 
     @contextlib.contextmanager
     def _masters_in_place(self, changed: bool = False) -> Iterator[None]:
