@@ -48,13 +48,16 @@ class WithinProcess(RecordedByRow):
 
 
 ADAPTER_CLIP = 0.05
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
     "leave one out": {},
     "within a process": {},
-    "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+    "checkpoints": CHECKPOINTS,
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
     "adapters, clipped": {"max_grad_norm": ADAPTER_CLIP, "learning_rate": 1.0},
+    "adapters, checkpoints": CHECKPOINTS,
+    "adapters, checkpoints in bf16": CHECKPOINTS | {"bf16": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
@@ -110,9 +113,13 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
     trainer.train(resume_from_checkpoint=checkpoint)
-    if method == "checkpoints":
+    if "checkpoints" in method:
         trainer.save_model()
-    finish(trainer, {"policy": policy, "proposal": trainer.proposal.module}, folder)
+    models = {"policy": policy, "proposal": trainer.proposal.module}
+    if method.startswith("adapters"):
+        own = [p for name, p in trainer.model.named_parameters() if "default" in name.split(".")]
+        models["adapter"] = torch.nn.ParameterList(own)
+    finish(trainer, models, folder)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_available
 
@@ -142,6 +143,29 @@ def test_a_checkpoint_of_deepspeed_resumes_both_models(tmp_path, tokenizer):
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     saved = torch.cat([p.detach().flatten() for p in proposal.parameters()])
     assert torch.equal(saved, torch.tensor(whole["proposal"]))
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+@pytest.mark.parametrize("method", ["adapters, checkpoints", "adapters, checkpoints in bf16"])
+def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, config, method):
+    """As above; in bf16 the proposal's optimizer goes on from the float32 weights that were saved."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
+    start(command)
+    run = tmp_path / "run"
+    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
+    files = list((run / "checkpoint-2").glob("global_step*/*model_states.pt"))
+    names = {name for file in files for name in torch.load(file, weights_only=False)["module"]}
+    assert any("default" in name for name in names)
+    assert not any("proposal" in name for name in names)  # an upload of checkpoints would take it along
+    for name, folder in (("adapter", run), ("proposal", run / "proposal")):
+        saved = PeftModel.from_pretrained(build_model("gpt2", len(tokenizer)), folder)
+        flat = torch.cat([p.detach().flatten() for key, p in saved.named_parameters() if "lora_" in key])
+        assert torch.equal((flat.bfloat16() if "bf16" in method else flat).float(), torch.tensor(whole[name]))
+    start([*command, str(run / "checkpoint-2")])
+    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
 
 
 @needs_deepspeed

@@ -156,17 +156,24 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
     with trainable_kept(model):
         model.add_adapter(name, own)
     weights = {key: p for key, p in model.named_parameters() if id(p) not in before}
-    quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    # Of the precision that TRL gives the policy's, which depends on quantization and on ZeRO-3
+    dtype = next(p.dtype for key, p in model.named_parameters() if _is_matrix_of(key, POLICY_ADAPTER))
     for key, p in weights.items():
         if config is None:
             theirs = ".".join(POLICY_ADAPTER if part == name else part for part in key.split("."))
             p.data = model.get_parameter(theirs).data.clone()
-        elif quantized and "lora_magnitude_vector" not in key:
-            p.data = p.data.to(torch.bfloat16)  # as TRL does with the policy's
+        elif _is_matrix_of(key, name):
+            p.data = p.data.to(dtype)
     disable_dropout_in_model(model)  # the new adapter's; TRL has done so with all others
     model.save_pretrained = MethodType(_save_the_others, model)
     bind_adapters_to_checkpoints(model.get_base_model())
     return Adapter(model, name, weights).requires_grad_(False)
+
+
+def _is_matrix_of(key: str, adapter: str) -> bool:
+    """Whether a parameter is an adapter's and not one of DoRA's magnitudes, whose precision TRL leaves alone."""
+    parts = key.split(".")
+    return adapter in parts and "lora_magnitude_vector" not in parts
 
 
 def _save_the_others(model, save_directory, safe_serialization=True, selected_adapters=None, **kwargs) -> None:
