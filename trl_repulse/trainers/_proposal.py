@@ -56,29 +56,57 @@ def shares_base(
     policy_config = model.peft_config["default"] if is_adapter else peft_config
     if policy_config is None:
         return False
-    obstacle = None
+    own_config = policy_config if proposal_peft_config is None else proposal_peft_config
+    obstacle = _change_of_base(policy_config) or _change_of_base(own_config)
     if args is not None and args.fsdp:
         obstacle = "FSDP flattens all weights"
     elif args is not None and args.deepspeed_plugin is not None and args.fp16:
         obstacle = "DeepSpeed scales the loss in fp16 for one optimizer"
-    for config in (policy_config, proposal_peft_config):
-        if config is None or obstacle is not None:
-            continue
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            obstacle = f"{config.peft_type.value} has no layers to switch"
-        elif getattr(config, "bias", "none") != "none":
-            obstacle = f"biases of the base are trained (`bias={config.bias!r}`)"
-        elif getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
-            obstacle = f"the base is changed to begin with (`init_lora_weights={config.init_lora_weights!r}`)"
-        elif getattr(config, "layer_replication", None):
-            obstacle = "layers are replicated (`layer_replication`)"
-        elif config.peft_type != policy_config.peft_type:
-            obstacle = f"one is {policy_config.peft_type.value} and the other {config.peft_type.value}"
+    elif own_config.peft_type != policy_config.peft_type:
+        obstacle = f"one is {policy_config.peft_type.value} and the other {own_config.peft_type.value}"
     if obstacle is not None:
         logger.warning(
             "Policy and proposal cannot be adapters over one base because %s; each gets its own copy of it.", obstacle
         )
     return obstacle is None
+
+
+def _change_of_base(config: "PeftConfig") -> str | None:
+    """What keeps a model with an adapter of this configuration from being its base where the adapter is off."""
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        return f"{config.peft_type.value} has no layers to switch"
+    if getattr(config, "bias", "none") != "none":
+        return f"biases of the base are trained (`bias={config.bias!r}`)"
+    if getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        return f"the base is changed to begin with (`init_lora_weights={config.init_lora_weights!r}`)"
+    if getattr(config, "layer_replication", None):
+        return "layers are replicated (`layer_replication`)"
+    return None
+
+
+def lends_reference(
+    model: "str | PreTrainedModel | PeftModel",
+    args: RePULSeConfig | None,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> bool:
+    """
+    Whether the base of the proposal's adapter is the initial policy, and so the reference of a policy trained whole.
+
+    Args:
+        model, args, peft_config, proposal_peft_config:
+            As for [`shares_base`], where no `proposal_model` is given.
+
+    Returns:
+        `bool`: `False` too where no reference is needed, or a moving one.
+    """
+    if args is None or args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
+        return False
+    if peft_config is not None or proposal_peft_config is None or _adapter_config(model) is not None:
+        return False
+    if not isinstance(model, str) and is_peft_model(model):
+        return False
+    return _change_of_base(proposal_peft_config) is None
 
 
 def build_proposal(

@@ -29,12 +29,12 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
-from ._peft_bridge import adapters_kept
-from ._proposal import build_proposal, proposal_coefficients, proposal_loss, shares_base
+from ._peft_bridge import BaseView, adapters_kept
+from ._proposal import build_proposal, lends_reference, proposal_coefficients, proposal_loss, shares_base
 from ._records import new_logs, record_samples, show_completions
-from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
+from ._trl_bridge import copy_unpatched, no_reference_built, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
-from .second_adapter import Adapter, SecondAdapter
+from .second_adapter import SecondAdapter
 from .second_model import SecondModel
 
 
@@ -148,29 +148,32 @@ class RePULSeTrainer(ReinforceTrainer):
             raise ValueError(
                 "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
             )
-        has_proposal = args is None or args.has_proposal
-        if proposal_model is None and has_proposal:
+        lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
+        if proposal_model is None and (args is None or args.has_proposal):
             if not shares_base(model, args, peft_config, proposal_peft_config):
                 # Copied before TRL wraps or patches the policy
                 proposal_model = copy_unpatched(model)
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-        )
+        with no_reference_built(args) if lends_base else contextlib.nullcontext():
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+            )
 
         self.proposal: SecondModel | None = None
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
+        if lends_base:
+            self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
         if self.args.proposal_update_order == "after":
@@ -473,9 +476,6 @@ class RePULSeTrainer(ReinforceTrainer):
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if isinstance(model, Adapter):
-            model.load(resume_from_checkpoint)
-            return
         with adapters_kept(self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -293,7 +293,8 @@ class SecondAdapter(SecondModel):
     def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
         """As [`SecondModel.load_checkpoint`]."""
         with self._masters_in_place(changed=True):
-            super().load_checkpoint(trainer, directory)
+            self.module.load(directory)
+        self.load_state(directory)
 
     def step(self) -> float:
         """
