@@ -53,6 +53,10 @@ METHODS = {
     "leave one out": {},
     "within a process": {},
     "checkpoints": CHECKPOINTS,
+    "checkpoints in a block": {
+        **CHECKPOINTS,
+        **{"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
+    },
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
     "adapters, clipped": {"max_grad_norm": ADAPTER_CLIP, "learning_rate": 1.0},

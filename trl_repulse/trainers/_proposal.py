@@ -16,11 +16,12 @@ from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo
 from ._deepspeed import zero_stage
 from ._trl_bridge import (
     add_fused_lm_head,
+    copy_unpatched,
     create_model_from_path,
     disable_dropout_in_model,
     prepare_scoring,
 )
-from .second_adapter import SecondAdapter, add_adapter
+from .second_adapter import Adapter, SecondAdapter, add_adapter
 from .second_model import SecondModel
 
 
@@ -102,11 +103,51 @@ def lends_reference(
     """
     if args is None or args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
         return False
-    if peft_config is not None or proposal_peft_config is None or _adapter_config(model) is not None:
+    if peft_config is not None or proposal_peft_config is None or adapter_config(model) is not None:
         return False
     if not isinstance(model, str) and is_peft_model(model):
         return False
     return _change_of_base(proposal_peft_config) is None
+
+
+def starting_point(
+    proposal_model: str | PreTrainedModel | None,
+    model: "str | PreTrainedModel | PeftModel",
+    args: RePULSeConfig | None,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> str | PreTrainedModel | None:
+    """
+    What the proposal starts from, taken before TRL wraps or patches the policy.
+
+    Args:
+        proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            The proposal as it was passed.
+        model, args, peft_config, proposal_peft_config:
+            As for [`shares_base`].
+
+    Returns:
+        `str`, [`~transformers.PreTrainedModel`] or `None`: For [`build_proposal`]: what was passed, or a copy of the
+        policy, or `None` where there is no proposal or it is a second adapter over the policy's base.
+
+    Raises:
+        `ValueError`: If a proposal is passed and none is wanted, or it is the policy itself.
+    """
+    has_proposal = args is None or args.has_proposal
+    if proposal_model is not None:
+        if not has_proposal:
+            raise ValueError(
+                "`proposal_model` is given, but the configuration builds no proposal; set `alpha` above 0 and "
+                "`use_policy_as_proposal=False`, or leave `proposal_model` out."
+            )
+        if proposal_model is model and not isinstance(model, str):
+            raise ValueError(
+                "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
+            )
+        return proposal_model
+    if not has_proposal or shares_base(model, args, peft_config, proposal_peft_config):
+        return None
+    return copy_unpatched(model)
 
 
 def build_proposal(
@@ -139,7 +180,7 @@ def build_proposal(
     """
     args = trainer.args
     learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
-    saved = _adapter_config(model)
+    saved = adapter_config(model)
     if model is None or (saved is not None and _has_base(trainer.model, saved)):
         if saved is None or shares_base(trainer.model, args, None, saved):
             adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
@@ -151,8 +192,17 @@ def build_proposal(
     return SecondModel(module, trainer.accelerator, learning_rate)
 
 
-def _adapter_config(model: Any) -> "PeftConfig | None":
-    """Configuration of the adapter in a folder; `None` for anything else."""
+def adapter_config(model: Any) -> "PeftConfig | None":
+    """
+    Configuration of a saved adapter.
+
+    Args:
+        model:
+            Folder of the adapter; anything else is no adapter.
+
+    Returns:
+        `peft.PeftConfig` or `None`
+    """
     if not isinstance(model, str) or not (Path(model) / "adapter_config.json").is_file():
         return None
     from peft import PeftConfig
@@ -181,7 +231,7 @@ def _ready(
             init_kwargs["quantization_config"] = quantization_config
         if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
             init_kwargs["device_map"] = None
-        saved = _adapter_config(model)
+        saved = adapter_config(model)
         if saved is None:
             model = create_model_from_path(model, **init_kwargs)
         else:
@@ -211,6 +261,24 @@ def _ready(
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
     return model
+
+
+def serve_proposal(trainer: "RePULSeTrainer") -> None:
+    """
+    Lets the vLLM engine, or a server of its own, sample from the proposal too.
+
+    Args:
+        trainer ([`RePULSeTrainer`]):
+            Trainer with engine and proposal in place.
+    """
+    module, args, server = trainer.proposal.module, trainer.args, {}
+    if args.proposal_vllm_server_base_url is not None:
+        server["server_base_url"] = args.proposal_vllm_server_base_url
+        server["group_port"] = args.proposal_vllm_group_port
+    if isinstance(module, Adapter):
+        trainer.vllm_generation.add("proposal", module.model, module.name, **server)
+    else:
+        trainer.vllm_generation.add("proposal", module, **server)
 
 
 def proposal_coefficients(
