@@ -47,17 +47,21 @@ class WithinProcess(RecordedByRow):
         return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])
 
 
-ADAPTERS = ("adapters", "adapters, checkpointed", "adapters, after")
+ADAPTER_CLIP = 0.05
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
     "leave one out": {},
     "within a process": {},
-    "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+    "checkpoints": CHECKPOINTS,
     "checkpoints in a block": {
-        **{"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+        **CHECKPOINTS,
         **{"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
     },
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
+    "adapters, clipped": {"max_grad_norm": ADAPTER_CLIP, "learning_rate": 1.0},
+    "adapters, checkpoints": CHECKPOINTS,
+    "adapters, checkpoints in bf16": CHECKPOINTS | {"bf16": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
@@ -66,9 +70,10 @@ METHODS = {
 
 def models_of(method: str, tokenizer) -> dict:
     """What makes the proposal: a model of its own, or an adapter beside the policy's."""
-    if method not in ADAPTERS:
+    if not method.startswith("adapters"):
         return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, init_lora_weights=False)
+    # ZeRO-3 cuts apart what is larger than ten times the hidden size, hence the rank
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=16, init_lora_weights=False)
     return {"peft_config": config}
 
 
@@ -106,15 +111,19 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         processing_class=tokenizer,
         **models_of(method, tokenizer),
     )
-    if method in ADAPTERS:
+    if method.startswith("adapters"):
         torch.manual_seed(1)
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
     trainer.train(resume_from_checkpoint=checkpoint)
-    if method == "checkpoints":
+    if "checkpoints" in method:
         trainer.save_model()
-    finish(trainer, {"policy": policy, "proposal": trainer.proposal.module}, folder)
+    models = {"policy": policy, "proposal": trainer.proposal.module}
+    if method.startswith("adapters"):
+        own = [p for name, p in trainer.model.named_parameters() if "default" in name.split(".")]
+        models["adapter"] = torch.nn.ParameterList(own)
+    finish(trainer, models, folder)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trl_repulse.trainers import _trl_bridge
 from trl_repulse.trainers.second_adapter import SecondAdapter
@@ -265,6 +265,33 @@ def test_a_full_policy_with_an_adapter_proposal(make, model_dirs, tmp_path, prom
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert same_parameters(trainer.model, resumed.model)
     assert same_parameters(trainer.proposal.module, resumed.proposal.module)
+
+
+def test_the_base_of_an_adapter_proposal_is_a_full_policys_reference(make, model_dirs, prompts):
+    """Two copies of the weights instead of three, and the run that TRL's own reference gives."""
+    settings = {"beta": 0.3, "gradient_checkpointing": True, "max_steps": 3}
+    lent = make(extra={"proposal_peft_config": lora()}, **settings)
+    assert lent.ref_model.model is lent.proposal.module and lent.args.beta == lent.beta == 0.3
+    lent.train()
+    extra = {"proposal_peft_config": lora(), "proposal_model": model_dirs["gpt2"]}
+    own = make(extra=extra, **settings)
+    assert isinstance(own.ref_model, PreTrainedModel)
+    own.train()
+    kl = [[log["kl"] for log in trainer.state.log_history[:3]] for trainer in (lent, own)]
+    assert kl[0] == pytest.approx(kl[1], abs=1e-6) and abs(kl[0][2]) > 1e-3
+    assert same_parameters(lent.model, own.model)
+    assert same_parameters(lent.proposal.module, own.proposal.module)
+    assert [p.requires_grad for p in lent.proposal.module.parameters()].count(True) == 8
+
+
+@pytest.mark.parametrize(
+    ("peft", "settings"),
+    [({"init_lora_weights": "olora"}, {}), ({}, {"sync_ref_model": True}), ({}, {"beta": 0.0})],
+    ids=["changed base", "moving reference", "no reference"],
+)
+def test_where_the_proposals_base_is_no_reference(make, peft, settings):
+    trainer = make(model="llama", extra={"proposal_peft_config": lora("llama", **peft)}, **({"beta": 0.1} | settings))
+    assert trainer.ref_model is None if trainer.beta == 0 else isinstance(trainer.ref_model, PreTrainedModel)
 
 
 def test_proposals_from_folders(make, model_dirs, tmp_path, prompts):

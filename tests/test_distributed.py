@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_available
 
 from . import distributed_ppo_run
 from .conftest import build_model
+from .distributed_run import ADAPTER_CLIP
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trainer]
@@ -77,7 +79,7 @@ def launch(tmp_path_factory, tokenizer):
         result = json.loads((folder / "result.json").read_text())
         assert result["world_size"] == processes
         stage = int(config.removeprefix("zero")) if (config or "").startswith("zero") else None
-        assert result["stages"] == [stage, stage]
+        assert result["stages"] == [stage, None if variant.startswith("adapters") else stage]
         return result
 
     return launch
@@ -146,6 +148,29 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["zero2", "zero3"])
+@pytest.mark.parametrize("method", ["adapters, checkpoints", "adapters, checkpoints in bf16"])
+def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, config, method):
+    """As above; in bf16 the proposal's optimizer goes on from the float32 weights that were saved."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
+    start(command)
+    run = tmp_path / "run"
+    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
+    files = list((run / "checkpoint-2").glob("global_step*/*model_states.pt"))
+    names = {name for file in files for name in torch.load(file, weights_only=False)["module"]}
+    assert any("default" in name for name in names)
+    assert not any("proposal" in name for name in names)  # an upload of checkpoints would take it along
+    for name, folder in (("adapter", run), ("proposal", run / "proposal")):
+        saved = PeftModel.from_pretrained(build_model("gpt2", len(tokenizer)), folder)
+        flat = torch.cat([p.detach().flatten() for key, p in saved.named_parameters() if "lora_" in key])
+        assert torch.equal((flat.bfloat16() if "bf16" in method else flat).float(), torch.tensor(whole[name]))
+    start([*command, str(run / "checkpoint-2")])
+    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
 def test_the_example_runs_under_deepspeed(tmp_path, config):
     command = [
         *launcher(2, config),
@@ -169,6 +194,29 @@ def test_the_example_runs_under_deepspeed(tmp_path, config):
 def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulation, method):
     """The engine holds one of them alone: TRL looks for unused parameters there unless told not to, and finds none."""
     assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
+
+
+@needs_deepspeed
+@pytest.mark.invariant
+@pytest.mark.parametrize(
+    ("config", "batch_size", "accumulation", "method"),
+    [
+        ("zero2", 2, 2, "adapters, clipped"),
+        ("zero3", 2, 2, "adapters, clipped"),
+        pytest.param("zero1", 4, 1, "adapters", marks=pytest.mark.slow),
+        pytest.param("zero2", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
+        pytest.param("zero2", 4, 1, "adapters, after", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1, "adapters, after", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_of_two_adapters_under_deepspeed_equal_one(launch, config, batch_size, accumulation, method):
+    """One base, and one engine that has the policy's adapter alone; each adapter is clipped by its own norm."""
+    alone = launch(1, 8, 1, method)
+    assert_equal(alone, launch(2, batch_size, accumulation, method, config=config), METRICS)
+    if method == "adapters, clipped":
+        bound = ADAPTER_CLIP
+        assert all(log[name] > 2 * bound for log in alone["logs"] for name in ("grad_norm", "proposal/grad_norm"))
 
 
 def assert_equal(alone, together, metrics):

@@ -19,7 +19,7 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
@@ -51,6 +51,7 @@ __all__ = [
     "disable_dropout_in_model",
     "disable_gradient_checkpointing",
     "get_config_model_id",
+    "no_reference_built",
     "is_async_callable",
     "nanstd",
     "pad",
@@ -196,6 +197,24 @@ def use_reference(model: Any) -> Iterator[None]:
     """
     with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
+
+
+@contextlib.contextmanager
+def no_reference_built(args: TrainingArguments) -> Iterator[None]:
+    """A TRL trainer built inside the context has no reference model, whatever its KL coefficient.
+
+    TRL (1.16) loads one unless `args.beta` is 0 when it is built, and reads `trainer.beta` and `trainer.ref_model`
+    afterwards. Way out: a `ref_model` argument, as TRL's DPO trainer has.
+
+    Args:
+        args ([`RePULSeConfig`]):
+            The trainer's configuration, as it was outside of the context.
+    """
+    beta, args.beta = args.beta, 0.0
+    try:
+        yield
+    finally:
+        args.beta = beta
 
 
 @contextlib.contextmanager
