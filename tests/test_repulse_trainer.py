@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -273,7 +274,12 @@ def test_resume_continues_both_models_bit_for_bit(make, tmp_path, prompts):
 
 
 def test_resume_without_a_proposal_is_refused(make, tmp_path):
-    make(alpha=0.0, save_strategy="steps", save_steps=1, max_steps=1).train()
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(alpha=0.0, **saved, output_dir=str(tmp_path / "alone")).train()
+    with pytest.raises(ValueError, match="`alpha=1.0` does not go on with"):
+        make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-1"))
+    make(**saved).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1" / "proposal")
     with pytest.raises(ValueError, match="holds no proposal"):
         make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
 
