@@ -55,7 +55,7 @@ METHODS = {
     "checkpoints": CHECKPOINTS,
     "checkpoints in a block": {
         **CHECKPOINTS,
-        **{"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
+        **{"per_device_train_batch_size": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
     },
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
