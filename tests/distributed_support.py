@@ -1,7 +1,9 @@
-"""What the scripts that `test_distributed` launches share."""
+"""What `test_distributed`, `benchmarks/invariance.py` and the scripts they launch share."""
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -10,6 +12,36 @@ from trl_repulse.trainers._deepspeed import gathered
 
 
 STEPS = 5
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "accelerate_configs"
+
+
+def launcher(processes: int, config: str | None) -> list[str]:
+    """Start of a command line: `accelerate launch` with a configuration of ours, or torch's launcher without."""
+    if config is None:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    options = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
+    return [sys.executable, "-m", "accelerate.commands.launch", *options]
+
+
+def run(command: list[str]) -> None:
+    """Runs a command on the CPU, one thread a process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def train(
+    folder, processes: int, batch_size: int, accumulation: int, variant: str, config=None, script="distributed_run"
+):
+    """What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant."""
+    command = launcher(processes, config)
+    run([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
+    result = json.loads(Path(folder, "result.json").read_text())
+    assert result["world_size"] == processes
+    stage = int(config.removeprefix("zero")) if (config or "").startswith("zero") else None
+    assert result["stages"] == [stage, stage]
+    return result
 
 
 def start() -> None:

@@ -5,10 +5,6 @@ Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3. Offloadi
 
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from transformers.integrations import is_deepspeed_available
 
 from . import distributed_ppo_run
 from .conftest import build_model
+from .distributed_support import CONFIGS, launcher, run, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trainer]
@@ -45,25 +42,9 @@ PPO_METRICS = (
 )
 
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = ROOT / "accelerate_configs"
 needs_deepspeed = pytest.mark.skipif(
     not is_deepspeed_available(), reason="needs deepspeed: pip install -e '.[deepspeed]'"
 )
-
-
-def start(command, **environment):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def launcher(processes, config):
-    if config is None:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    options = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
-    return [sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +53,7 @@ def launch(tmp_path_factory, tokenizer):
     def launch(processes, batch_size, accumulation, variant="leave one out", script="distributed_run", config=None):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
-        command = launcher(processes, config)
-        start([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
-        result = json.loads((folder / "result.json").read_text())
-        assert result["world_size"] == processes
-        stage = int(config.removeprefix("zero")) if (config or "").startswith("zero") else None
-        assert result["stages"] == [stage, stage]
-        return result
+        return train(folder, processes, batch_size, accumulation, variant, config, script)
 
     return launch
 
@@ -134,9 +109,9 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
     """Four updates in one go, and two and two: the same two models, to the last bit."""
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
-    start(command)
+    run(command)
     whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
-    start([*command, str(tmp_path / "run" / "checkpoint-2")])
+    run([*command, str(tmp_path / "run" / "checkpoint-2")])
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     saved = torch.cat([p.detach().flatten() for p in proposal.parameters()])
@@ -157,7 +132,7 @@ def test_the_example_runs_under_deepspeed(tmp_path, config):
         "--max_steps",
         "5",
     ]
-    start([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
+    run([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
     assert (tmp_path / "proposal" / "model.safetensors").exists()
 
