@@ -22,7 +22,7 @@ from tests.distributed_support import train
 TOLERANCE = 1e-4
 LOGGED = ("loss", "grad_norm", "proposal/loss", "proposal/grad_norm")
 SEEDS = {"policy": 0, "proposal": 1}
-ENGINES = {"DDP": "cpu_ddp", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
+ENGINES = {"DDP": "cpu_ddp", "ZeRO-2": "zero2", "ZeRO-3": "zero3", "FSDP2": "fsdp2"}
 
 # (name, processes, micro-batch, accumulation, method, configuration); the first of a block is what the others are compared to
 WHOLE = [("1 process", 1, 8, 1, "leave one out", None), ("1 process", 1, 2, 4, "leave one out", None)] + [

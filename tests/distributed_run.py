@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_repulse import RePULSeConfig
+from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.trainers._peft_bridge import adapter_layers
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
@@ -33,6 +33,14 @@ class RecordedByRow(RecordedRePULSe):
         return super()._sampling_proposal()
 
 
+class Sampled(RePULSeTrainer):
+    """Drawn, not recorded; the first process has done before the others, and draws with its own random numbers."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.generation_config.max_new_tokens = 2 + 4 * self.accelerator.process_index
+        return super()._generate_single_turn(*args, **kwargs)
+
+
 class WithinProcess(RecordedByRow):
     """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
 
@@ -51,10 +59,12 @@ ADAPTERS = ("adapters", "adapters, checkpointed", "adapters, after")
 METHODS = {
     "leave one out": {},
     "within a process": {},
+    "sampled": {"max_completion_length": 8},
+    "sampled in bf16": {"max_completion_length": 8, "bf16": True},
     "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
     "checkpoints in a block": {
         **{"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
-        **{"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
+        **{"per_device_train_batch_size": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
     },
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
@@ -98,7 +108,8 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     args = RePULSeConfig(**settings | METHODS[method])
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
-    trainer = (WithinProcess if method == "within a process" else RecordedByRow)(
+    trainer_cls = {"within a process": WithinProcess}.get(method, Sampled if "sampled" in method else RecordedByRow)
+    trainer = trainer_cls(
         model=policy,
         reward_funcs=word_reward,
         args=args,
@@ -112,7 +123,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
     trainer.train(resume_from_checkpoint=checkpoint)
-    if method == "checkpoints":
+    if "checkpoints" in method:
         trainer.save_model()
     finish(trainer, {"policy": policy, "proposal": trainer.proposal.module}, folder)
 

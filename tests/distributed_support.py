@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
 from trl_repulse.trainers._deepspeed import gathered
+from trl_repulse.trainers._fsdp import whole
 
 
 STEPS = 5
@@ -39,31 +43,53 @@ def train(
     run([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
     result = json.loads(Path(folder, "result.json").read_text())
     assert result["world_size"] == processes
-    stage = int(config.removeprefix("zero")) if (config or "").startswith("zero") else None
-    assert result["stages"] == [stage, stage]
+    sharded = config if (config or "").startswith(("zero", "fsdp")) else None
+    assert result["engines"] == [sharded, None if variant.startswith("adapters") else sharded]
     return result
 
 
 def start() -> None:
-    """To be called before DeepSpeed starts: its shared-memory collectives would be compiled for two minutes."""
+    """To be called before the trainer is built."""
+    # DeepSpeed's shared-memory collectives would be compiled for two minutes
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        AcceleratorState.__init__ = _with_fsdp_on_cpu
+
+
+_build_state = AcceleratorState.__init__
+
+
+def _with_fsdp_on_cpu(self, mixed_precision=None, cpu=False, *args, fsdp_plugin=None, **kwargs):
+    """Accelerate (1.15) reads a configuration for FSDP on CPU and trains with plain data parallelism; torch can do it."""
+    _build_state(self, mixed_precision, cpu, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        if self._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+        self.fsdp_plugin = fsdp_plugin
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def engine_name(engine: torch.nn.Module) -> str | None:
+    """The configuration that cuts models apart as this one is; `None` for whole ones."""
+    if isinstance(engine, FSDPModule):
+        return "fsdp2"
+    return f"zero{engine.zero_optimization_stage()}" if "Speed" in type(engine).__name__ else None
 
 
 def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
     """Writes world size, logs and all parameters of the trained models, then leaves the process group."""
     engines = [trainer.model_wrapped, next(vars(trainer)[name].engine for name in models if name != "policy")]
-    stages = [engine.zero_optimization_stage() if "Speed" in type(engine).__name__ else None for engine in engines]
     flat = {}
     for name, model in models.items():
         with gathered(model):
-            flat[name] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+            flat[name] = torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).tolist()
     if trainer.accelerator.is_main_process:
         result = {
             "world_size": trainer.accelerator.num_processes,
-            "stages": stages,
+            "engines": [engine_name(engine) for engine in engines],
             "logs": trainer.state.log_history[:STEPS],
             "parameters": flat,
         }

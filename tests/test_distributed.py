@@ -1,6 +1,6 @@
 """Two processes train what one trains: prompts whole on a process, or cut apart over processes and micro-batches.
 
-Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3. Offloading, several machines and GPUs are not run.
+Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3, FSDP2. Several machines and GPUs are not run.
 """
 
 import functools
@@ -88,6 +88,22 @@ def test_two_processes_of_deepspeed_equal_one(launch, config, batch_size, accumu
     assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config=config), METRICS)
 
 
+@pytest.mark.invariant
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_two_processes_of_fsdp_equal_one(launch, batch_size, accumulation):
+    assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config="fsdp2"), METRICS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_models_cut_apart_draw_what_whole_ones_draw(launch, config):
+    """A process that has finished its completions goes on for the others, of both models, with its own random numbers."""
+    whole = launch(2, 4, 1, "sampled", config="cpu_ddp")
+    lengths = ("completions/max_length", "proposal/completions/max_length")
+    assert all(log[name] == 6 for log in whole["logs"] for name in lengths)  # the first process draws two tokens
+    assert_equal(whole, launch(2, 4, 1, "sampled", config=config), (*METRICS, *lengths))
+
+
 @pytest.mark.parametrize(("config", "processes"), [("single_gpu", 1), ("cpu_ddp", 2)])
 def test_configurations_of_the_launcher_start_what_they_say(launch, config, processes):
     result = launch(processes, 8 // processes, 1, config=config)  # asserts the world size
@@ -103,7 +119,14 @@ def test_configurations_of_the_launcher_are_read(path):
     assert "MULTI_CPU" not in path.read_text().replace("`distributed_type: MULTI_CPU`", "")
 
 
-@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "cpu_ddp",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
 @pytest.mark.parametrize("method", ["checkpoints", "checkpoints in a block"])
 def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
     """Four updates in one go, and two and two: the same two models, to the last bit."""
@@ -116,6 +139,7 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     saved = torch.cat([p.detach().flatten() for p in proposal.parameters()])
     assert torch.equal(saved, torch.tensor(whole["proposal"]))
+    assert proposal.config.architectures == ["GPT2LMHeadModel"]
 
 
 @needs_deepspeed
@@ -178,10 +202,11 @@ def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run"), PPO_METRICS)
 
 
-@needs_deepspeed
 @pytest.mark.invariant
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
-def test_two_processes_of_ppo_under_deepspeed_equal_one(launch, config):
+@pytest.mark.parametrize(
+    "config", ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+)
+def test_two_processes_of_ppo_cut_apart_equal_one(launch, config):
     alone = launch(1, 8, 1, "plain", script="distributed_ppo_run")
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run", config=config), PPO_METRICS)

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .._checks import check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
+from . import _fsdp
 from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
@@ -83,6 +84,12 @@ class TrainerHooks:
             function if isinstance(function, torch.nn.Module) else with_checks(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+
+    # Several processes
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        _fsdp.keep_precision(self.accelerator)
 
     # Checkpoints
 
