@@ -25,6 +25,8 @@ def launcher(processes: int, config: str | None) -> list[str]:
     if config is None:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     options = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
+    if config.startswith("multi_node"):
+        options += ["--num_machines", "1", "--machine_rank", "0"]
     return [sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
@@ -43,7 +45,8 @@ def train(
     run([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
     result = json.loads(Path(folder, "result.json").read_text())
     assert result["world_size"] == processes
-    sharded = config if (config or "").startswith(("zero", "fsdp")) else None
+    sharded = (config or "").removeprefix("multi_node_")
+    sharded = sharded if sharded.startswith(("zero", "fsdp")) else None
     assert result["engines"] == [sharded, None if variant.startswith("adapters") else sharded]
     return result
 
@@ -90,7 +93,8 @@ def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
         result = {
             "world_size": trainer.accelerator.num_processes,
             "engines": [engine_name(engine) for engine in engines],
-            "logs": trainer.state.log_history[:STEPS],
+            "logs": [log for log in trainer.state.log_history if "loss" in log],
+            "evaluations": [log for log in trainer.state.log_history if "eval_loss" in log],
             "parameters": flat,
         }
         Path(folder, "result.json").write_text(json.dumps(result))

@@ -180,6 +180,53 @@ def assert_equal(alone, together, metrics):
         assert {name: two[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+# In each: how one process trains, how two do, and what is compared
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    ("method", "one", "two"),
+    [
+        ("reused", (2, 2), (2, 1)),
+        pytest.param("iterable", (8, 1), (4, 1), marks=pytest.mark.slow),
+        pytest.param("checkpointed", (8, 1), (4, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_settings_of_training_hold_for_both_models(launch, config, method, one, two):
+    """`num_iterations` with `steps_per_generation`, an iterable data set, gradient checkpointing (equal to none)."""
+    alone = launch(1, *one, "leave one out" if method == "checkpointed" else method)
+    assert_equal(alone, launch(2, *two, method, config=config), METRICS)
+
+
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
+def test_two_processes_evaluate_what_one_evaluates(launch, config):
+    alone, together = launch(1, 8, 1, "evaluated"), launch(2, 4, 1, "evaluated", config=config)
+    assert len(alone["evaluations"]) == len(together["evaluations"]) == 3
+    for one, two in zip(alone["evaluations"], together["evaluations"], strict=True):
+        expected = {name: value for name, value in one.items() if "runtime" not in name and "per_second" not in name}
+        assert {"eval_loss", "eval_kl", "eval_proposal/log_z", "eval_proposal/reward"} <= set(expected)
+        assert {name: two[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["cpu_ddp", "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+)
+def test_both_models_train_in_bf16(launch, config):
+    """As one process does, to bfloat16's precision, and not as in float32."""
+    exact, alone = launch(1, 8, 1), launch(1, 8, 1, "bf16")
+    together = launch(2, 4, 1, "bf16", config=config)
+    for name in ("loss", "proposal/loss", "grad_norm", "proposal/grad_norm"):
+        assert together["logs"][0][name] != pytest.approx(exact["logs"][0][name], rel=1e-4)
+        for one, two in zip(alone["logs"], together["logs"], strict=True):
+            assert two[name] == pytest.approx(one[name], rel=0.15)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_several_machines_of_one_are_as_many_processes(launch):
+    """The configuration for two machines, told that there is one."""
+    assert_equal(launch(1, 8, 1), launch(2, 4, 1, config="multi_node_zero3"), METRICS)
+
+
 def test_the_comparison_can_fail(launch):
     plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "REINFORCE++-baseline")
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)

@@ -167,6 +167,12 @@ class TrainerHooks:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
 
+    def prediction_step(self, *args: Any, **kwargs: Any):
+        # The evaluation loop keeps as many losses of the last batch as prompts are left over (accelerate 1.15), though each
+        # comes several times: those of the first process
+        loss, *rest = super().prediction_step(*args, **kwargs)
+        return self.accelerator.reduce(loss, reduction="mean"), *rest
+
     def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
         log_p = torch.full(completion_mask.shape, torch.nan, device=completion_mask.device)
