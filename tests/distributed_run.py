@@ -1,12 +1,14 @@
 """Five RePULSe updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
 
+import os
 import sys
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from trl.trainer import rloo_trainer
 
-from trl_repulse import RePULSeConfig
+from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.trainers._peft_bridge import adapter_layers
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
@@ -33,6 +35,28 @@ class RecordedByRow(RecordedRePULSe):
         return super()._sampling_proposal()
 
 
+class Sampled(RePULSeTrainer):
+    """Drawn, not recorded; the first process has done before the others, and draws with its own random numbers."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.generation_config.max_new_tokens = 2 + 4 * self.accelerator.process_index
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+class Reused(RecordedByRow):
+    """Generations of two updates, used twice, in the order in which two processes come to them."""
+
+    def _prepare_inputs(self, *args, **kwargs):
+        rloo_trainer.shuffle_sequence_dict = self._in_order
+        return super()._prepare_inputs(*args, **kwargs)
+
+    def _in_order(self, batch):
+        rows = torch.arange(len(batch["rewards"]))
+        if self.accelerator.num_processes == 1:  # prompts, updates and their samples of a prompt
+            rows = rows.view(len(PROMPTS), 2, -1).transpose(0, 1).flatten()
+        return {name: value[rows] for name, value in batch.items()}
+
+
 class WithinProcess(RecordedByRow):
     """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
 
@@ -48,10 +72,18 @@ class WithinProcess(RecordedByRow):
 
 
 ADAPTER_CLIP = 0.05
+CLASSES = {"within a process": WithinProcess, "reused": Reused, "sampled": Sampled, "sampled in bf16": Sampled}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
     "leave one out": {},
     "within a process": {},
+    "bf16": {"bf16": True},
+    "checkpointed": {"gradient_checkpointing": True},
+    "reused": {"generation_batch_size": 8, "num_iterations": 2},
+    "iterable": {},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
+    "sampled": {"max_completion_length": 8},
+    "sampled in bf16": {"max_completion_length": 8, "bf16": True},
     "checkpoints": CHECKPOINTS,
     "checkpoints in a block": {
         **CHECKPOINTS,
@@ -89,6 +121,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "logging_steps": 1,
         "max_steps": STEPS,
         "per_device_train_batch_size": int(batch_size),
+        "per_device_eval_batch_size": N // int(os.environ.get("WORLD_SIZE", "1")),  # a prompt, cut over processes
         "gradient_accumulation_steps": int(accumulation),
         "num_generations": N,
         "max_completion_length": 3,
@@ -103,11 +136,13 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     args = RePULSeConfig(**settings | METHODS[method])
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
-    trainer = (WithinProcess if method == "within a process" else RecordedByRow)(
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    trainer = CLASSES.get(method, RecordedByRow)(
         model=policy,
         reward_funcs=word_reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=dataset.to_iterable_dataset() if method == "iterable" else dataset,
+        eval_dataset=dataset,
         processing_class=tokenizer,
         **models_of(method, tokenizer),
     )

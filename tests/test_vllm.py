@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.generation import VLLMGenerator
 
-from .test_distributed import launcher, needs_deepspeed
-from .test_distributed import start as start_processes
+from .distributed_support import launcher, run
+from .test_distributed import needs_deepspeed
 from .vllm_double import greedy
 
 
@@ -170,7 +170,7 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
 def test_two_processes_sample_from_the_weights_they_have(tokenizer, tmp_path, config, kind):
     """Each has an engine of its own; with ZeRO-3 none has a whole model besides."""
     build("llama", tokenizer, tmp_path / "model")
-    done = start_processes([*launcher(2, config), "-m", "tests.vllm_run", str(tmp_path), kind])
+    done = run([*launcher(2, config), "-m", "tests.vllm_run", str(tmp_path), kind])
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
     assert result["world_size"] == 2
     for prefix in ("", "proposal/"):

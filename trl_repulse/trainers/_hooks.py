@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .._checks import check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
+from . import _fsdp
 from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
@@ -94,6 +95,12 @@ class TrainerHooks:
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
 
+    # Several processes
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        _fsdp.keep_precision(self.accelerator)
+
     # Checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
@@ -169,6 +176,12 @@ class TrainerHooks:
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any):
+        # The evaluation loop keeps as many losses of the last batch as prompts are left over (accelerate 1.15), though each
+        # comes several times: those of the first process
+        loss, *rest = super().prediction_step(*args, **kwargs)
+        return self.accelerator.reduce(loss, reduction="mean"), *rest
 
     def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""

@@ -131,6 +131,10 @@ PINNED: dict[Any, tuple[str, ...]] = {
         "gradient_checkpointing_func",
         "every_n_layers",
     ),
+    # Overridden around `super()`: where models under FSDP2 are told their precision, before the first is prepared.
+    Trainer.create_accelerator_and_postprocess: ("self",),
+    # Overridden around `super()`: the loss becomes the mean over all processes.
+    Trainer.prediction_step: ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     # Overridden around `super()`: the second model goes where the policy goes.
     Trainer._load_best_model: ("self",),
     # Overridden around `super()`: the order of an epoch follows from the trainer's state.

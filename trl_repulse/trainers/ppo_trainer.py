@@ -94,7 +94,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
-            vocabulary, several labels, or reads to the right; with FSDP, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
+            vocabulary, several labels, or reads to the right; with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """
 
