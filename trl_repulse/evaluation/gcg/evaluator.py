@@ -77,7 +77,7 @@ def evaluate_gcg(
     ```
     """
     config = config or GCGEvaluationConfig()
-    output, state = Path(output), PartialState()
+    output, state = Path(output), PartialState(cpu=model.device.type == "cpu")
     index, count = shard
     if not 1 <= index <= count:
         raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +31,8 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
         `ValueError`: If something cannot be loaded or does not fit.
         `OSError`: If a model cannot be found.
     """
-    state = PartialState(timeout=timedelta(days=7))  # of a wait for the process that is last
+    # The time is for the wait for the process that is last; without `cpu`, processes would not find each other there
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     options = {"revision": run.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path, **options)
     model = AutoModelForCausalLM.from_pretrained(run.model_name_or_path, dtype=run.dtype, **options)
