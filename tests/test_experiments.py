@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
+
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "examples" / "configs"
@@ -277,7 +279,8 @@ def migrations():
 
 
 def test_the_migration_page_has_every_flag_of_the_commands():
-    flags = {flag for command in COMMANDS.values() for flag in command["flags"]}
+    commands = json.loads((ROOT / "tests" / "experiments.json").read_text())
+    flags = {flag for command in commands for flag in command["flags"]}
     assert flags <= {flag for row in migrations() for flag in row[0]}
 
 
@@ -288,4 +291,5 @@ def test_the_migration_page_names_what_exists():
         for dataclass in parse(f"smollm/{script}-1")
         for field in dataclasses.fields(dataclass)
     }
+    found |= {field.name for cls in (GCGRunArguments, GCGEvaluationConfig) for field in dataclasses.fields(cls)}
     assert not {name for row in migrations() for name in row[1]} - found
