@@ -7,12 +7,17 @@
 A small Llama (4 layers of width 256, 4,096 tokens), one thread. `steps` lets three programs take turns with the same seeds:
 nanogcg as it runs on today's transformers, without its prefix cache, which raises there; nanogcg with its cache repaired from
 outside; and `run_gcg`. All three must find the same strings. `loss` runs the published algorithm to its end for each pair of a
-goal and a seed, and measures how long a search with merged swaps takes to the same loss. The published algorithm's own time is
-the number of its steps times what nanogcg takes for a step there and then.
+goal and a seed, with `run_gcg`, and measures how long a narrow search with merged swaps takes to its lowest loss. nanogcg's time is the
+number of steps times what it takes for a step there and then. Seconds are the processor's, which are those of the clock on
+a machine that does nothing else.
 """
 
+import argparse
 import contextlib
 import io
+import json
+import logging
+import math
 import statistics
 import time
 from pathlib import Path
@@ -127,59 +132,125 @@ def run_nanogcg(model, tokenizer, goal, target, seed, steps, width, repaired):
     import nanogcg
     from nanogcg.gcg import GCG as NanoGCG
 
+    logging.getLogger("nanogcg").setLevel(logging.ERROR)
     config = nanogcg.GCGConfig(
-        num_steps=steps,
-        search_width=width,
-        optim_str_init=INIT,
-        use_prefix_cache=repaired,
-        seed=seed,
-        verbosity="ERROR",
+        num_steps=steps, search_width=width, optim_str_init=INIT, use_prefix_cache=repaired, seed=seed
     )
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
         attack = NanoGCG(LegacyCaches(model) if repaired else model, tokenizer, config)
-        start = time.perf_counter()
+        start = time.process_time()
         result = attack.run(goal, target)
-    seconds = (time.perf_counter() - start) / steps
+    seconds = (time.process_time() - start) / steps
     torch.use_deterministic_algorithms(False)  # it leaves this on
     return result.strings, result.losses, seconds
 
 
-def run_ours(model, tokenizer, goal, target, seed, steps, width):
-    attack = GCG(model, tokenizer, published(steps, width))
-    start = time.perf_counter()
+def run_ours(model, tokenizer, goal, target, seed, steps, width, **options):
+    """The same of `run_gcg`, in the published form or with options; here the seconds are those of all steps."""
+    config = GCGConfig(num_steps=steps, search_width=width, suffix_init=INIT, filter_roundtrip="suffix", **options)
+    attack = GCG(model, tokenizer, config)
+    start = time.process_time()
     result = attack.run(goal, target, seed)
-    return result.suffixes, result.losses, (time.perf_counter() - start) / steps
+    return result.suffixes, result.losses, time.process_time() - start
 
 
-def published(steps: int, width: int) -> GCGConfig:
-    return GCGConfig(num_steps=steps, search_width=width, suffix_init=INIT, filter_roundtrip="suffix")
-
-
-def compare_steps(model, tokenizer, options) -> dict:
-    report = {}
+def compare_steps(model, tokenizer, options) -> None:
     for width in options.widths:
         seconds: dict[str, list[float]] = {"nanogcg": [], "nanogcg, cache repaired": [], "run_gcg": []}
         same = 0
         for number in range(options.rounds):
             arguments = (model, tokenizer, *GOALS[number % len(GOALS)], number, options.steps, width)
+            *ours, total = run_ours(*arguments)
             runs = {
                 "nanogcg": run_nanogcg(*arguments, repaired=False),
                 "nanogcg, cache repaired": run_nanogcg(*arguments, repaired=True),
-                "run_gcg": run_ours(*arguments),
+                "run_gcg": (*ours, total / options.steps),
             }
-            for name, (_, _, value) in runs.items():
+            for name, (strings, losses, value) in runs.items():
                 seconds[name].append(value)
-            strings, losses, _ = runs["run_gcg"]
-            others = [runs[name] for name in ("nanogcg", "nanogcg, cache repaired")]
-            same += all(
-                other[0] == strings and max(abs(a - b) for a, b in zip(other[1], losses, strict=True)) < 1e-5
-                for other in others
-            )
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        print(f"width {width}: {options.rounds} rounds of {options.steps} steps, equal strings and losses in {same}")
-        for name, value in medians.items():
-            low, high = min(seconds[name]), max(seconds[name])
-            ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["run_gcg"], strict=True))
-            print(f"  {name:24}{1e3 * value:9.1f} ms a step ({1e3 * low:.1f} to {1e3 * high:.1f}){ratio:8.2f} x")
-        report[str(width)] = {"same": same, "rounds": options.rounds, "seconds": seconds}
-    return report
+                same += strings == ours[0] and max(abs(a - b) for a, b in zip(losses, ours[1], strict=True)) < 1e-5
+        print(
+            f"width {width}: {options.rounds} rounds of {options.steps} steps, the same strings and losses in {same} of "
+            f"{3 * options.rounds} runs"
+        )
+        for name, values in seconds.items():
+            ratio = statistics.median(a / b for a, b in zip(values, seconds["run_gcg"], strict=True))
+            low, middle, high = (1e3 * f(values) for f in (min, statistics.median, max))
+            print(f"  {name:24}{middle:9.0f} ms a step ({low:.0f} to {high:.0f}){ratio:8.2f} x", flush=True)
+
+
+def compare_losses(model, tokenizer, options) -> None:
+    """Every finished pair is a line of the output file; pairs that are there are not repeated."""
+    width, output = options.widths[0], options.output
+    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+    done = {(line["goal"], line["seed"]) for line in map(json.loads, lines)}
+    for seed in options.seeds:
+        for goal in range(len(GOALS)):
+            if (goal, seed) in done:
+                continue
+            arguments = (model, tokenizer, *GOALS[goal], seed)
+            a_step = {
+                name: run_nanogcg(*arguments, options.timed_steps, width, repaired)
+                for name, repaired in (("nanogcg", False), ("nanogcg, cache repaired", True))
+            }
+            strings, losses, seconds = run_ours(*arguments, options.steps, width)
+            best = min(losses)
+            fast = {"merge_swaps": options.merge_swaps, "patience": options.patience, "stop_loss": best}
+            _, found, merged = run_ours(*arguments[:-1], seed + 1000, 10 * options.steps, options.fast_width, **fast)
+            line = {
+                "goal": goal,
+                "seed": seed,
+                "same": all(strings[: len(run[0])] == run[0] for run in a_step.values()),
+                "loss": best,
+                "reached": min(found) <= best,
+                "steps": len(found),
+                "seconds": {"merged": merged, "run_gcg": seconds}
+                | {name: run[2] * options.steps for name, run in a_step.items()},
+            }
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+    report_losses([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()], options)
+
+
+def report_losses(lines: list[dict], options) -> None:
+    reached = sum(line["reached"] for line in lines)
+    print(
+        f"width {options.widths[0]}, {options.steps} steps, against width {options.fast_width}, merge_swaps "
+        f"{options.merge_swaps}, patience {options.patience}: {len(lines)} pairs, {reached} reached the published "
+        f"algorithm's loss; first strings the same in {sum(line['same'] for line in lines)}"
+    )
+    for name in ("run_gcg", "nanogcg, cache repaired", "nanogcg"):
+        # Infinite where it was not reached, so that the median counts these pairs too
+        times = [line["seconds"]["merged"] if line["reached"] else math.inf for line in lines]
+        ratios = sorted(line["seconds"][name] / time for line, time in zip(lines, times, strict=True))
+        quarter = len(ratios) // 4
+        print(
+            f"  {name:24} took {statistics.median(ratios):5.1f} x as long (median; quartiles {ratios[quarter]:.1f} and "
+            f"{ratios[-quarter - 1]:.1f})"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("steps", "loss"))
+    parser.add_argument("--widths", type=int, nargs="+", default=[128], help="candidates of a step; for `loss`, one")
+    parser.add_argument("--steps", type=int, help="steps of a run (5 for `steps`, 100 for `loss`)")
+    parser.add_argument("--rounds", type=int, default=8, help="runs of each program, for `steps`")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="seeds of each goal, for `loss`")
+    parser.add_argument("--timed-steps", type=int, default=2, help="steps of nanogcg timed for each pair, for `loss`")
+    parser.add_argument("--fast-width", type=int, default=32, help="candidates of the search with merged swaps")
+    parser.add_argument("--merge-swaps", type=int, default=8)
+    parser.add_argument("--patience", type=int, default=3)
+    parser.add_argument("--training-steps", type=int, default=300, help="of the model, before it is attacked")
+    parser.add_argument("--output", type=Path, default=Path("gcg_loss.jsonl"), help="finished pairs, for `loss`")
+    options = parser.parse_args()
+    options.steps = options.steps or {"steps": 5, "loss": 100}[options.what]
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, options.training_steps)
+    {"steps": compare_steps, "loss": compare_losses}[options.what](model, tokenizer, options)
+
+
+if __name__ == "__main__":
+    main()

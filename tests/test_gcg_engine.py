@@ -168,6 +168,12 @@ def test_early_stop(model, tokenizer):
     assert (unlikely.stop_reason, len(unlikely.losses), unlikely.exact_match) == ("num_steps", 3, False)
 
 
+def test_stop_at_a_loss(model, tokenizer, exact):
+    config = GCGConfig(**QUICK, stop_loss=exact.losses[1])
+    result = run_gcg(model, tokenizer, GOAL, TARGET, config)
+    assert (result.losses, result.stop_reason) == (exact.losses[:2], "stop_loss")
+
+
 def test_merged_swaps(model, tokenizer, exact):
     ids = torch.tensor([1, 1, 1, 1])
     candidates = torch.tensor([[1, 1, 1, 1], [1, 5, 1, 1], [1, 6, 1, 1], [1, 1, 1, 7], [8, 1, 1, 7], [9, 1, 1, 1]])
@@ -177,6 +183,23 @@ def test_merged_swaps(model, tokenizer, exact):
     assert merge_candidates(ids, candidates[:1], losses[:1], 3).shape == (0, 4)
     merged = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {"merge_swaps": 6, "num_steps": 1}))
     assert merged.losses[0] <= exact.losses[0]
+
+
+def test_patience(model, tokenizer):
+    """Nothing worse is taken before three steps in a row have found nothing better, and then it is."""
+    options = {"num_steps": 80, "search_width": 4, "patience": 3}
+    result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | options))
+    current, shown, stalled, kicks = result.initial_loss, " x" * 6, 0, 0
+    for loss, suffix in zip(result.losses, result.suffixes, strict=True):
+        stalled = 0 if loss < current else stalled + 1
+        moves = stalled in (0, 4)
+        assert moves or suffix == shown
+        kicks += stalled == 4
+        if moves:
+            current, shown, stalled = loss, suffix, 0
+    assert kicks > 0 and result.loss == min(result.losses)
+    with pytest.raises(ValueError, match="`patience` and `buffer_size` are two ways"):
+        GCGConfig(patience=1, buffer_size=1)
 
 
 def test_first_changed_position():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "GCG": "engine",
     "GCGConfig": "config",
-    "GCGError": "engine",
+    "GCGError": "errors",
     "GCGEvaluationConfig": "evaluation_config",
     "GCGResult": "engine",
     "GCGRunArguments": "evaluation_config",
@@ -43,7 +43,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import GCGConfig
-    from .engine import GCG, GCGError, GCGResult, run_gcg
+    from .engine import GCG, GCGResult, run_gcg
+    from .errors import GCGError
     from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
     from .evaluator import evaluate_gcg
     from .judges import RefusalJudge, RewardJudge

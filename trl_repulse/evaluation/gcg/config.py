@@ -42,10 +42,15 @@ class GCGConfig:
         forbid_special (`bool`, *optional*, defaults to `True`):
             Whether special tokens, those of the chat template among them, are never drawn.
         early_stop (`bool`, *optional*, defaults to `False`):
-            Whether to stop once greedy decoding after the suffix gives the target.
+            Whether to stop once greedy decoding after the current suffix gives the target.
+        stop_loss (`float`, *optional*):
+            Loss, in nats, at which to stop.
         merge_swaps (`int`, *optional*, defaults to `0`):
             If above 1, each step also tries the best 2, 3, ... up to this many candidates merged into one. Not part of
             the published algorithm.
+        patience (`int`, *optional*, defaults to `0`):
+            If above 0, a step that finds nothing better stays where it is, until this many in a row have; the next then
+            moves to its best candidate. With 0 every step does, as published. Not together with `buffer_size`.
         probe_sampling_factor (`int`, *optional*, defaults to `16`):
             With a draft model: one of so many candidates is in the probe set (Zhao et al. 2024, arXiv 2403.01251).
         probe_reduction (`int`, *optional*, defaults to `8`):
@@ -86,8 +91,12 @@ class GCGConfig:
     early_stop: bool = field(
         default=False, metadata={"help": "Whether to stop once greedy decoding gives the target."}
     )
+    stop_loss: float | None = field(default=None, metadata={"help": "Loss at which to stop."})
     merge_swaps: int = field(
         default=0, metadata={"help": "Best candidates that are also tried merged into one; 0 for none."}
+    )
+    patience: int = field(
+        default=0, metadata={"help": "Steps in a row without anything better before a worse suffix is taken."}
     )
     probe_sampling_factor: int = field(
         default=16, metadata={"help": "With a draft model: one of so many candidates is in the probe set."}
@@ -106,10 +115,12 @@ class GCGConfig:
             *("probe_sampling_factor", "probe_reduction"),
         ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("buffer_size", "merge_swaps"):
+        for name in ("buffer_size", "merge_swaps", "patience"):
             _at_least(name, getattr(self, name), 0)
         if self.micro_batch_size is not None:
             _at_least("micro_batch_size", self.micro_batch_size, 1)
+        if self.patience and self.buffer_size:
+            raise ValueError("`patience` and `buffer_size` are two ways to hold on to the best; set one of them to 0.")
         if self.mellowmax is not None and not self.mellowmax > 0:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:

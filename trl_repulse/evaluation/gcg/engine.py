@@ -1,26 +1,23 @@
 """The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidates import best_tokens, distinct, draw_candidates, merge_candidates
 from .config import GCGConfig
+from .errors import GCGError, finite
+from .probe import probe_search
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt, decode
 from .scoring import SuffixScorer
 
 
 # Times that the candidates of a step are drawn anew if none survives the round trip
 _DRAWS = 10
-
-
-class GCGError(RuntimeError):
-    """An attack that cannot go on: no candidate survives the round trip, or a loss is not finite."""
+StopReason = Literal["num_steps", "early_stop", "stop_loss"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class GCGResult:
         suffixes (`list[str]`):
             Suffix after each step.
         stop_reason (`str`):
-            `"num_steps"`, or `"early_stop"`.
+            `"num_steps"`, `"early_stop"` or `"stop_loss"`.
         exact_match (`bool`):
             Whether greedy decoding gives the target.
         round_trip (`bool`):
@@ -62,7 +59,7 @@ class GCGResult:
     initial_loss: float
     losses: list[float]
     suffixes: list[str]
-    stop_reason: Literal["num_steps", "early_stop"]
+    stop_reason: StopReason
     exact_match: bool
     round_trip: bool
 
@@ -186,8 +183,8 @@ class GCG:
         buffer = self._fill_buffer(prompt, scorer, generator)
         initial_loss, ids = buffer[0]
         best = buffer[0]
-        losses, suffixes = [], []
-        stop_reason: Literal["num_steps", "early_stop"] = "num_steps"
+        losses, suffixes, stalled = [], [], 0
+        stop_reason: StopReason = "num_steps"
         for _ in range(config.num_steps):
             gradient, matches = scorer.gradient(ids)
             if matches and config.early_stop:
@@ -197,12 +194,26 @@ class GCG:
             if draft is None:
                 loss, found = self._search(prompt, scorer, ids, candidates)
             else:
-                loss, found = self._probe(scorer, draft, ids, candidates, generator)
-            _insert(buffer, loss, found, config.buffer_size)
+                loss, found = probe_search(
+                    scorer,
+                    draft,
+                    ids,
+                    candidates,
+                    generator,
+                    config.probe_sampling_factor,
+                    config.probe_reduction,
+                )
+            stalled = 0 if loss < buffer[0][0] else stalled + 1
+            if config.buffer_size or stalled == 0 or stalled > config.patience:
+                _insert(buffer, loss, found, config.buffer_size)
+                stalled = 0
             best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
             ids = buffer[0][1]
             losses.append(loss)
             suffixes.append(decode(self.tokenizer, [ids.tolist()])[0])
+            if config.stop_loss is not None and loss <= config.stop_loss:
+                stop_reason = "stop_loss"
+                break
         loss, ids = best
         row = ids.tolist()
         return GCGResult(
@@ -237,7 +248,7 @@ class GCG:
             drawn = tokens[drawn]
             drawn = drawn[prompt.survives(drawn, self.config.filter_roundtrip)]
             suffixes = torch.cat([suffixes, drawn[: self.config.buffer_size - 1]])
-        losses = _finite(scorer.losses(suffixes))
+        losses = finite(scorer.losses(suffixes))
         return sorted(zip(losses.tolist(), suffixes, strict=True), key=lambda entry: entry[0])
 
     def _draw(
@@ -262,37 +273,12 @@ class GCG:
         self, prompt: AttackPrompt, scorer: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[float, torch.Tensor]:
         """The best candidate, or the best merge of several, and its loss."""
-        losses = _finite(scorer.losses(candidates))
+        losses = finite(scorer.losses(candidates))
         if self.config.merge_swaps > 1:
             merged = merge_candidates(ids, candidates, losses, self.config.merge_swaps)
             merged = merged[prompt.survives(merged, self.config.filter_roundtrip)]
             candidates = torch.cat([candidates, merged])
-            losses = torch.cat([losses, _finite(scorer.losses(merged))])
-        index = int(losses.argmin())
-        return losses[index].item(), candidates[index]
-
-    def _probe(
-        self,
-        scorer: SuffixScorer,
-        draft: SuffixScorer,
-        ids: torch.Tensor,
-        candidates: torch.Tensor,
-        generator: torch.Generator,
-    ) -> tuple[float, torch.Tensor]:
-        """The best candidate among a probe set and those that the draft model, as far as it agrees there, likes best."""
-        config, count = self.config, len(candidates)
-        draft.observe(ids)
-        guesses = _finite(draft.losses(candidates))
-        probe = torch.randperm(count, generator=generator)[: max(2, count // config.probe_sampling_factor)]
-        losses = torch.full((count,), math.inf)
-        losses[probe] = _finite(scorer.losses(candidates[probe]))
-        correlation = spearmanr(losses[probe].numpy(), guesses[probe].numpy()).statistic if len(probe) > 1 else 0.0
-        agreement = (1 + (0.0 if math.isnan(correlation) else correlation)) / 2  # from 0 to 1
-        width = max(1, int((1 - agreement) * count / config.probe_reduction))
-        chosen = guesses.argsort(stable=True)[:width]
-        chosen = chosen[losses[chosen].isinf()]
-        if len(chosen):
-            losses[chosen] = _finite(scorer.losses(candidates[chosen]))
+            losses = torch.cat([losses, finite(scorer.losses(merged))])
         index = int(losses.argmin())
         return losses[index].item(), candidates[index]
 
@@ -306,9 +292,3 @@ def _insert(buffer: list[tuple[float, torch.Tensor]], loss: float, ids: torch.Te
             buffer.pop()
         buffer.append((loss, ids))
         buffer.sort(key=lambda entry: entry[0])
-
-
-def _finite(losses: torch.Tensor) -> torch.Tensor:
-    if not losses.isfinite().all():
-        raise GCGError(f"A loss is {losses[~losses.isfinite()][0].item()}; try the model in float32.")
-    return losses

@@ -16,7 +16,8 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .engine import GCG, GCGError, GCGResult
+from .engine import GCG, GCGResult
+from .errors import GCGError
 from .evaluation_config import GCGEvaluationConfig
 from .judges import Judge
 from .prompt import build_prompt
@@ -138,7 +139,7 @@ def make_header(
             "config": settings,
             "config_hash": _hash(json.dumps(settings, sort_keys=True).encode()),
             "model": hash_model(model),
-            "tokenizer": _hash((vocabulary + repr(tokenizer.init_kwargs.get("add_prefix_space"))).encode()),
+            "tokenizer": _hash(vocabulary.encode()),
             "chat_template": _hash(template.encode()),
             "table": hash_table(table),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
