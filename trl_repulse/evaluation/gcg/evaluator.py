@@ -87,7 +87,7 @@ def evaluate_gcg(
     first = next((row for row in table if row.fault is None), None)
     if first is not None:
         build_prompt(tokenizer, first.goal, first.target, config.prompt_format)  # refuses a missing chat template
-    header = make_header(model, tokenizer, table, judge, config)
+    header = make_header(model, tokenizer, table, judge, config, draft_model)
     evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
     if state.is_main_process:
         _absorb_parts(output)
@@ -115,12 +115,13 @@ def make_header(
     table: list[TableRow],
     judge: Judge,
     config: GCGEvaluationConfig,
+    draft_model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """
     First line of a file of results.
 
     Args:
-        model, tokenizer, judge, config:
+        model, tokenizer, judge, config, draft_model:
             As for [`evaluate_gcg`].
         table (`list[TableRow]`):
             The targets.
@@ -129,8 +130,7 @@ def make_header(
         `dict`: `"identity"` has what results depend on: configuration, hashes, judge. The rest is for the reader.
     """
     settings = asdict(config)
-    # Neither changes what is found, but for rounding: another machine may take the evaluation up
-    settings = {name: value for name, value in settings.items() if name != "micro_batch_size"}
+    del settings["micro_batch_size"]  # another machine, with other memory, may take the evaluation up
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else repr(tokenizer.chat_template)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
@@ -139,12 +139,13 @@ def make_header(
             "config": settings,
             "config_hash": _hash(json.dumps(settings, sort_keys=True).encode()),
             "model": hash_model(model),
+            "draft_model": None if draft_model is None else hash_model(draft_model),
             "tokenizer": _hash(vocabulary.encode()),
             "chat_template": _hash(template.encode()),
             "table": hash_table(table),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
         },
-        "model": model.config._name_or_path,
+        "model": model.name_or_path,
         "rows": len(table),
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers", "tokenizers")},
     }

@@ -81,7 +81,7 @@ class AttackPrompt:
             `torch.Tensor` of shape `(B,)`: `True` where they are.
         """
         rows = suffixes.tolist()
-        if scope == "off":
+        if scope == "off" or not rows:
             return torch.ones(len(rows), dtype=torch.bool)
         texts = decode(self.tokenizer, rows)
         if scope == "suffix":
