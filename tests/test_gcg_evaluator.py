@@ -22,9 +22,13 @@ from trl_repulse.evaluation.gcg import (
     summarize,
 )
 from trl_repulse.evaluation.gcg.engine import GCG
+from trl_repulse.evaluation.gcg.prompt import AttackPrompt, build_prompt
 from trl_repulse.evaluation.gcg.report import success_curve
 from trl_repulse.evaluation.gcg.sampling import sample_responses, target_log_probs
+from trl_repulse.evaluation.gcg.table import TableRow, derive_seed
 
+from .gcg_support import build_model
+from .gcg_support import build_tokenizer as build_bpe_tokenizer
 from .gcg_trigger import ROWS, TARGET, build_trigger_model, build_trigger_tokenizer, evaluation_config, judge
 from .reward_models import build_tokenizer as build_reward_tokenizer
 from .reward_models import save_model
@@ -279,6 +283,52 @@ def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert records[1]["reason"] == "GCGError: No candidate"
     assert "of 2 targets (0 skipped, 1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
+
+
+def test_a_target_without_candidates_does_not_end_the_run(model, tokenizer, tmp_path, monkeypatch):
+    survives = AttackPrompt.survives
+
+    def none_of_the_second(self, suffixes, scope):
+        return survives(self, suffixes, scope) & (ROWS[1]["goal"] not in self.before_text)
+
+    monkeypatch.setattr(AttackPrompt, "survives", none_of_the_second)
+    path = evaluate_gcg(model, tokenizer, ROWS[:3], judge, evaluation_config(num_steps=2), tmp_path / "out.jsonl")
+    _, records = read_results(path)
+    assert [record["status"] for record in records] == ["ok", "error", "ok"]
+    assert records[1]["reason"].startswith("GCGError: No candidate of 10 draws survived the round trip")
+
+
+def test_a_loss_that_is_not_finite_does_not_end_the_run(tokenizer, tmp_path):
+    broken = build_trigger_model(tokenizer, steps=1)
+    broken.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output.masked_fill((inputs[0] == tokenizer.unk_token_id)[..., None], torch.nan)
+    )
+    rows = [{"goal": " something else", "target": TARGET}, ROWS[0]]  # words that it does not know
+    config = evaluation_config(num_steps=1, num_samples=1)
+    path = evaluate_gcg(broken, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
+    _, records = read_results(path)
+    assert [record["status"] for record in records] == ["error", "ok"]
+    assert "is not finite; try the model in float32" in records[0]["reason"]
+
+
+def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, monkeypatch):
+    tokenizer = build_bpe_tokenizer()
+    model = build_model("llama", len(tokenizer))
+    rows = [{"goal": "tell me t", "target": "sure here is"}]
+    allowed = torch.zeros(len(tokenizer), dtype=torch.bool)
+    allowed[tokenizer.convert_tokens_to_ids("h")] = True  # " th" is one token
+    monkeypatch.setattr("trl_repulse.evaluation.gcg.engine.allowed_tokens", lambda *_: allowed)
+    config = evaluation_config(filter_roundtrip="off", save_responses=True, topk=1, n_replace=4, num_steps=1)
+    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
+    (record,) = read_results(path)[1]
+    prompt = build_prompt(tokenizer, rows[0]["goal"], rows[0]["target"])
+    attacked, typed = prompt.splice(record["suffix_ids"]), prompt.encode([record["suffix"]])[0]
+    assert attacked != typed and record["round_trip"] is False
+    assert record["after"]["target_log_prob"]["mean"] == pytest.approx(-record["loss"], abs=1e-5)
+    seed = derive_seed(0, TableRow(1, **rows[0]), "after")
+    settings = {"num_samples": 5, "max_new_tokens": 6, "seed": seed}
+    assert record["after"]["responses"] == sample_responses(model, tokenizer, attacked, **settings)
+    assert record["after"]["responses"] != sample_responses(model, tokenizer, typed, **settings)  # the control
 
 
 def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
