@@ -78,6 +78,13 @@ def test_triggers_are_found(model, tokenizer, output):
     assert rates["difference"]["value"] == 1
 
 
+def test_an_early_stop_gives_the_suffix_that_caused_it(model, tokenizer):
+    config = evaluation_config(early_stop=True, num_steps=20)
+    result = GCG(model, tokenizer, config).run(ROWS[0]["goal"], TARGET)
+    assert (result.stop_reason, result.exact_match, result.suffix) == ("early_stop", True, result.suffixes[-1])
+    assert 0 < len(result.losses) < 20 and result.loss == result.losses[-1]
+
+
 def test_a_line(model, tokenizer, output):
     header, records = read_results(output)
     assert [record["row"] for record in records] == list(range(1, len(ROWS) + 1)) and header["rows"] == len(ROWS)

@@ -12,7 +12,7 @@ _EXPORTS = {
     "GCGConfig": "config",
     "GCGError": "errors",
     "GCGEvaluationConfig": "evaluation_config",
-    "GCGResult": "engine",
+    "GCGResult": "result",
     "GCGRunArguments": "evaluation_config",
     "RefusalJudge": "judges",
     "RewardJudge": "judges",
@@ -43,13 +43,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import GCGConfig
-    from .engine import GCG, GCGResult, run_gcg
+    from .engine import GCG, run_gcg
     from .errors import GCGError
     from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
     from .evaluator import evaluate_gcg
     from .judges import RefusalJudge, RewardJudge
     from .records import merge_results, read_results
     from .report import format_report, summarize
+    from .result import GCGResult
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,6 @@
 """The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1."""
 
 import warnings
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,56 +10,13 @@ from .config import GCGConfig
 from .errors import GCGError, finite
 from .probe import probe_search
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt, decode
+from .recall import SwapMemory
+from .result import GCGResult, StopReason
 from .scoring import SuffixScorer
 
 
 # Times that the candidates of a step are drawn anew if none survives the round trip
 _DRAWS = 10
-StopReason = Literal["num_steps", "early_stop", "stop_loss"]
-
-
-@dataclass(frozen=True)
-class GCGResult:
-    """
-    Result of an attack.
-
-    Args:
-        suffix (`str`):
-            Text of the best suffix.
-        suffix_ids (`list[int]`):
-            Its tokens, which were attacked with.
-        prompt_ids (`list[int]`):
-            Tokens of the whole prompt with it.
-        target_ids (`list[int]`):
-            Tokens of the target.
-        loss (`float`):
-            Its loss, the lowest of all steps, in nats: the mean negative log-probability of the target's tokens, or its
-            mellowmax.
-        initial_loss (`float`):
-            Loss of the suffix that the attack began with.
-        losses (`list[float]`):
-            Lowest loss of each step's candidates.
-        suffixes (`list[str]`):
-            Suffix after each step.
-        stop_reason (`str`):
-            `"num_steps"`, `"early_stop"` or `"stop_loss"`.
-        exact_match (`bool`):
-            Whether greedy decoding gives the target.
-        round_trip (`bool`):
-            Whether the prompt's text with the suffix is tokenized to `prompt_ids`.
-    """
-
-    suffix: str
-    suffix_ids: list[int]
-    prompt_ids: list[int]
-    target_ids: list[int]
-    loss: float
-    initial_loss: float
-    losses: list[float]
-    suffixes: list[str]
-    stop_reason: StopReason
-    exact_match: bool
-    round_trip: bool
 
 
 def run_gcg(
@@ -135,6 +90,10 @@ class GCG:
             raise ValueError(
                 "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
             )
+        if draft_model is not None and (config.merge_swaps > 1 or config.recall):
+            raise ValueError(
+                "`merge_swaps` and `recall` need the losses of all candidates; leave them out, or `draft_model`."
+            )
         self._allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
         self._allowed = self._allowed.to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
@@ -181,18 +140,19 @@ class GCG:
         if self.draft_model is not None:
             draft = self._scorer(self.draft_model, prompt)
         buffer = self._fill_buffer(prompt, scorer, generator)
-        initial_loss, ids = buffer[0]
-        best = buffer[0]
-        losses, suffixes, stalled = [], [], 0
+        initial_loss, ids = best = buffer[0]
+        memory = SwapMemory(ids, self._allowed) if config.recall else None
+        width, lowest = float(config.search_width), initial_loss
+        losses, suffixes = [], []
         stop_reason: StopReason = "num_steps"
         for _ in range(config.num_steps):
             gradient, matches = scorer.gradient(ids)
             if matches and config.early_stop:
-                stop_reason = "early_stop"
+                stop_reason, best = "early_stop", buffer[0]
                 break
-            candidates = self._draw(prompt, ids, gradient, generator)
+            candidates = self._draw(prompt, ids, gradient, generator, int(width), memory)
             if draft is None:
-                loss, found = self._search(prompt, scorer, ids, candidates)
+                loss, found = self._search(prompt, scorer, buffer[0], candidates, memory)
             else:
                 loss, found = probe_search(
                     scorer,
@@ -203,10 +163,9 @@ class GCG:
                     config.probe_sampling_factor,
                     config.probe_reduction,
                 )
-            stalled = 0 if loss < buffer[0][0] else stalled + 1
-            if config.buffer_size or stalled == 0 or stalled > config.patience:
-                _insert(buffer, loss, found, config.buffer_size)
-                stalled = 0
+            width = self._next_width(width, loss < lowest)
+            lowest = min(lowest, loss)
+            _insert(buffer, loss, found, config.buffer_size)
             best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
             ids = buffer[0][1]
             losses.append(loss)
@@ -252,16 +211,29 @@ class GCG:
         return sorted(zip(losses.tolist(), suffixes, strict=True), key=lambda entry: entry[0])
 
     def _draw(
-        self, prompt: AttackPrompt, ids: torch.Tensor, gradient: torch.Tensor, generator: torch.Generator
+        self,
+        prompt: AttackPrompt,
+        ids: torch.Tensor,
+        gradient: torch.Tensor,
+        generator: torch.Generator,
+        width: int,
+        memory: SwapMemory | None,
     ) -> torch.Tensor:
-        """Candidates, each once, that survive the round trip."""
+        """Candidates, each once, that survive the round trip; those that the memory proposes first."""
         config = self.config
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")
         tokens = best_tokens(gradient, self._allowed, self._topk)
+        proposed = ids.new_empty((0, len(ids)))
+        if memory is not None:
+            memory.visit(ids)
+            proposed = memory.propose(ids, int(width * config.recall))
         for _ in range(_DRAWS):
-            drawn = distinct(draw_candidates(ids, tokens, config.search_width, config.n_replace, generator))
-            kept = drawn[prompt.survives(drawn, config.filter_roundtrip)]
+            drawn = draw_candidates(ids, tokens, width - len(proposed), config.n_replace, generator)
+            candidates = distinct(torch.cat([proposed, drawn]))
+            if memory is not None:
+                candidates = memory.unvisited(candidates)
+            kept = candidates[prompt.survives(candidates, config.filter_roundtrip)]
             if len(kept):
                 return kept
         raise GCGError(
@@ -270,17 +242,35 @@ class GCG:
         )
 
     def _search(
-        self, prompt: AttackPrompt, scorer: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
+        self,
+        prompt: AttackPrompt,
+        scorer: SuffixScorer,
+        current: tuple[float, torch.Tensor],
+        candidates: torch.Tensor,
+        memory: SwapMemory | None,
     ) -> tuple[float, torch.Tensor]:
         """The best candidate, or the best merge of several, and its loss."""
+        loss, ids = current
         losses = finite(scorer.losses(candidates))
+        if memory is not None:
+            memory.record(ids, loss, candidates, losses)
         if self.config.merge_swaps > 1:
             merged = merge_candidates(ids, candidates, losses, self.config.merge_swaps)
+            if memory is not None:
+                merged = memory.unvisited(merged)
             merged = merged[prompt.survives(merged, self.config.filter_roundtrip)]
             candidates = torch.cat([candidates, merged])
             losses = torch.cat([losses, finite(scorer.losses(merged))])
         index = int(losses.argmin())
         return losses[index].item(), candidates[index]
+
+    def _next_width(self, width: float, progress: bool) -> float:
+        """Candidates of the next step: fewer after one with progress, more after one without."""
+        if self.config.max_search_width is None:
+            return width
+        return (
+            max(0.8 * width, self.config.search_width) if progress else min(1.25 * width, self.config.max_search_width)
+        )
 
 
 def _insert(buffer: list[tuple[float, torch.Tensor]], loss: float, ids: torch.Tensor, size: int) -> None:

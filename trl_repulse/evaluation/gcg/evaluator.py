@@ -16,12 +16,13 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .engine import GCG, GCGResult
+from .engine import GCG
 from .errors import GCGError
 from .evaluation_config import GCGEvaluationConfig
 from .judges import Judge
 from .prompt import build_prompt
 from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
+from .result import GCGResult
 from .sampling import sample_responses, target_log_probs
 from .table import TableRow, derive_seed, hash_table, load_table
 
