@@ -50,7 +50,8 @@ def run_gcg(
         [`GCGResult`]
 
     Raises:
-        `ValueError`: If the target is empty, there is no chat template, or the settings do not fit the tokenizer.
+        `ValueError`: If the target is empty, there is no chat template, or the settings do not fit the tokenizer
+            or a draft model.
         [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
 
     Example:
@@ -74,7 +75,7 @@ class GCG:
             As for [`run_gcg`].
 
     Raises:
-        `ValueError`: If the settings do not fit the tokenizer.
+        `ValueError`: If the settings do not fit the tokenizer or a draft model.
     """
 
     def __init__(
