@@ -7,10 +7,9 @@
 A small Llama (4 layers of width 256, 4,096 tokens), one thread. `steps` lets three programs take turns with the same seeds:
 nanogcg as it runs on today's transformers, without its prefix cache, which raises there; nanogcg with its cache repaired from
 outside; and `run_gcg`. All three must find the same strings. `loss` runs the published algorithm to its end for each pair of a
-goal and a seed, with `run_gcg`, and measures how long a narrow search that merges swaps and recalls what others did takes to
-its lowest loss, in four times as many steps at most. nanogcg's time is the number of steps times what it takes for a step there
-and then. Seconds are the processor's, which are those of the clock on
-a machine that does nothing else.
+goal and a seed, with `run_gcg`, and measures how long a narrow search that merges swaps takes to its lowest loss, in four
+times as many steps at most. nanogcg's time is the number of steps times what it takes for a step there and then. Seconds
+are the processor's, which are those of the clock on a machine that does nothing else.
 """
 
 import argparse
@@ -197,7 +196,9 @@ def compare_losses(model, tokenizer, options) -> None:
             strings, losses, seconds = run_ours(*arguments, options.steps, width)
             best = min(losses)
             limits = (4 * options.steps, options.fast_width)
-            _, found, fast = run_ours(*arguments[:-1], seed + 1000, *limits, stop_loss=best, **fast_options(options))
+            _, found, fast = run_ours(
+                *arguments[:-1], seed + 1000, *limits, stop_loss=best, merge_swaps=options.merge_swaps
+            )
             line = {
                 "goal": goal,
                 "seed": seed,
@@ -214,15 +215,10 @@ def compare_losses(model, tokenizer, options) -> None:
     report_losses([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()], options)
 
 
-def fast_options(options) -> dict:
-    names = ("max_search_width", "merge_swaps", "recall")
-    return {name: getattr(options, name) for name in names}
-
-
 def report_losses(lines: list[dict], options) -> None:
     reached = sum(line["reached"] for line in lines)
     print(
-        f"width {options.widths[0]}, {options.steps} steps, against width {options.fast_width}, {fast_options(options)}: "
+        f"width {options.widths[0]}, {options.steps} steps, against width {options.fast_width}, merge_swaps {options.merge_swaps}: "
         f"{len(lines)} pairs, {reached} reached the published algorithm's loss; first strings the same in "
         f"{sum(line['same'] for line in lines)}"
     )
@@ -246,9 +242,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="seeds of each goal, for `loss`")
     parser.add_argument("--timed-steps", type=int, default=2, help="steps of nanogcg timed for each pair, for `loss`")
     parser.add_argument("--fast-width", type=int, default=32, help="candidates of the fast search's steps")
-    parser.add_argument("--max-search-width", type=int, default=128)
     parser.add_argument("--merge-swaps", type=int, default=8)
-    parser.add_argument("--recall", type=float, default=0.5)
     parser.add_argument("--training-steps", type=int, default=300, help="of the model, before it is attacked")
     parser.add_argument("--output", type=Path, default=Path("gcg_loss.jsonl"), help="finished pairs, for `loss`")
     options = parser.parse_args()

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, engine, run_gcg
+from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, run_gcg
 from trl_repulse.evaluation.gcg.candidates import first_changed, merge_candidates
 from trl_repulse.evaluation.gcg.prompt import allowed_tokens, build_prompt
-from trl_repulse.evaluation.gcg.recall import SwapMemory
 from trl_repulse.evaluation.gcg.scoring import SuffixScorer
 
 from .gcg_support import SPECIAL, build_model, build_tokenizer, reference_gcg, reference_gradient, reference_loss
@@ -186,75 +185,6 @@ def test_merged_swaps(model, tokenizer, exact):
     assert merged.losses[0] <= exact.losses[0]
 
 
-def test_a_memory_of_swaps_finds_what_adds_up():
-    """Effects that are a token's worth plus a position's: what one position teaches is proposed at the others."""
-    generator = torch.Generator().manual_seed(0)
-    worth, place = torch.randn(50, generator=generator), torch.randn(4, generator=generator)
-    allowed = torch.arange(50) != 7
-    ids = torch.tensor([3, 3, 3, 3])
-
-    def loss(suffixes):
-        return (worth[suffixes] + place).sum(dim=-1)
-
-    memory = SwapMemory(ids, allowed)
-    assert memory.propose(ids, 5).shape == (0, 4)
-    candidates = ids.repeat(100, 1)
-    candidates[:50, 0] = candidates[50:, 2] = torch.arange(50)
-    memory.record(ids, loss(ids).item(), candidates, loss(candidates))
-    memory.record(ids, 0.0, torch.tensor([[1, 1, 3, 3], [3, 3, 3, 3]]), torch.tensor([-99.0, -99.0]))  # not one swap
-    proposed = memory.propose(ids, 6)
-    best = worth.masked_fill(~allowed, torch.inf).argsort()[:3].tolist()
-    expected = {(place, token) for place in (1, 3) for token in best}  # those of 0 and 2 have been tried
-    assert {(int(place), int(row[place])) for row in proposed for place in (row != ids).nonzero()} == expected
-    assert not {tuple(row) for row in memory.propose(ids, 6).tolist()} & {tuple(row) for row in proposed.tolist()}
-    moved = torch.tensor([best[0], 3, 3, 3])  # the effects stay those from the first suffix
-    more = moved.repeat(1, 1)
-    more[0, 1] = best[0]
-    memory.record(moved, loss(moved).item(), more, loss(more))
-    assert memory._effects[1, best[0]].item() == pytest.approx((worth[best[0]] - worth[3]).item(), abs=1e-5)
-    memory.visit(moved)
-    assert memory.unvisited(torch.stack([ids, moved])).tolist() == [ids.tolist()]
-
-
-def test_recall(model, tokenizer):
-    """It proposes its share of swaps that were not tried, and does not go in circles."""
-    proposals = []
-    propose = SwapMemory.propose
-
-    def watch(self, ids, count):
-        proposals.append((count, propose(self, ids, count)))
-        return proposals[-1][1]
-
-    options = QUICK | {"num_steps": 20, "recall": 0.5, "merge_swaps": 6}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SwapMemory, "propose", watch)
-        result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**options))
-    assert len(set(result.suffixes)) == len(result.suffixes) and result.loss < result.initial_loss
-    assert [count for count, _ in proposals] == [QUICK["search_width"] // 2] * 20
-    assert [len(found) for _, found in proposals] == [0] + [QUICK["search_width"] // 2] * 19
-    with pytest.raises(ValueError, match="`merge_swaps` and `recall` need the losses of all candidates"):
-        run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**options), build_model("llama", VOCABULARY))
-
-
-def test_a_width_that_grows_without_progress(model, tokenizer, monkeypatch):
-    widths = []
-    draw = engine.draw_candidates
-
-    def watch(ids, tokens, width, *rest):
-        widths.append(width)
-        return draw(ids, tokens, width, *rest)
-
-    monkeypatch.setattr(engine, "draw_candidates", watch)
-    options = {"num_steps": 40, "search_width": 4, "max_search_width": 9}
-    result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | options))
-    expected, lowest, width = [], result.initial_loss, 4.0
-    for loss in result.losses:
-        expected.append(int(width))
-        width = max(0.8 * width, 4) if loss < lowest else min(1.25 * width, 9)
-        lowest = min(lowest, loss)
-    assert widths == expected and {4, 9} <= set(widths)
-
-
 def test_first_changed_position():
     candidates = torch.tensor([[1, 2, 3], [0, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 0]])
     assert first_changed(torch.tensor([1, 2, 3]), candidates).tolist() == [3, 0, 2, 1, 0]
@@ -278,6 +208,8 @@ def test_probe_sampling(model, tokenizer, exact):
     by_model = [size for owner, size in scored if owner is model]
     candidates = max(size for owner, size in scored if owner is draft)
     assert sum(by_model[-2:]) <= candidates // 4 + 1 < candidates
+    with pytest.raises(ValueError, match="`merge_swaps` needs the losses of all candidates"):
+        run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK, merge_swaps=2), draft)
     with pytest.raises(ValueError, match="`draft_model` has fewer tokens"):
         run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK), build_model("llama", 100))
 
@@ -378,9 +310,6 @@ def test_settings_that_do_not_fit_the_tokenizer(model, tokenizer):
         ({"num_steps": 0}, "`num_steps=0` must be at least 1"),
         ({"buffer_size": -1}, "`buffer_size=-1` must be at least 0"),
         ({"micro_batch_size": 0}, "`micro_batch_size=0` must be at least 1"),
-        ({"search_width": 8, "max_search_width": 7}, "`max_search_width=7` must be at least 8"),
-        ({"recall": 1.0}, "`recall=1.0` must be at least 0 and below 1"),
-        ({"recall": 0.5, "n_replace": 2}, "`recall` learns from single swaps; set `n_replace=1`"),
         ({"mellowmax": 0.0}, "`mellowmax=0.0` must be above 0"),
         ({"suffix_init": ""}, "`suffix_init` is empty"),
         ({"filter_roundtrip": "text"}, "`filter_roundtrip='text'` must be one of 'context', 'suffix', 'off'"),

@@ -48,13 +48,6 @@ class GCGConfig:
         merge_swaps (`int`, *optional*, defaults to `0`):
             If above 1, each step also tries the best 2, 3, ... up to this many candidates merged into one. Not part of
             the published algorithm.
-        recall (`float`, *optional*, defaults to `0.0`):
-            Share of a step's candidates that are not drawn but chosen by what those before them scored
-            ([`SwapMemory`][trl_repulse.evaluation.gcg.recall.SwapMemory]). Needs `n_replace=1`. Not part of the
-            published algorithm.
-        max_search_width (`int`, *optional*):
-            If set, a step without a loss below all before it makes the next one a quarter wider, up to this, and one
-            with it a fifth narrower, down to `search_width`. Not part of the published algorithm.
         probe_sampling_factor (`int`, *optional*, defaults to `16`):
             With a draft model: one of so many candidates is in the probe set (Zhao et al. 2024, arXiv 2403.01251).
         probe_reduction (`int`, *optional*, defaults to `8`):
@@ -99,12 +92,6 @@ class GCGConfig:
     merge_swaps: int = field(
         default=0, metadata={"help": "Best candidates that are also tried merged into one; 0 for none."}
     )
-    recall: float = field(
-        default=0.0, metadata={"help": "Share of candidates that are chosen by what those before them scored."}
-    )
-    max_search_width: int | None = field(
-        default=None, metadata={"help": "Candidates of a step at most, if steps without progress are to widen."}
-    )
     probe_sampling_factor: int = field(
         default=16, metadata={"help": "With a draft model: one of so many candidates is in the probe set."}
     )
@@ -126,12 +113,6 @@ class GCGConfig:
             _at_least(name, getattr(self, name), 0)
         if self.micro_batch_size is not None:
             _at_least("micro_batch_size", self.micro_batch_size, 1)
-        if self.max_search_width is not None:
-            _at_least("max_search_width", self.max_search_width, self.search_width)
-        if not 0 <= self.recall < 1:
-            raise ValueError(f"`recall={self.recall}` must be at least 0 and below 1.")
-        if self.recall and self.n_replace != 1:
-            raise ValueError("`recall` learns from single swaps; set `n_replace=1`, or leave it out.")
         if self.mellowmax is not None and not self.mellowmax > 0:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:

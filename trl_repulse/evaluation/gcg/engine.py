@@ -10,7 +10,6 @@ from .config import GCGConfig
 from .errors import GCGError, finite
 from .probe import probe_search
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt, decode
-from .recall import SwapMemory
 from .result import GCGResult, StopReason
 from .scoring import SuffixScorer
 
@@ -91,9 +90,9 @@ class GCG:
             raise ValueError(
                 "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
             )
-        if draft_model is not None and (config.merge_swaps > 1 or config.recall):
+        if draft_model is not None and config.merge_swaps > 1:
             raise ValueError(
-                "`merge_swaps` and `recall` need the losses of all candidates; leave them out, or `draft_model`."
+                "`merge_swaps` needs the losses of all candidates; set it to 0, or leave out `draft_model`."
             )
         self._allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
         self._allowed = self._allowed.to(model.device)
@@ -142,8 +141,6 @@ class GCG:
             draft = self._scorer(self.draft_model, prompt)
         buffer = self._fill_buffer(prompt, scorer, generator)
         initial_loss, ids = best = buffer[0]
-        memory = SwapMemory(ids, self._allowed) if config.recall else None
-        width, lowest = float(config.search_width), initial_loss
         losses, suffixes = [], []
         stop_reason: StopReason = "num_steps"
         for _ in range(config.num_steps):
@@ -151,9 +148,9 @@ class GCG:
             if matches and config.early_stop:
                 stop_reason, best = "early_stop", buffer[0]
                 break
-            candidates = self._draw(prompt, ids, gradient, generator, int(width), memory)
+            candidates = self._draw(prompt, ids, gradient, generator)
             if draft is None:
-                loss, found = self._search(prompt, scorer, buffer[0], candidates, memory)
+                loss, found = self._search(prompt, scorer, ids, candidates)
             else:
                 loss, found = probe_search(
                     scorer,
@@ -164,8 +161,6 @@ class GCG:
                     config.probe_sampling_factor,
                     config.probe_reduction,
                 )
-            width = self._next_width(width, loss < lowest)
-            lowest = min(lowest, loss)
             _insert(buffer, loss, found, config.buffer_size)
             best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
             ids = buffer[0][1]
@@ -212,29 +207,16 @@ class GCG:
         return sorted(zip(losses.tolist(), suffixes, strict=True), key=lambda entry: entry[0])
 
     def _draw(
-        self,
-        prompt: AttackPrompt,
-        ids: torch.Tensor,
-        gradient: torch.Tensor,
-        generator: torch.Generator,
-        width: int,
-        memory: SwapMemory | None,
+        self, prompt: AttackPrompt, ids: torch.Tensor, gradient: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
-        """Candidates, each once, that survive the round trip; those that the memory proposes first."""
+        """Candidates, each once, that survive the round trip."""
         config = self.config
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")
         tokens = best_tokens(gradient, self._allowed, self._topk)
-        proposed = ids.new_empty((0, len(ids)))
-        if memory is not None:
-            memory.visit(ids)
-            proposed = memory.propose(ids, int(width * config.recall))
         for _ in range(_DRAWS):
-            drawn = draw_candidates(ids, tokens, width - len(proposed), config.n_replace, generator)
-            candidates = distinct(torch.cat([proposed, drawn]))
-            if memory is not None:
-                candidates = memory.unvisited(candidates)
-            kept = candidates[prompt.survives(candidates, config.filter_roundtrip)]
+            drawn = distinct(draw_candidates(ids, tokens, config.search_width, config.n_replace, generator))
+            kept = drawn[prompt.survives(drawn, config.filter_roundtrip)]
             if len(kept):
                 return kept
         raise GCGError(
@@ -243,35 +225,17 @@ class GCG:
         )
 
     def _search(
-        self,
-        prompt: AttackPrompt,
-        scorer: SuffixScorer,
-        current: tuple[float, torch.Tensor],
-        candidates: torch.Tensor,
-        memory: SwapMemory | None,
+        self, prompt: AttackPrompt, scorer: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[float, torch.Tensor]:
         """The best candidate, or the best merge of several, and its loss."""
-        loss, ids = current
         losses = finite(scorer.losses(candidates))
-        if memory is not None:
-            memory.record(ids, loss, candidates, losses)
         if self.config.merge_swaps > 1:
             merged = merge_candidates(ids, candidates, losses, self.config.merge_swaps)
-            if memory is not None:
-                merged = memory.unvisited(merged)
             merged = merged[prompt.survives(merged, self.config.filter_roundtrip)]
             candidates = torch.cat([candidates, merged])
             losses = torch.cat([losses, finite(scorer.losses(merged))])
         index = int(losses.argmin())
         return losses[index].item(), candidates[index]
-
-    def _next_width(self, width: float, progress: bool) -> float:
-        """Candidates of the next step: fewer after one with progress, more after one without."""
-        if self.config.max_search_width is None:
-            return width
-        return (
-            max(0.8 * width, self.config.search_width) if progress else min(1.25 * width, self.config.max_search_width)
-        )
 
 
 def _insert(buffer: list[tuple[float, torch.Tensor]], loss: float, ids: torch.Tensor, size: int) -> None:
