@@ -13,6 +13,9 @@ from trl_repulse import __version__
 
 # Sub-command -> its module, and what it does in one line
 COMMANDS = {
+    "gcg": ("trl_repulse._commands.gcg", "measure how often attacks on a model succeed"),
+    "gcg-merge": ("trl_repulse._commands.gcg_merge", "merge the results of an attack evaluation's shards"),
+    "gcg-report": ("trl_repulse._commands.gcg_report", "report attack success rates from results, without a model"),
     "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }
