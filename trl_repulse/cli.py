@@ -14,6 +14,7 @@ from trl_repulse import __version__
 # Sub-command -> its module, and what it does in one line
 COMMANDS = {
     "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
+    "rare-events": ("trl_repulse._commands.rare_events", "estimate how often a model produces its rarest outputs"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }
 

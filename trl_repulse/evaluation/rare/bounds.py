@@ -167,7 +167,9 @@ def enumeration_sample(
         `ValueError`: If `log_target` holds NaN or +inf, or a prompt has no completion of positive potential.
     """
     require_shape("log_target", log_target, (-1, -1))
-    if bool((log_target.isnan() | (log_target == torch.inf)).any()) or bool((log_target == -torch.inf).all(dim=1).any()):
+    if bool((log_target.isnan() | (log_target == torch.inf)).any()) or bool(
+        (log_target == -torch.inf).all(dim=1).any()
+    ):
         raise ValueError("`log_target` needs numbers below +inf, and for each prompt at least one above −inf.")
     # Float64, and probabilities at most 1 apart from rounding: what is lost is below 1e-308 of the target
     return torch.multinomial(log_target.double().softmax(dim=1), num_samples, replacement=True, generator=generator)

@@ -193,7 +193,9 @@ def _check(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, conf
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
     if not 2 <= count < values.size:
-        raise ValueError(f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores.")
+        raise ValueError(
+            f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
+        )
     if not sizes or min(sizes) < 1:
         raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up.")
     if tail not in _DRAWS:

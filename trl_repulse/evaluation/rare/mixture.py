@@ -116,7 +116,9 @@ def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[floa
         it is 0.
     """
     total = values.numel()
-    cells = [(part.var(dim=1) * (n / total**2), n) for part, n in zip(values.split(counts, dim=1), counts, strict=True) if n]
+    cells = [
+        (part.var(dim=1) * (n / total**2), n) for part, n in zip(values.split(counts, dim=1), counts, strict=True) if n
+    ]
     variance = sum(float(cell.sum()) for cell, _ in cells)
     spread = sum(float((cell.square() / (n - 1)).sum()) for cell, n in cells)
     return float(values.mean()), variance, variance**2 / spread if spread else float("inf")

@@ -197,8 +197,9 @@ def _end_token_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _until_end(row: list[int], end: list[int]) -> list[int]:
+    """A completion's tokens with the one that ends it, which is no part of the text if it is a special token."""
     places = [row.index(token) for token in end if token in row]
-    return row[: min(places)] if places else row
+    return row[: min(places) + 1] if places else row
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
