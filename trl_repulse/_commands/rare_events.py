@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .serve_reward import _object
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
@@ -23,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reward = parser.add_argument_group("reward")
     reward.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
     reward.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
-    reward.add_argument("--reward_kwargs", metavar="JSON", help="further arguments of the reward")
+    reward.add_argument(
+        "--reward_kwargs", metavar="JSON", type=_object, default={}, help="further arguments of the reward"
+    )
     drawing = parser.add_argument_group("completions")
     drawing.add_argument("--prompts", required=True, help="file or data set of prompts")
     drawing.add_argument("--split", default="train", help="split of a data set (train)")
@@ -85,18 +89,20 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
-    import torch
     from accelerate import PartialState
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from ..data import load_prompts
+    from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw
     from ..rewards.loading import load_reward
 
+    for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
+        check_share(name, value)
     device, code = PartialState().device, {"trust_remote_code": args.trust_remote_code}
     prompts = load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"]
-    reward: Any = load_reward(args.reward_type, args.reward_model_path, **json.loads(args.reward_kwargs or "{}"))
+    reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
         reward_tokenizer = AutoTokenizer.from_pretrained(reward, **code)
@@ -106,18 +112,17 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         for name in (args.policy, *args.proposal)
     ]
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
-    with torch.no_grad():
-        draws = draw(
-            models,
-            AutoTokenizer.from_pretrained(args.policy, **code),
-            list(prompts),
-            reward,
-            (args.num_samples, *(others for _ in args.proposal)),
-            args.max_completion_length,
-            reward_tokenizer=reward_tokenizer,
-            batch_size=args.batch_size,
-            seed=args.seed,
-        )
+    draws = draw(
+        models,
+        AutoTokenizer.from_pretrained(args.policy, **code),
+        list(prompts),
+        reward,
+        (args.num_samples, *(others for _ in args.proposal)),
+        args.max_completion_length,
+        reward_tokenizer=reward_tokenizer,
+        batch_size=args.batch_size,
+        seed=args.seed,
+    )
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
     return {"settings": {key: value for key, value in vars(args).items() if key not in ("run", "command")}, **report}
 

@@ -15,6 +15,7 @@ import torch
 from scipy.stats import t as student
 
 from ...importance import require_shape
+from .estimates import check_share
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,7 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
             "`log_w` must hold no NaN or +inf, and `log_w_target` finite numbers alone: a draw from the target has a "
             "positive weight, and a finite one if the proposal can draw it."
         )
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence={confidence}` must be between 0 and 1, such as 0.95.")
+    check_share("confidence", confidence)
     log_w, log_w_target = log_w.double(), log_w_target.double()
     log_k = math.log(log_w.shape[-1])
     lower = log_w.logsumexp(dim=-1) - log_k  # (P, R)

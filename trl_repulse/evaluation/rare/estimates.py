@@ -75,7 +75,7 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     Raises:
         `ValueError`: If `confidence` is not between 0 and 1, or `threshold` is NaN.
     """
-    _check_confidence(confidence)
+    check_share("confidence", confidence)
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
     bad = sample.rewards < threshold
@@ -136,9 +136,8 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     Raises:
         `ValueError`: If `level` or `confidence` is not between 0 and 1.
     """
-    _check_confidence(confidence)
-    if not 0 < level < 1:
-        raise ValueError(f"`level={level}` must be between 0 and 1, such as 1e-4.")
+    check_share("confidence", confidence)
+    check_share("level", level)
     log_level = math.log(level)
     rewards, order = sample.rewards.double().flatten().sort(stable=True)
     cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
@@ -172,6 +171,18 @@ def _unseen_bound(sample: MixtureSample, confidence: float) -> float:
     return float(beta_distribution.isf((1 - confidence) / 2, 1, draws)) if draws else 1.0
 
 
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence={confidence}` must be between 0 and 1, such as 0.95.")
+def check_share(name: str, value: float) -> None:
+    """
+    Refuses a level or a nominal coverage that is no share.
+
+    Args:
+        name (`str`):
+            Name of the argument, for the message.
+        value (`float`):
+            Its value.
+
+    Raises:
+        `ValueError`: If it is not between 0 and 1.
+    """
+    if not 0 < value < 1:
+        raise ValueError(f"`{name}={value}` must be between 0 and 1.")

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from scipy.stats import genpareto
 
+from .estimates import check_share
+
 
 Tail = Literal["exponential", "pareto"]
 _DRAWS = {"exponential": 10_000, "pareto": 200}  # of the parameters; each of the latter is a fit
@@ -200,5 +202,4 @@ def _check(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, conf
         raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up.")
     if tail not in _DRAWS:
         raise ValueError(f"`tail={tail!r}` must be 'exponential' or 'pareto'.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence={confidence}` must be between 0 and 1, such as 0.95.")
+    check_share("confidence", confidence)

@@ -11,6 +11,7 @@ for any proposals, and no weight exceeds 1 / α_0. Since each component draws ex
 the variance of the mean is the sum of what the components contribute, each about its own mean.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,7 +65,7 @@ class MixtureSample:
     @property
     def num_prompts(self) -> int:
         """P."""
-        return self.rewards.shape[0]
+        return len(self.rewards)
 
     @cached_property
     def shares(self) -> torch.Tensor:
@@ -139,11 +140,11 @@ def largest_normalization_error(sample: MixtureSample) -> float:
         `float`: deviation in standard errors. The error of a component counts one completion of the largest possible
         weight that was not seen, so that a component that hardly overlaps the others cannot fail for want of luck.
     """
-    errors = []
+    errors: list[float] = []
     for k, n in enumerate(sample.counts):
         if n:
             mean, variance, _ = stratified_mean((sample.log_density[..., k] - sample.log_mixture).exp(), sample.counts)
-            errors.append(abs(mean - 1) / (variance + (1 / (n * sample.num_prompts)) ** 2) ** 0.5)
+            errors.append(abs(mean - 1) / math.sqrt(variance + (n * sample.num_prompts) ** -2))
     return max(errors)
 
 

@@ -1,0 +1,438 @@
+"""Estimates of rare events in the embedded world, against the truth by enumeration.
+
+    python benchmarks/rare_events.py --output_dir runs/rare
+
+A policy with P(bad) near 1e-4 is trained with `examples/repulse.py`, and then a proposal for it as it stands. Every completion of
+either has a known probability: repetitions draw from these tables and run no model again. What was trained is kept in
+`--output_dir`; `--only` names parts to repeat.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
+from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
+from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
+from trl_repulse.evaluation.rare.mixture import MixtureSample
+from trl_repulse.evaluation.rare.sampling import draw
+
+
+THRESHOLD, LEVEL, BETA = -5.0, 1e-4, -5.0
+Tables = dict[str, torch.Tensor]  # log-probabilities (P, S) of every completion, and `rewards` (P, S)
+
+
+def train(folder: Path) -> None:
+    """A policy, a proposal trained for it as it stands, and a second policy with the proposal trained beside it."""
+    example = Path(__file__).parents[1] / "examples" / "repulse.py"
+    for name, flags in (("policy", {"alpha": 0.0, "learning_rate": 1e-3}), ("beside", {})):
+        if (folder / name / "results.json").exists():
+            continue
+        flags = flags | {"output_dir": folder / name, "max_steps": 120, "disable_tqdm": "true"}
+        command = [sys.executable, str(example), *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
+    if not (folder / "trained" / "proposal").exists():
+        args = RePULSeConfig(
+            output_dir=str(folder / "trained"),
+            learning_rate=0.0,  # the policy stays as it is
+            alpha=1e-6,
+            beta=0.0,
+            target_dist_beta=BETA,
+            proposal_learning_rate=1e-3,
+            lr_scheduler_type="cosine",
+            max_grad_norm=1.0,
+            weight_decay=0.0,
+            max_steps=120,
+            per_device_train_batch_size=128,
+            num_generations=32,
+            num_proposal_generations=512,
+            max_completion_length=2,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=20,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = RePULSeTrainer(
+            model=str(folder / "policy"),
+            reward_funcs=embedded.reward_model_path(),
+            args=args,
+            train_dataset=embedded.load_prompts(),
+            proposal_model=embedded.policy_path(),  # draws bad outputs more often than the finished policy
+        )
+        trainer.train()
+        trainer.save_model(str(folder / "trained"))
+
+
+def load_models(folder: Path) -> dict[str, AutoModelForCausalLM]:
+    paths = {
+        "policy": folder / "policy",
+        "trained": folder / "trained" / "proposal",
+        "initial": embedded.policy_path(),
+        "beside_policy": folder / "beside",
+        "beside": folder / "beside" / "proposal",
+    }
+    return {name: AutoModelForCausalLM.from_pretrained(path) for name, path in paths.items()}
+
+
+def load_tables(folder: Path) -> Tables:
+    """Rewards, and every model's log-probability of every completion."""
+    path = folder / "tables.safetensors"
+    if not path.exists():
+        tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+        evaluator = ExactEvaluator(
+            tokenizer,
+            embedded.load_prompts()["prompt"],
+            AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
+            embedded.bad_token_ids(tokenizer),
+            2,
+            reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
+        )
+        tables = {name: evaluator.log_probs(model) for name, model in load_models(folder).items()}
+        save_file(tables | {"rewards": evaluator.rewards}, path)
+    return load_file(path)
+
+
+def bad_proposals(tables: Tables) -> Tables:
+    """Proposals made worse on purpose, from the trained one q and the policy p."""
+    q, p, generator = tables["trained"], tables["policy"], torch.Generator().manual_seed(1)
+    noise = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    bad = tables["rewards"] < THRESHOLD
+    # The likeliest bad outputs of each prompt, up to half of its bad probability
+    log_bad = p.masked_fill(~bad, -math.inf)
+    ordered, order = log_bad.sort(dim=1, descending=True)
+    share = ordered.softmax(dim=1).cumsum(dim=1)
+    half = torch.zeros_like(bad).scatter(1, order, (share - ordered.softmax(dim=1)) < 0.5) & bad
+    mild = (p + 2.5 * bad).log_softmax(dim=1)  # bad outputs 12 times as often as under the policy
+    return {
+        "under-tilted (12 times the policy's P(bad))": mild,
+        "under-tilted and noisy (e^N(0, 2²))": (mild + 2 * noise).log_softmax(dim=1),
+        "noisy (e^N(0, 2²))": (q + 2 * noise).log_softmax(dim=1),
+        "very noisy (e^N(0, 4²))": (q + 4 * noise).log_softmax(dim=1),
+        "mode dropped (half of P(bad) or more, by e⁻¹²)": (q - 12.0 * half).log_softmax(dim=1),
+        "all modes but one dropped": (q - 12.0 * (bad & ~top_one(log_bad))).log_softmax(dim=1),
+    }
+
+
+def top_one(values: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(values, dtype=torch.bool).scatter(1, values.argmax(dim=1, keepdim=True), True)
+
+
+def samples(
+    tables: Tables, proposals: list[torch.Tensor], counts: tuple[int, ...], repetitions: int, seed: int = 0
+) -> Iterator[MixtureSample]:
+    """Independent mixture samples, drawn from tables."""
+    generator = torch.Generator().manual_seed(seed)
+    models = [tables["policy"], *proposals]
+    cumulative = [model.exp().cumsum(dim=1) for model in models]
+    stacked = torch.stack(models, dim=-1)  # (P, S, K)
+    for _ in range(repetitions):
+        parts = []
+        for steps, count in zip(cumulative, counts, strict=True):
+            points = torch.rand(len(steps), count, generator=generator, dtype=torch.float64) * steps[:, -1:]
+            parts.append(torch.searchsorted(steps, points))
+        index = torch.cat(parts, dim=1)  # (P, N)
+        density = stacked.gather(1, index.unsqueeze(-1).expand(-1, -1, len(models)))
+        yield MixtureSample(tables["rewards"].gather(1, index), density, counts)
+
+
+def true_prob_bad(tables: Tables, threshold: float = THRESHOLD) -> float:
+    return float((tables["policy"].exp() * (tables["rewards"] < threshold)).sum(dim=1).mean())
+
+
+def true_cvar(tables: Tables, level: float) -> float:
+    rewards, order = tables["rewards"].flatten().sort()
+    mass = (tables["policy"].exp().flatten() / len(tables["policy"]))[order].cumsum(dim=0).clamp(max=level)
+    return float((mass.diff(prepend=torch.zeros(1, dtype=torch.float64)) * rewards).sum() / level)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Prints a Markdown table."""
+    for line in (header, tuple("---" for _ in header), *rows):
+        print("| " + " | ".join(line) + " |")
+    print(flush=True)
+
+
+def run(
+    estimator: Callable[[MixtureSample], RareEstimate], truth: float, drawn: Iterator[MixtureSample]
+) -> dict[str, float]:
+    """What becomes of an estimator over many samples; counts and means."""
+    found = {
+        "n": 0,
+        "below": 0,
+        "above": 0,
+        "misses": 0,
+        "flagged": 0,
+        "flagged misses": 0,
+        "uneven misses": 0,
+        "square": 0.0,
+    }
+    for sample in drawn:
+        estimate = estimator(sample)
+        below, above = estimate.upper < truth, estimate.lower > truth
+        missed, flagged = below or above, not estimate.reliable
+        uneven = flagged and any("uneven" in reason for reason in estimate.reasons)
+        found["n"] += 1
+        found["below"] += below
+        found["above"] += above
+        found["misses"] += missed
+        found["flagged"] += flagged
+        found["flagged misses"] += flagged and missed
+        found["uneven misses"] += uneven and missed
+        found["square"] += (estimate.value - truth) ** 2
+    return found
+
+
+def coverage(tables: Tables, repetitions: int) -> None:
+    print(f"### Coverage of 95 % intervals, {repetitions:,} repetitions\n")
+    q, initial = tables["trained"], tables["initial"]
+    cases = [
+        ("policy alone", [], (25_000,)),
+        ("policy, trained", [q], (500, 500)),
+        ("policy, trained", [q], (5_000, 5_000)),
+        ("policy, trained", [q], (40_000, 10_000)),
+        ("policy, trained, initial policy", [q, initial], (5_000, 5_000, 5_000)),
+    ]
+    quantities = [
+        (f"P(r < {THRESHOLD:g})", true_prob_bad(tables), lambda s: prob_bad(s, THRESHOLD)),
+        ("P(r < -7)", true_prob_bad(tables, -7.0), lambda s: prob_bad(s, -7.0)),
+        ("CVaR at 1e-4", true_cvar(tables, 1e-4), lambda s: cvar(s, 1e-4)),
+        ("CVaR at 1e-3", true_cvar(tables, 1e-3), lambda s: cvar(s, 1e-3)),
+        ("CVaR at 1e-2", true_cvar(tables, 1e-2), lambda s: cvar(s, 1e-2)),
+    ]
+    rows = []
+    for name, proposals, counts in cases:
+        for quantity, truth, estimator in quantities:
+            found = run(estimator, truth, samples(tables, proposals, counts, repetitions))
+            n = found["n"]
+            rows.append(
+                (
+                    name,
+                    " + ".join(f"{c:,}" for c in counts),
+                    quantity,
+                    f"{truth:.4g}",
+                    f"{1 - found['misses'] / n:.1%}",
+                )
+                + (f"{found['below'] / n:.1%}", f"{found['above'] / n:.1%}", f"{found['flagged'] / n:.1%}")
+                + (f"{math.sqrt(found['square'] / n) / abs(truth):.2%}",)
+            )
+    header = ("components", "completions a prompt", "quantity", "truth", "coverage", "interval below", "above")
+    table((*header, "said unreliable", "relative error"), rows)
+
+
+def variance(tables: Tables, repetitions: int) -> None:
+    print(f"### Against plain sampling at equal cost, {repetitions:,} repetitions\n")
+    print(
+        "Cost: one pass over a completion to draw it, one for each model that scores it. Plain sampling scores nothing.\n"
+    )
+    truth, rows = true_prob_bad(tables), []
+    q, initial = tables["trained"], tables["initial"]
+    for name, proposals, counts in (
+        ("policy, trained", [q], (5_000, 5_000)),
+        ("policy, trained", [q], (20_000, 20_000)),
+        ("policy, trained, initial policy", [q, initial], (10_000, 10_000, 10_000)),
+    ):
+        error = run(lambda s: prob_bad(s, THRESHOLD), truth, samples(tables, proposals, counts, repetitions))["square"]
+        cost = (1 + len(counts)) * sum(counts)
+        p = (tables["policy"].exp() * (tables["rewards"] < THRESHOLD)).sum(dim=1)
+        plain = float((p * (1 - p)).mean()) / (cost * len(p))
+        rows.append(
+            (name, " + ".join(f"{c:,}" for c in counts), f"{cost:,}", f"{math.sqrt(error / repetitions) / truth:.2%}")
+            + (f"{math.sqrt(plain) / truth:.1%}", f"{plain * repetitions / error:,.0f}")
+        )
+    header = (
+        "components",
+        "completions a prompt",
+        "passes a prompt",
+        "relative error",
+        "plain sampling's",
+        "variance ratio",
+    )
+    table(header, rows)
+
+
+def verdict(tables: Tables, repetitions: int) -> None:
+    print(f"### The verdict on P(r < {THRESHOLD:g}), {repetitions:,} repetitions\n")
+    rows = []
+    good = {"trained": tables["trained"], "target itself": tables["policy"] + BETA * tables["rewards"]}
+    good["target itself"] = good["target itself"].log_softmax(dim=1)
+    good["trained, slightly noisy (e^N(0, 0.5²))"] = (
+        tables["trained"]
+        + 0.5 * torch.randn(tables["trained"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ).log_softmax(dim=1)
+    beside = tables | {"policy": tables["beside_policy"]}
+    cases = [("good", name, tables, proposal) for name, proposal in good.items()]
+    cases += [("bad", name, tables, proposal) for name, proposal in bad_proposals(tables).items()]
+    cases += [("bad", "trained beside a RePULSe policy, for that policy", beside, tables["beside"])]
+    totals: dict[tuple, dict[str, float]] = {}
+    for counts in ((40_000, 10_000), (1_000, 1_000)):
+        for kind, name, world, proposal in cases:
+            drawn = samples(world, [proposal], counts, repetitions)
+            found = run(lambda s: prob_bad(s, THRESHOLD), true_prob_bad(world), drawn)
+            total = totals.setdefault((counts, kind), dict.fromkeys(found, 0.0))
+            for key, value in found.items():
+                total[key] += value
+            rows.append(verdict_row(" + ".join(f"{c:,}" for c in counts), kind, name, found))
+    for (counts, kind), total in totals.items():
+        rows.append(verdict_row(" + ".join(f"{c:,}" for c in counts), kind, "**all**", total))
+    header = ("completions a prompt", "kind", "proposal", "coverage", "said unreliable", "intervals that miss")
+    table((*header, "of these said unreliable", "for uneven weights alone"), rows)
+
+
+def verdict_row(counts: str, kind: str, name: str, found: dict[str, float]) -> tuple[str, ...]:
+    n, misses = found["n"], found["misses"]
+    shares = [f"{found[key] / misses:.1%}" if misses else "–" for key in ("flagged misses", "uneven misses")]
+    return (counts, kind, name, f"{1 - misses / n:.1%}", f"{found['flagged'] / n:.1%}", f"{misses:.0f}", *shares)
+
+
+def draw_bounds(
+    log_target: torch.Tensor, log_q: torch.Tensor, groups: int, size: int, generator: torch.Generator
+) -> list[LogZBounds]:
+    log_w = log_target - log_q
+    drawn = enumeration_sample(log_q, groups * size, generator)
+    target = enumeration_sample(log_target, groups, generator)
+    return log_z_bounds(log_w.gather(1, drawn).view(-1, groups, size), log_w.gather(1, target))
+
+
+def bounds(tables: Tables, repetitions: int) -> None:
+    print("### Bounds on log Z, 16 groups of 256 draws\n")
+    generator, rows = torch.Generator().manual_seed(0), []
+    held, gaps = 0, []
+    for _ in range(100):
+        log_p = (2 * torch.randn(1, 2000, generator=generator, dtype=torch.float64)).log_softmax(dim=1)
+        log_target = log_p + BETA * torch.randn(1, 2000, generator=generator, dtype=torch.float64)
+        log_q = (log_target + torch.randn(1, 2000, generator=generator, dtype=torch.float64)).log_softmax(dim=1)
+        bound = draw_bounds(log_target, log_q, 16, 256, generator)[0]
+        held += bound.lower_end <= float(log_target.logsumexp(dim=1)) <= bound.upper_end
+        gaps.append(bound.gap)
+    rows.append(
+        ("100 random worlds, target times e^N(0, 1)", f"{held} of 100", f"{sum(gaps) / 100:.3f}", f"{max(gaps):.3f}")
+    )
+    log_target = tables["policy"] + BETA * tables["rewards"]
+    truth = log_target.logsumexp(dim=1).tolist()
+    for name in ("trained", "initial"):
+        held, gaps = 0, []
+        for _ in range(100):
+            found = draw_bounds(log_target, tables[name], 16, 256, generator)
+            held += sum(b.lower_end <= z <= b.upper_end for b, z in zip(found, truth, strict=True))
+            gaps += [b.gap for b in found]
+        rows.append(
+            (
+                f"embedded world, {name}: 100 draws of 4 prompts",
+                f"{held} of 400",
+                f"{sum(gaps) / 400:.3f}",
+                f"{max(gaps):.3f}",
+            )
+        )
+    table(("worlds", "truth between the ends", "mean gap, nats", "largest gap"), rows)
+
+
+def cvar_error(tables: Tables, repetitions: int) -> None:
+    print(f"### CVaR at {LEVEL:g} against the mean of the floor(a·n) lowest rewards, {repetitions:,} repetitions\n")
+    truth, rows = true_cvar(tables, LEVEL), []
+    for n in (5_000, 12_500, 25_000):
+        counts = (n, n)
+        error = run(lambda s: cvar(s, LEVEL), truth, samples(tables, [tables["trained"]], counts, repetitions))[
+            "square"
+        ]
+        floor_error, total = 0.0, 2 * n * len(tables["policy"])
+        for sample in samples(tables, [], (2 * n,), repetitions, seed=1):
+            lowest = sample.rewards.flatten().topk(int(LEVEL * total), largest=False).values
+            floor_error += (float(lowest.mean()) - truth) ** 2
+        ours, theirs = math.sqrt(error / repetitions), math.sqrt(floor_error / repetitions)
+        rows.append((f"{total:,}", f"{int(LEVEL * total)}", f"{ours:.4f}", f"{theirs:.4f}", f"{theirs / ours:.1f}"))
+    header = ("samples", "floor(a·n)", "root mean square error, importance sampling", "floor(a·n) lowest", "ratio")
+    table(header, rows)
+
+
+def forecast(tables: Tables, repetitions: int) -> None:
+    print(f"### Forecasts, {repetitions:,} repetitions of 4,000 samples\n")
+    generator, rows = torch.Generator().manual_seed(0), []
+    rewards, order = tables["rewards"].flatten().sort()
+    lowest_mass = (tables["policy"].exp().flatten() / len(tables["policy"]))[order].cumsum(dim=0)
+
+    def lowest(survival: torch.Tensor) -> torch.Tensor:  # a score as the function of the probability above it
+        return -rewards[torch.searchsorted(lowest_mass, survival).clamp(max=len(rewards) - 1)]
+
+    for name, score in (
+        ("exponential", lambda survival: -survival.log()),
+        ("Gumbel", lambda survival: -(-torch.log1p(-survival)).log()),
+        ("normal", lambda survival: -torch.special.ndtri(survival)),
+        ("power law, P(score > x) = x⁻²", lambda survival: survival**-0.5),
+        ("−r of the policy in the embedded world", lowest),
+    ):
+        sizes, held, covered = (10**4, 10**6, 10**9), [0, 0, 0], 0.0
+        for seed in range(repetitions):
+            scores = score(torch.rand(4000, generator=generator, dtype=torch.float64))
+            chance = -torch.rand(3, generator=generator, dtype=torch.float64).log()
+            for i, found in enumerate(forecast_largest(scores, sizes, seed=seed)):
+                held[i] += found.lower <= float(score(chance[i] / found.size)) <= found.upper
+            covered += back_test(scores, seed=seed).covered if seed < 100 else 0
+        rows.append((name, *(f"{h / repetitions:.1%}" for h in held), f"{covered / min(repetitions, 100):.0%}"))
+    header = ("scores", *(f"largest of 10^{exponent}" for exponent in (4, 6, 9)), "back-test")
+    table(header, rows)
+
+
+def real(tables: Tables, folder: Path) -> None:
+    print("### With real draws of the models\n")
+    models, rows = load_models(folder), []
+    reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    for seed in range(5):
+        start = time.perf_counter()
+        draws = draw(
+            [models["policy"], models["trained"]],
+            AutoTokenizer.from_pretrained(embedded.policy_path()),
+            list(embedded.load_prompts()["prompt"]),
+            reward,
+            (5_000, 5_000),
+            2,
+            reward_tokenizer=reward_tokenizer,
+            batch_size=500,
+            seed=seed,
+        )
+        seconds, found = time.perf_counter() - start, prob_bad(draws.sample, THRESHOLD)
+        interval = f"{found.lower:.3e} to {found.upper:.3e}"
+        rows.append((str(seed), f"{found.value:.3e}", interval, f"{true_prob_bad(tables):.3e}", f"{seconds:.0f}"))
+    table(("seed", f"P(r < {THRESHOLD:g})", "interval", "truth", "seconds"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {
+        "coverage": coverage,
+        "variance": variance,
+        "verdict": verdict,
+        "bounds": bounds,
+        "cvar": cvar_error,
+        "forecast": forecast,
+    }
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/rare"))
+    parser.add_argument("--repetitions", type=int, default=1000)
+    parser.add_argument("--only", nargs="+", choices=[*parts, "real"], default=[*parts, "real"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    train(options.output_dir)
+    tables = load_tables(options.output_dir)
+    for name in options.only:
+        if name == "real":
+            real(tables, options.output_dir)
+        else:
+            parts[name](tables, options.repetitions)
+
+
+if __name__ == "__main__":
+    main()
