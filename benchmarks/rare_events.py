@@ -165,136 +165,125 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     print(flush=True)
 
 
-def run(
-    estimator: Callable[[MixtureSample], RareEstimate], truth: float, drawn: Iterator[MixtureSample]
-) -> dict[str, float]:
-    """What becomes of an estimator over many samples; counts and means."""
-    found = {
-        "n": 0,
-        "below": 0,
-        "above": 0,
-        "misses": 0,
-        "flagged": 0,
-        "flagged misses": 0,
-        "uneven misses": 0,
-        "square": 0.0,
-    }
-    for sample in drawn:
-        estimate = estimator(sample)
-        below, above = estimate.upper < truth, estimate.lower > truth
-        missed, flagged = below or above, not estimate.reliable
-        uneven = flagged and any("uneven" in reason for reason in estimate.reasons)
-        found["n"] += 1
-        found["below"] += below
-        found["above"] += above
-        found["misses"] += missed
-        found["flagged"] += flagged
-        found["flagged misses"] += flagged and missed
-        found["uneven misses"] += uneven and missed
-        found["square"] += (estimate.value - truth) ** 2
-    return found
+class Tally:
+    """What becomes of an estimator over many samples, against the truth."""
+
+    def __init__(self, truth: float):
+        self.truth = truth
+        self.count = self.below = self.above = self.flagged = self.flagged_misses = self.uneven_misses = 0
+        self.squares = 0.0
+
+    def add(self, estimate: RareEstimate) -> None:
+        below, above, flagged = estimate.upper < self.truth, estimate.lower > self.truth, not estimate.reliable
+        self.count += 1
+        self.below += below
+        self.above += above
+        self.flagged += flagged
+        self.flagged_misses += flagged and (below or above)
+        self.uneven_misses += (below or above) and any("uneven" in reason for reason in estimate.reasons)
+        self.squares += (estimate.value - self.truth) ** 2
+
+    @property
+    def misses(self) -> int:
+        return self.below + self.above
+
+    @property
+    def relative_error(self) -> float:
+        return math.sqrt(self.squares / self.count) / abs(self.truth)
 
 
 def coverage(tables: Tables, repetitions: int) -> None:
     print(f"### Coverage of 95 % intervals, {repetitions:,} repetitions\n")
     q, initial = tables["trained"], tables["initial"]
-    cases = [
-        ("policy alone", [], (25_000,)),
+    quantities: dict[str, tuple[float, Callable[[MixtureSample], RareEstimate]]] = {
+        f"P(r < {THRESHOLD:g})": (true_prob_bad(tables), lambda s: prob_bad(s, THRESHOLD)),
+        "P(r < -7)": (true_prob_bad(tables, -7.0), lambda s: prob_bad(s, -7.0)),
+        "CVaR at 1e-4": (true_cvar(tables, 1e-4), lambda s: cvar(s, 1e-4)),
+        "CVaR at 1e-2": (true_cvar(tables, 1e-2), lambda s: cvar(s, 1e-2)),
+    }
+    rows = []
+    for name, proposals, counts in (
+        ("policy alone", [], (20_000,)),
         ("policy, trained", [q], (500, 500)),
         ("policy, trained", [q], (5_000, 5_000)),
         ("policy, trained", [q], (40_000, 10_000)),
         ("policy, trained, initial policy", [q, initial], (5_000, 5_000, 5_000)),
-    ]
-    quantities = [
-        (f"P(r < {THRESHOLD:g})", true_prob_bad(tables), lambda s: prob_bad(s, THRESHOLD)),
-        ("P(r < -7)", true_prob_bad(tables, -7.0), lambda s: prob_bad(s, -7.0)),
-        ("CVaR at 1e-4", true_cvar(tables, 1e-4), lambda s: cvar(s, 1e-4)),
-        ("CVaR at 1e-3", true_cvar(tables, 1e-3), lambda s: cvar(s, 1e-3)),
-        ("CVaR at 1e-2", true_cvar(tables, 1e-2), lambda s: cvar(s, 1e-2)),
-    ]
-    rows = []
-    for name, proposals, counts in cases:
-        for quantity, truth, estimator in quantities:
-            found = run(estimator, truth, samples(tables, proposals, counts, repetitions))
-            n = found["n"]
+    ):
+        tallies = {quantity: Tally(truth) for quantity, (truth, _) in quantities.items()}
+        for sample in samples(tables, proposals, counts, repetitions):
+            for quantity, (_, estimator) in quantities.items():
+                tallies[quantity].add(estimator(sample))
+        for quantity, tally in tallies.items():
+            shares = (repetitions - tally.misses, tally.below, tally.above, tally.flagged)
             rows.append(
-                (
-                    name,
-                    " + ".join(f"{c:,}" for c in counts),
-                    quantity,
-                    f"{truth:.4g}",
-                    f"{1 - found['misses'] / n:.1%}",
-                )
-                + (f"{found['below'] / n:.1%}", f"{found['above'] / n:.1%}", f"{found['flagged'] / n:.1%}")
-                + (f"{math.sqrt(found['square'] / n) / abs(truth):.2%}",)
+                (name, plus(counts), quantity, f"{tally.truth:.4g}")
+                + (*(f"{share / repetitions:.1%}" for share in shares), f"{tally.relative_error:.2%}")
             )
     header = ("components", "completions a prompt", "quantity", "truth", "coverage", "interval below", "above")
     table((*header, "said unreliable", "relative error"), rows)
 
 
+def plus(counts: tuple[int, ...]) -> str:
+    return " + ".join(f"{count:,}" for count in counts)
+
+
 def variance(tables: Tables, repetitions: int) -> None:
     print(f"### Against plain sampling at equal cost, {repetitions:,} repetitions\n")
     print(
-        "Cost: one pass over a completion to draw it, one for each model that scores it. Plain sampling scores nothing.\n"
+        "Cost: one pass over a completion to draw it, one for each model that scores it; plain sampling scores nothing.\n"
     )
-    truth, rows = true_prob_bad(tables), []
+    rows = []
     q, initial = tables["trained"], tables["initial"]
     for name, proposals, counts in (
         ("policy, trained", [q], (5_000, 5_000)),
         ("policy, trained", [q], (20_000, 20_000)),
         ("policy, trained, initial policy", [q, initial], (10_000, 10_000, 10_000)),
     ):
-        error = run(lambda s: prob_bad(s, THRESHOLD), truth, samples(tables, proposals, counts, repetitions))["square"]
+        tally = Tally(true_prob_bad(tables))
+        for sample in samples(tables, proposals, counts, repetitions):
+            tally.add(prob_bad(sample, THRESHOLD))
         cost = (1 + len(counts)) * sum(counts)
         p = (tables["policy"].exp() * (tables["rewards"] < THRESHOLD)).sum(dim=1)
-        plain = float((p * (1 - p)).mean()) / (cost * len(p))
+        plain = math.sqrt(float((p * (1 - p)).mean()) / (cost * len(p))) / tally.truth
         rows.append(
-            (name, " + ".join(f"{c:,}" for c in counts), f"{cost:,}", f"{math.sqrt(error / repetitions) / truth:.2%}")
-            + (f"{math.sqrt(plain) / truth:.1%}", f"{plain * repetitions / error:,.0f}")
+            (name, plus(counts), f"{cost:,}", f"{tally.relative_error:.2%}", f"{plain:.1%}")
+            + (f"{(plain / tally.relative_error) ** 2:,.0f}", f"{tally.flagged / repetitions:.1%}")
         )
-    header = (
-        "components",
-        "completions a prompt",
-        "passes a prompt",
-        "relative error",
-        "plain sampling's",
-        "variance ratio",
-    )
-    table(header, rows)
+    header = ("components", "completions a prompt", "passes a prompt", "relative error", "plain sampling's")
+    table((*header, "variance ratio", "said unreliable"), rows)
 
 
 def verdict(tables: Tables, repetitions: int) -> None:
     print(f"### The verdict on P(r < {THRESHOLD:g}), {repetitions:,} repetitions\n")
-    rows = []
-    good = {"trained": tables["trained"], "target itself": tables["policy"] + BETA * tables["rewards"]}
-    good["target itself"] = good["target itself"].log_softmax(dim=1)
-    good["trained, slightly noisy (e^N(0, 0.5²))"] = (
-        tables["trained"]
-        + 0.5 * torch.randn(tables["trained"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    ).log_softmax(dim=1)
+    q, noise = tables["trained"], torch.randn(2, *tables["trained"].shape, generator=torch.Generator().manual_seed(2))
+    good = {
+        "trained": q,
+        "the target itself": (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1),
+        "trained, slightly noisy (e^N(0, 0.5²))": (q + 0.5 * noise[0].double()).log_softmax(dim=1),
+    }
     beside = tables | {"policy": tables["beside_policy"]}
     cases = [("good", name, tables, proposal) for name, proposal in good.items()]
     cases += [("bad", name, tables, proposal) for name, proposal in bad_proposals(tables).items()]
-    cases += [("bad", "trained beside a RePULSe policy, for that policy", beside, tables["beside"])]
-    totals: dict[tuple, dict[str, float]] = {}
+    cases += [("bad", "trained beside another policy, for that policy", beside, tables["beside"])]
+    rows, totals = [], {}
     for counts in ((40_000, 10_000), (1_000, 1_000)):
         for kind, name, world, proposal in cases:
-            drawn = samples(world, [proposal], counts, repetitions)
-            found = run(lambda s: prob_bad(s, THRESHOLD), true_prob_bad(world), drawn)
-            total = totals.setdefault((counts, kind), dict.fromkeys(found, 0.0))
-            for key, value in found.items():
-                total[key] += value
-            rows.append(verdict_row(" + ".join(f"{c:,}" for c in counts), kind, name, found))
-    for (counts, kind), total in totals.items():
-        rows.append(verdict_row(" + ".join(f"{c:,}" for c in counts), kind, "**all**", total))
+            tally = Tally(true_prob_bad(world))
+            for sample in samples(world, [proposal], counts, repetitions):
+                tally.add(prob_bad(sample, THRESHOLD))
+            figures = (tally.count, tally.misses, tally.flagged, tally.flagged_misses, tally.uneven_misses)
+            rows.append(verdict_row(counts, kind, name, figures))
+            before = totals.get((counts, kind), (0,) * len(figures))
+            totals[counts, kind] = tuple(map(sum, zip(before, figures, strict=True)))
+    rows += [verdict_row(counts, kind, "**all**", figures) for (counts, kind), figures in totals.items()]
     header = ("completions a prompt", "kind", "proposal", "coverage", "said unreliable", "intervals that miss")
-    table((*header, "of these said unreliable", "for uneven weights alone"), rows)
+    table((*header, "of these said unreliable", "for uneven weights"), rows)
 
 
-def verdict_row(counts: str, kind: str, name: str, found: dict[str, float]) -> tuple[str, ...]:
-    n, misses = found["n"], found["misses"]
-    shares = [f"{found[key] / misses:.1%}" if misses else "–" for key in ("flagged misses", "uneven misses")]
-    return (counts, kind, name, f"{1 - misses / n:.1%}", f"{found['flagged'] / n:.1%}", f"{misses:.0f}", *shares)
+def verdict_row(counts: tuple[int, ...], kind: str, name: str, figures: tuple[int, ...]) -> tuple[str, ...]:
+    count, misses, flagged, *of_misses = figures
+    shares = [f"{number / misses:.1%}" if misses else "–" for number in of_misses]
+    return (plus(counts), kind, name, f"{1 - misses / count:.1%}", f"{flagged / count:.1%}", f"{misses}", *shares)
 
 
 def draw_bounds(
@@ -341,19 +330,20 @@ def bounds(tables: Tables, repetitions: int) -> None:
 
 def cvar_error(tables: Tables, repetitions: int) -> None:
     print(f"### CVaR at {LEVEL:g} against the mean of the floor(a·n) lowest rewards, {repetitions:,} repetitions\n")
-    truth, rows = true_cvar(tables, LEVEL), []
-    for n in (5_000, 12_500, 25_000):
-        counts = (n, n)
-        error = run(lambda s: cvar(s, LEVEL), truth, samples(tables, [tables["trained"]], counts, repetitions))[
-            "square"
-        ]
-        floor_error, total = 0.0, 2 * n * len(tables["policy"])
-        for sample in samples(tables, [], (2 * n,), repetitions, seed=1):
+    rows = []
+    for half in (5_000, 12_500, 25_000):
+        tally, squares, total = Tally(true_cvar(tables, LEVEL)), 0.0, 2 * half * len(tables["policy"])
+        for sample in samples(tables, [tables["trained"]], (half, half), repetitions):
+            tally.add(cvar(sample, LEVEL))
+        for sample in samples(tables, [], (2 * half,), repetitions, seed=1):
             lowest = sample.rewards.flatten().topk(int(LEVEL * total), largest=False).values
-            floor_error += (float(lowest.mean()) - truth) ** 2
-        ours, theirs = math.sqrt(error / repetitions), math.sqrt(floor_error / repetitions)
-        rows.append((f"{total:,}", f"{int(LEVEL * total)}", f"{ours:.4f}", f"{theirs:.4f}", f"{theirs / ours:.1f}"))
-    header = ("samples", "floor(a·n)", "root mean square error, importance sampling", "floor(a·n) lowest", "ratio")
+            squares += (float(lowest.mean()) - tally.truth) ** 2
+        theirs = math.sqrt(squares / repetitions) / abs(tally.truth)
+        rows.append(
+            (f"{total:,}", f"{int(LEVEL * total)}", f"{tally.relative_error:.2%}", f"{theirs:.2%}")
+            + (f"{theirs / tally.relative_error:.1f}",)
+        )
+    header = ("completions", "floor(a·n)", "relative error, importance sampling", "floor(a·n) lowest", "ratio")
     table(header, rows)
 
 
