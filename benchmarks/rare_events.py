@@ -2,9 +2,9 @@
 
     python benchmarks/rare_events.py --output_dir runs/rare
 
-A policy with P(bad) near 1e-4 is trained with `examples/repulse.py`, and then a proposal for it as it stands. Every completion of
-either has a known probability: repetitions draw from these tables and run no model again. What was trained is kept in
-`--output_dir`; `--only` names parts to repeat.
+A policy is trained with `examples/repulse.py` until P(bad) is near 1e-4, and a proposal for it as it stands; then a second policy,
+with RePULSe, and a proposal for that one. Every completion has a known probability under each of them: repetitions draw from
+these tables and run no model again. What was trained is kept in `--output_dir`; `--only` names parts to repeat.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Tables = dict[str, torch.Tensor]  # log-probabilities (P, S) of every completion
 
 
 def train(folder: Path) -> None:
-    """A policy, a proposal trained for it as it stands, and a second policy with the proposal trained beside it."""
+    """A policy trained with REINFORCE, one with RePULSe and the proposal beside it, and for each a proposal afterwards."""
     example = Path(__file__).parents[1] / "examples" / "repulse.py"
     for name, flags in (("policy", {"alpha": 0.0, "learning_rate": 1e-3}), ("beside", {})):
         if (folder / name / "results.json").exists():
@@ -42,45 +42,52 @@ def train(folder: Path) -> None:
         flags = flags | {"output_dir": folder / name, "max_steps": 120, "disable_tqdm": "true"}
         command = [sys.executable, str(example), *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
         subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
-    if not (folder / "trained" / "proposal").exists():
-        args = RePULSeConfig(
-            output_dir=str(folder / "trained"),
-            learning_rate=0.0,  # the policy stays as it is
-            alpha=1e-6,
-            beta=0.0,
-            target_dist_beta=BETA,
-            proposal_learning_rate=1e-3,
-            lr_scheduler_type="cosine",
-            max_grad_norm=1.0,
-            weight_decay=0.0,
-            max_steps=120,
-            per_device_train_batch_size=128,
-            num_generations=32,
-            num_proposal_generations=512,
-            max_completion_length=2,
-            bf16=False,
-            gradient_checkpointing=False,
-            logging_steps=20,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = RePULSeTrainer(
-            model=str(folder / "policy"),
-            reward_funcs=embedded.reward_model_path(),
-            args=args,
-            train_dataset=embedded.load_prompts(),
-            proposal_model=embedded.policy_path(),  # draws bad outputs more often than the finished policy
-        )
-        trainer.train()
-        trainer.save_model(str(folder / "trained"))
+    train_proposal(folder / "trained", folder / "policy", 512, 120)
+    train_proposal(folder / "elsewhere", folder / "beside", 256, 300)
+
+
+def train_proposal(folder: Path, policy: Path, generations: int, updates: int) -> None:
+    """A proposal for a policy that stays as it is, from the initial policy: that draws bad outputs more often."""
+    if (folder / "proposal").exists():
+        return
+    args = RePULSeConfig(
+        output_dir=str(folder),
+        learning_rate=0.0,
+        alpha=1e-6,
+        beta=0.0,
+        target_dist_beta=BETA,
+        proposal_learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        max_steps=updates,
+        per_device_train_batch_size=128,
+        num_generations=32,
+        num_proposal_generations=generations,
+        max_completion_length=2,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=updates,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = RePULSeTrainer(
+        model=str(policy),
+        reward_funcs=embedded.reward_model_path(),
+        args=args,
+        train_dataset=embedded.load_prompts(),
+        proposal_model=embedded.policy_path(),
+    )
+    trainer.train()
+    trainer.save_model(str(folder))
 
 
 def load_models(folder: Path) -> dict[str, AutoModelForCausalLM]:
     paths = {
         "policy": folder / "policy",
         "trained": folder / "trained" / "proposal",
-        "initial": embedded.policy_path(),
+        "elsewhere": folder / "elsewhere" / "proposal",
         "beside_policy": folder / "beside",
         "beside": folder / "beside" / "proposal",
     }
@@ -105,9 +112,14 @@ def load_tables(folder: Path) -> Tables:
     return load_file(path)
 
 
+def pool(tables: Tables) -> torch.Tensor:
+    """Both proposals as one, half each: a good one."""
+    return torch.logaddexp(tables["trained"], tables["elsewhere"]) - math.log(2)
+
+
 def bad_proposals(tables: Tables) -> Tables:
-    """Proposals made worse on purpose, from the trained one q and the policy p."""
-    q, p, generator = tables["trained"], tables["policy"], torch.Generator().manual_seed(1)
+    """Proposals made worse on purpose, from a good one q and the policy p."""
+    q, p, generator = pool(tables), tables["policy"], torch.Generator().manual_seed(1)
     noise = torch.randn(q.shape, generator=generator, dtype=torch.float64)
     bad = tables["rewards"] < THRESHOLD
     # The likeliest bad outputs of each prompt, up to half of its bad probability
@@ -194,7 +206,7 @@ class Tally:
 
 def coverage(tables: Tables, repetitions: int) -> None:
     print(f"### Coverage of 95 % intervals, {repetitions:,} repetitions\n")
-    q, initial = tables["trained"], tables["initial"]
+    first, second = tables["trained"], tables["elsewhere"]
     quantities: dict[str, tuple[float, Callable[[MixtureSample], RareEstimate]]] = {
         f"P(r < {THRESHOLD:g})": (true_prob_bad(tables), lambda s: prob_bad(s, THRESHOLD)),
         "P(r < -7)": (true_prob_bad(tables, -7.0), lambda s: prob_bad(s, -7.0)),
@@ -204,10 +216,10 @@ def coverage(tables: Tables, repetitions: int) -> None:
     rows = []
     for name, proposals, counts in (
         ("policy alone", [], (20_000,)),
-        ("policy, trained", [q], (500, 500)),
-        ("policy, trained", [q], (5_000, 5_000)),
-        ("policy, trained", [q], (40_000, 10_000)),
-        ("policy, trained, initial policy", [q, initial], (5_000, 5_000, 5_000)),
+        ("policy, first", [first], (5_000, 5_000)),
+        ("policy, first, second", [first, second], (500, 500, 500)),
+        ("policy, first, second", [first, second], (5_000, 5_000, 5_000)),
+        ("policy, first, second", [first, second], (40_000, 5_000, 5_000)),
     ):
         tallies = {quantity: Tally(truth) for quantity, (truth, _) in quantities.items()}
         for sample in samples(tables, proposals, counts, repetitions):
@@ -229,22 +241,20 @@ def plus(counts: tuple[int, ...]) -> str:
 
 def variance(tables: Tables, repetitions: int) -> None:
     print(f"### Against plain sampling at equal cost, {repetitions:,} repetitions\n")
-    print(
-        "Cost: one pass over a completion to draw it, one for each model that scores it; plain sampling scores nothing.\n"
-    )
+    print("Cost, in passes over a completion: to draw it, for its reward, and for each model that scores it.\n")
     rows = []
-    q, initial = tables["trained"], tables["initial"]
+    first, second = tables["trained"], tables["elsewhere"]
     for name, proposals, counts in (
-        ("policy, trained", [q], (5_000, 5_000)),
-        ("policy, trained", [q], (20_000, 20_000)),
-        ("policy, trained, initial policy", [q, initial], (10_000, 10_000, 10_000)),
+        ("policy, first, second", [first, second], (2_000, 2_000, 2_000)),
+        ("policy, first, second", [first, second], (40_000, 20_000, 20_000)),
+        ("policy, first", [first], (20_000, 20_000)),
     ):
         tally = Tally(true_prob_bad(tables))
         for sample in samples(tables, proposals, counts, repetitions):
             tally.add(prob_bad(sample, THRESHOLD))
-        cost = (1 + len(counts)) * sum(counts)
+        cost = (2 + len(counts)) * sum(counts)
         p = (tables["policy"].exp() * (tables["rewards"] < THRESHOLD)).sum(dim=1)
-        plain = math.sqrt(float((p * (1 - p)).mean()) / (cost * len(p))) / tally.truth
+        plain = math.sqrt(float((p * (1 - p)).mean()) / (cost / 2 * len(p))) / tally.truth
         rows.append(
             (name, plus(counts), f"{cost:,}", f"{tally.relative_error:.2%}", f"{plain:.1%}")
             + (f"{(plain / tally.relative_error) ** 2:,.0f}", f"{tally.flagged / repetitions:.1%}")
@@ -255,16 +265,17 @@ def variance(tables: Tables, repetitions: int) -> None:
 
 def verdict(tables: Tables, repetitions: int) -> None:
     print(f"### The verdict on P(r < {THRESHOLD:g}), {repetitions:,} repetitions\n")
-    q, noise = tables["trained"], torch.randn(2, *tables["trained"].shape, generator=torch.Generator().manual_seed(2))
+    q, noise = pool(tables), torch.randn(tables["policy"].shape, generator=torch.Generator().manual_seed(2))
     good = {
-        "trained": q,
+        "first and second, half each": q,
+        "the same, slightly noisy (e^N(0, 0.5²))": (q + 0.5 * noise.double()).log_softmax(dim=1),
         "the target itself": (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1),
-        "trained, slightly noisy (e^N(0, 0.5²))": (q + 0.5 * noise[0].double()).log_softmax(dim=1),
     }
     beside = tables | {"policy": tables["beside_policy"]}
     cases = [("good", name, tables, proposal) for name, proposal in good.items()]
     cases += [("bad", name, tables, proposal) for name, proposal in bad_proposals(tables).items()]
-    cases += [("bad", "trained beside another policy, for that policy", beside, tables["beside"])]
+    cases += [("bad", "first alone", tables, tables["trained"]), ("bad", "second alone", tables, tables["elsewhere"])]
+    cases += [("bad", "trained beside a RePULSe policy, for that policy", beside, tables["beside"])]
     rows, totals = [], {}
     for counts in ((40_000, 10_000), (1_000, 1_000)):
         for kind, name, world, proposal in cases:
@@ -309,9 +320,9 @@ def bounds(tables: Tables, repetitions: int) -> None:
     rows.append(
         ("100 random worlds, target times e^N(0, 1)", f"{held} of 100", f"{sum(gaps) / 100:.3f}", f"{max(gaps):.3f}")
     )
-    log_target = tables["policy"] + BETA * tables["rewards"]
-    truth = log_target.logsumexp(dim=1).tolist()
-    for name in ("trained", "initial"):
+    for name, policy in (("trained", "policy"), ("elsewhere", "beside_policy"), ("beside", "beside_policy")):
+        log_target = tables[policy] + BETA * tables["rewards"]
+        truth = log_target.logsumexp(dim=1).tolist()
         held, gaps = 0, []
         for _ in range(100):
             found = draw_bounds(log_target, tables[name], 16, 256, generator)
@@ -333,7 +344,8 @@ def cvar_error(tables: Tables, repetitions: int) -> None:
     rows = []
     for half in (5_000, 12_500, 25_000):
         tally, squares, total = Tally(true_cvar(tables, LEVEL)), 0.0, 2 * half * len(tables["policy"])
-        for sample in samples(tables, [tables["trained"]], (half, half), repetitions):
+        counts = (half, half // 2, half // 2)
+        for sample in samples(tables, [tables["trained"], tables["elsewhere"]], counts, repetitions):
             tally.add(cvar(sample, LEVEL))
         for sample in samples(tables, [], (2 * half,), repetitions, seed=1):
             lowest = sample.rewards.flatten().topk(int(LEVEL * total), largest=False).values
@@ -383,11 +395,11 @@ def real(tables: Tables, folder: Path) -> None:
     for seed in range(5):
         start = time.perf_counter()
         draws = draw(
-            [models["policy"], models["trained"]],
+            [models["policy"], models["trained"], models["elsewhere"]],
             AutoTokenizer.from_pretrained(embedded.policy_path()),
             list(embedded.load_prompts()["prompt"]),
             reward,
-            (5_000, 5_000),
+            (5_000, 5_000, 5_000),
             2,
             reward_tokenizer=reward_tokenizer,
             batch_size=500,

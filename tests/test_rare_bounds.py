@@ -86,9 +86,26 @@ def test_weights_of_zero():
     assert bound.kl_proposal_target == (math.inf, math.inf)
 
 
-def test_one_group_has_no_error_to_go_by():
+def test_one_group_leaves_markovs_inequality():
     bound = log_z_bounds(torch.zeros(1, 1, 4), torch.zeros(1, 1))[0]
-    assert (bound.lower_end, bound.upper_end) == (-math.inf, math.inf) and bound.lower == bound.upper
+    assert bound.lower == bound.upper == 0
+    assert bound.upper_end == pytest.approx(-bound.lower_end) == pytest.approx(math.log(40))
+
+
+def test_the_upper_end_allows_for_a_mode_that_no_draw_has_hit():
+    """The proposal misses 10 % of the target: most often no draw shows it, and both means lie below log Z."""
+    world, held, fooled = World(7, noise=0.0), 0, 0
+    missed = torch.zeros_like(world.log_q)
+    missed[0, world.log_sigma[0].argmin()] = -20.0
+    heavy = world.log_sigma.clone()
+    heavy[0, heavy[0].argmin()] = math.log(0.1)
+    world.log_target = heavy.log_softmax(-1)
+    world.log_z, world.log_q = 0.0, (world.log_target + missed).log_softmax(-1)
+    for _ in range(200):
+        bound = world.bounds(16, 64)
+        held += bound.lower_end <= 0 <= bound.upper_end
+        fooled += bound.upper < -1e-3
+    assert held >= 185 and fooled > 20
 
 
 @pytest.mark.parametrize("potential", ["tilted", "indicator"])
