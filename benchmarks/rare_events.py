@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import t as student
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
@@ -25,7 +26,7 @@ from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
 from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
-from trl_repulse.evaluation.rare.mixture import MixtureSample
+from trl_repulse.evaluation.rare.mixture import MixtureSample, stratified_mean
 from trl_repulse.evaluation.rare.sampling import draw
 
 
@@ -239,6 +240,35 @@ def plus(counts: tuple[int, ...]) -> str:
     return " + ".join(f"{count:,}" for count in counts)
 
 
+def intervals(tables: Tables, repetitions: int) -> None:
+    print(
+        f"### Kinds of interval for P(r < {THRESHOLD:g}) at few effective completions, {repetitions:,} repetitions\n"
+    )
+    first, second, worse = tables["trained"], tables["elsewhere"], bad_proposals(tables)
+    truth, rows = true_prob_bad(tables), []
+    for name, proposals, counts in (
+        ("policy alone", [], (12_500,)),
+        ("policy, first", [first], (2_000, 2_000)),
+        ("policy, first, second", [first, second], (50, 50, 50)),
+        ("policy, noisy", [worse["noisy (e^N(0, 2²))"]], (2_000, 1_000)),
+        ("policy, under-tilted and noisy", [worse["under-tilted and noisy (e^N(0, 2²))"]], (2_000, 1_000)),
+    ):
+        held, effective = dict.fromkeys(("ours", "t", "log t"), 0), 0.0
+        for sample in samples(tables, proposals, counts, repetitions):
+            estimate = prob_bad(sample, THRESHOLD)
+            x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
+            mean, its_variance, freedom = stratified_mean(x, sample.counts)
+            half = float(student.isf(0.025, freedom)) * math.sqrt(its_variance) if its_variance else 0.0
+            held["ours"] += estimate.lower <= truth <= estimate.upper
+            held["t"] += abs(mean - truth) <= half
+            held["log t"] += mean > 0 and abs(math.log(mean / truth)) <= half / mean
+            effective += estimate.diagnostics.variance_ess / repetitions
+        shares = (f"{number / repetitions:.1%}" for number in held.values())
+        rows.append((name, plus(counts), f"{effective:.1f}", *shares))
+    header = ("components", "completions a prompt", "effective completions behind the variance", "ours", "Student's")
+    table((*header, "Student's, log scale"), rows)
+
+
 def variance(tables: Tables, repetitions: int) -> None:
     print(f"### Against plain sampling at equal cost, {repetitions:,} repetitions\n")
     print("Cost, in passes over a completion: to draw it, for its reward, and for each model that scores it.\n")
@@ -413,14 +443,8 @@ def real(tables: Tables, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {
-        "coverage": coverage,
-        "variance": variance,
-        "verdict": verdict,
-        "bounds": bounds,
-        "cvar": cvar_error,
-        "forecast": forecast,
-    }
+    parts = {"coverage": coverage, "intervals": intervals, "variance": variance, "verdict": verdict}
+    parts |= {"bounds": bounds, "cvar": cvar_error, "forecast": forecast}
     parser.add_argument("--output_dir", type=Path, default=Path("runs/rare"))
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--only", nargs="+", choices=[*parts, "real"], default=[*parts, "real"])

@@ -59,7 +59,7 @@ def draw(
 
     Sampling is pure, at temperature 1: settings that a model was saved with play no part. A completion ends with one of the
     policy's end tokens or at T tokens. Log-probabilities come from passes over the finished completions, in float32 from the
-    logits on, never from generation.
+    logits on, never from generation. Equal completions of a prompt are rewarded once.
 
     Args:
         models (`Sequence` of [`~transformers.PreTrainedModel`] or `peft.PeftModel`):

@@ -69,9 +69,9 @@ class Diagnostics:
             return tuple(found)
         if self.variance_ess < MIN_VARIANCE_ESS:
             found.append(
-                f"The weights are too uneven: {self.variance_ess:.1f} effective completions are behind the variance, fewer "
-                f"than {MIN_VARIANCE_ESS:.0f} (the largest weight has {self.max_weight_share:.0%} of the tail). Draw more, or "
-                "train the proposal further."
+                f"Bad completions are too few, or their weights too uneven: {self.variance_ess:.1f} effective completions are "
+                f"behind the variance, {MIN_VARIANCE_ESS:.0f} are needed (the largest weight is {self.max_weight_share:.0%} of "
+                "the tail's). Draw more, or train the proposal further."
             )
         if self.unseen_share > MAX_UNSEEN_SHARE:
             found.append(
