@@ -295,17 +295,22 @@ def variance(tables: Tables, repetitions: int) -> None:
 
 def verdict(tables: Tables, repetitions: int) -> None:
     print(f"### The verdict on P(r < {THRESHOLD:g}), {repetitions:,} repetitions\n")
-    q, noise = pool(tables), torch.randn(tables["policy"].shape, generator=torch.Generator().manual_seed(2))
+    noise = torch.randn(tables["policy"].shape, generator=torch.Generator().manual_seed(2)).double()
+    target = (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1)
     good = {
-        "first and second, half each": q,
-        "the same, slightly noisy (e^N(0, 0.5²))": (q + 0.5 * noise.double()).log_softmax(dim=1),
-        "the target itself": (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1),
+        "first and second, half each": pool(tables),
+        "the target itself": target,
+        "the target, noisy (e^N(0, 0.5²))": (target + 0.5 * noise).log_softmax(dim=1),
+        "the target, noisy (e^N(0, 1))": (target + noise).log_softmax(dim=1),
     }
     beside = tables | {"policy": tables["beside_policy"]}
     cases = [("good", name, tables, proposal) for name, proposal in good.items()]
     cases += [("bad", name, tables, proposal) for name, proposal in bad_proposals(tables).items()]
-    cases += [("bad", "first alone", tables, tables["trained"]), ("bad", "second alone", tables, tables["elsewhere"])]
-    cases += [("bad", "trained beside a RePULSe policy, for that policy", beside, tables["beside"])]
+    cases += [
+        ("trained", f"{name} alone", tables, tables[key])
+        for name, key in (("first", "trained"), ("second", "elsewhere"))
+    ]
+    cases += [("trained", "beside a RePULSe policy, for that policy", beside, tables["beside"])]
     rows, totals = [], {}
     for counts in ((40_000, 10_000), (1_000, 1_000)):
         for kind, name, world, proposal in cases:

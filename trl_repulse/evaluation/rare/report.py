@@ -73,7 +73,7 @@ def format_report(report: dict[str, Any]) -> str:
     Returns:
         `str`: several lines.
     """
-    rows = [("", "estimate", f"{report['confidence']:.0%} interval", "ESS", "largest weight", "verdict")]
+    rows = [("", "estimate", f"{report['confidence']:.0%} interval", "ESS", "largest weight", "unseen", "verdict")]
     reasons = []
     for key, label in (("prob_bad", "P(r < {threshold:g})"), ("cvar", "CVaR at {level:g}")):
         for entry in report[key]:
@@ -85,6 +85,7 @@ def format_report(report: dict[str, Any]) -> str:
                     f"{entry['lower']:.4g} to {entry['upper']:.4g}",
                     f"{diagnostics['ess']:.0f} of {diagnostics['tail_samples']}",
                     f"{diagnostics['max_weight_share']:.1%}",
+                    f"up to {diagnostics['unseen_share']:.0%}",
                     "reliable" if entry["reliable"] else "UNRELIABLE",
                 )
             )
