@@ -2,7 +2,7 @@
 Compares methods in the embedded world at equal numbers of completions: a table and a figure.
 
     python examples/compare.py                 # each method's chosen setting, seeds 0 to 4
-    python examples/compare.py --tune          # instead, every setting of every method, on a seed of its own
+    python examples/compare.py --tune          # instead, every setting of every method, on four other seeds
     python examples/compare.py --seeds 0 1 2 --methods REINFORCE RePULSe --output_dir runs
 
 Methods and settings are in `examples/configs/compare.yaml`. A run is one of the example scripts with other flags, in one of
@@ -28,7 +28,7 @@ from trl_repulse.plots import plot_frontier
 
 
 EXAMPLES = Path(__file__).parent
-TUNING_SEEDS = [100, 101]  # of no run that is compared
+TUNING_SEEDS = [100, 101, 102, 103]  # of no run that is compared
 
 
 def prepare_worker() -> None:

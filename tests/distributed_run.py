@@ -52,6 +52,10 @@ METHODS = {
     "leave one out": {},
     "within a process": {},
     "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+    "checkpoints in a block": {
+        **{"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+        **{"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
+    },
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},

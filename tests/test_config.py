@@ -6,7 +6,7 @@ import pytest
 from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
-from trl_repulse.configs import RewardConfig
+from trl_repulse.configs import EngineConfig, RewardConfig
 
 
 @pytest.fixture
@@ -71,7 +71,19 @@ REFUSED = [
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),
     ("proposal_update_order", {"proposal_update_order": "during"}),
     ("use_policy_as_proposal", {"alpha": 0.0, "use_policy_as_proposal": True}),
-    ("use_vllm", {"use_vllm": True}),
+    ("vllm_sleep_level", {"vllm_sleep_level": 3}),
+    ("vllm_sleep_level", {"vllm_sleep_level": 1}),
+    ("vllm_logp_difference_threshold", {"vllm_logp_difference_threshold": 0.0}),
+    ("proposal_vllm_server_base_url", {"proposal_vllm_server_base_url": "http://localhost:8001"}),
+    (
+        "proposal_vllm_group_port",
+        {
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "proposal_vllm_server_base_url": "http://localhost:8001",
+            "proposal_vllm_group_port": 51216,
+        },
+    ),
     ("potential", {"potential": "linear"}),
     ("target_class", {"target_class": 2}),
     ("bad_reward_threshold", {"potential": "indicator"}),
@@ -167,7 +179,7 @@ def test_ppo_needs_no_group(make):
 @pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
 def test_every_own_field_has_help(config_cls):
     base = GRPOConfig if issubclass(config_cls, GRPOConfig) else RLOOConfig
-    documented = config_cls.__doc__ + RewardConfig.__doc__
+    documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__
     documented += ReinforceConfig.__doc__ if issubclass(config_cls, ReinforceConfig) else ""
     inherited = {field.name for field in dataclasses.fields(base)}
     for field in dataclasses.fields(config_cls):

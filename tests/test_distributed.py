@@ -128,12 +128,12 @@ def test_configurations_of_the_launcher_are_read(path):
     assert "MULTI_CPU" not in path.read_text().replace("`distributed_type: MULTI_CPU`", "")
 
 
-@needs_deepspeed
-@pytest.mark.slow
-def test_a_checkpoint_of_deepspeed_resumes_both_models(tmp_path, tokenizer):
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow])])
+@pytest.mark.parametrize("method", ["checkpoints", "checkpoints in a block"])
+def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
     """Four updates in one go, and two and two: the same two models, to the last bit."""
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
-    command = [*launcher(2, "zero3"), "-m", "tests.distributed_run", str(tmp_path), "4", "1", "checkpoints"]
+    command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
     start(command)
     whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
     start([*command, str(tmp_path / "run" / "checkpoint-2")])

@@ -104,9 +104,10 @@ def test_copies_run_their_own_weights(tokenizer, architecture):
 
 def test_sampling_from_restores_after_an_error():
     metrics = {"train": defaultdict(list, reward=[1.0])}
-    trainer = SimpleNamespace(model=SimpleNamespace(training=True), model_wrapped="policy", _metrics=metrics)
-    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "proposal", "proposal/"):
-        assert trainer.model_wrapped == "proposal"
+    model = SimpleNamespace(training=True)
+    trainer = SimpleNamespace(model=model, model_wrapped="policy", _metrics=metrics, use_vllm=False)
+    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "engine", "proposal", 4):
+        assert trainer.model_wrapped == "engine"
         trainer._metrics["train"]["reward"].append(-5.0)
         trainer._metrics["train"]["num_tokens"] = [7]
         raise RuntimeError

@@ -1,5 +1,6 @@
 """What the example scripts share: arguments, prompts, rewards, tracking, the report at the end."""
 
+import functools
 import json
 import sys
 from argparse import ArgumentError
@@ -11,16 +12,18 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from . import embedded
 from .data import drop_long_prompts, load_prompts
+from .evaluation.exact import ExactEvaluator
 from .evaluation.tracking import (
     BadTokenTrackingCallback,
     ExactTrackingCallback,
     TrackingCallback,
     format_table,
+    tokenize_prompts,
     write_results,
 )
 from .plots import plot_training
@@ -279,10 +282,31 @@ def make_tracking(
         )
     texts = [row["prompt"] for row in prompts]
     if is_embedded and isinstance(trainer.reward_funcs[0], nn.Module):
-        initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
-        with gathered(initial):
-            return ExactTrackingCallback.from_trainer(trainer, texts, bad, initial, every)
+        tokenize_prompts(trainer, texts)  # refuses what cannot be evaluated
+        evaluator = _embedded_evaluator(
+            script_args.reward_model_path, tuple(texts), tuple(bad), trainer.max_completion_length
+        )
+        return ExactTrackingCallback(evaluator, trainer, every)
     return BadTokenTrackingCallback(trainer, texts, bad, every)
+
+
+@functools.lru_cache(maxsize=1)
+def _embedded_evaluator(
+    reward_model_path: str, prompts: tuple[str, ...], bad_token_ids: tuple[int, ...], max_completion_length: int
+) -> ExactEvaluator:
+    """Kept for the next run of the same process: enumerating costs as much as a tenth of a run."""
+    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(reward_model_path)
+    with gathered(policy), gathered(reward):
+        return ExactEvaluator(
+            AutoTokenizer.from_pretrained(embedded.policy_path()),
+            prompts,
+            reward,
+            bad_token_ids,
+            max_completion_length,
+            reward_tokenizer=AutoTokenizer.from_pretrained(reward_model_path),
+            reference_model=policy,
+        )
 
 
 def run(

@@ -1,9 +1,10 @@
 """Configurations, one file a trainer."""
 
+from .engine_config import EngineConfig
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
 from .repulse_config import RePULSeConfig
 from .reward_config import RewardConfig
 
 
-__all__ = ["PPOConfig", "RePULSeConfig", "ReinforceConfig", "RewardConfig"]
+__all__ = ["EngineConfig", "PPOConfig", "RePULSeConfig", "ReinforceConfig", "RewardConfig"]

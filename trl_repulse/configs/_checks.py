@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .engine_config import EngineConfig
     from .ppo_config import PPOConfig
     from .reinforce_config import ReinforceConfig
     from .repulse_config import RePULSeConfig
@@ -50,9 +51,21 @@ def check_reward_config(args: "RewardConfig") -> None:
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
+def check_engine_config(args: "EngineConfig") -> None:
+    """Refuses bad values among [`EngineConfig`]'s fields."""
+    require_choice(args, "vllm_sleep_level", (1, 2, None))
+    if args.vllm_sleep_level is not None:
+        remedy = "has no effect; set `use_vllm=True`, `vllm_mode='colocate'` and `vllm_enable_sleep_mode=True`"
+        sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
+        require(args, sleeps, "vllm_sleep_level", remedy)
+    remedy = "must be a number above 0, in nats"
+    require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
+
+
 def check_reinforce_config(args: "ReinforceConfig") -> None:
     """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
     check_reward_config(args)
+    check_engine_config(args)
     require_choice(args, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
     require_choice(args, "logprob_reduction", ("mean", "sum"))
     require(args, math.isfinite(args.baseline_constant), "baseline_constant", "must be a finite number")
@@ -66,6 +79,7 @@ def check_reinforce_config(args: "ReinforceConfig") -> None:
 def check_ppo_config(args: "PPOConfig") -> None:
     """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
     check_reward_config(args)
+    check_engine_config(args)
     for name in ("gamma", "gae_lambda"):
         require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
     if args.value_learning_rate is not None:
@@ -200,8 +214,14 @@ def _check_proposal(args: "RePULSeConfig") -> None:
     if args.proposal_parameterization == "prefix":
         remedy = "is defined for the CTL losses; set `proposal_loss='ctl'`"
         require(args, args.proposal_loss.startswith("ctl"), "proposal_parameterization", remedy)
-    remedy = "samples from one model only so far; leave it False (or set `use_policy_as_proposal=True`)"
-    require(args, not args.use_vllm, "use_vllm", remedy)
+    if args.proposal_vllm_server_base_url is not None:
+        remedy = "is for `use_vllm=True` with `vllm_mode='server'`; set these or leave it out"
+        require(args, args.use_vllm and args.vllm_mode == "server", "proposal_vllm_server_base_url", remedy)
+        remedy = "is the policy's server; give the proposal one of its own, or leave it out to share the policy's"
+        different = args.proposal_vllm_server_base_url != args.vllm_server_base_url
+        require(args, different, "proposal_vllm_server_base_url", remedy)
+        remedy = "must differ from `vllm_group_port`: each server has a port for weights"
+        require(args, args.proposal_vllm_group_port != args.vllm_group_port, "proposal_vllm_group_port", remedy)
     if args.per_device_train_batch_size % args.num_generations:
         whole = (
             f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
@@ -221,6 +241,7 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
         "proposal_update_order": "before",
         "proposal_loss": "ctl",
         "proposal_parameterization": "token",
+        "proposal_vllm_server_base_url": None,
     }
     for name, default in unset.items():
         remedy = f"contradicts `use_policy_as_proposal=True`, which builds no second model; leave it at {default!r}"

@@ -75,6 +75,10 @@ class RePULSeConfig(ReinforceConfig):
             Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy.
         proposal_update_order (`str`, *optional*, defaults to `"before"`):
             Whether the proposal learns from the policy as it was `"before"` its update (no extra pass) or `"after"`.
+        proposal_vllm_server_base_url (`str`, *optional*):
+            With `vllm_mode="server"`, a server for the proposal. If `None`, both models take turns on the policy's.
+        proposal_vllm_group_port (`int`, *optional*, defaults to `51217`):
+            Port over which the proposal's server gets its weights.
     """
 
     target_dist_beta: float = field(
@@ -140,6 +144,13 @@ class RePULSeConfig(ReinforceConfig):
     proposal_update_order: Literal["before", "after"] = field(
         default="before",
         metadata={"help": "Whether the proposal learns from the policy `before` or `after` the policy's update."},
+    )
+    proposal_vllm_server_base_url: str | None = field(
+        default=None,
+        metadata={"help": "With `vllm_mode='server'`, a server for the proposal. If `None`, it shares the policy's."},
+    )
+    proposal_vllm_group_port: int = field(
+        default=51217, metadata={"help": "Port over which the proposal's vLLM server gets its weights."}
     )
 
     def __post_init__(self):

@@ -219,7 +219,7 @@ class ExactTrackingCallback(_PeriodicTracking):
             raise ValueError(
                 "Exact tracking needs `reward_funcs` to be one reward model; build `ExactEvaluator` for others."
             )
-        _tokenized(trainer, prompts)  # refuses what cannot be evaluated
+        tokenize_prompts(trainer, prompts)  # refuses what cannot be evaluated
         evaluator = ExactEvaluator(
             tokenizer,
             prompts,
@@ -283,7 +283,7 @@ class BadTokenTrackingCallback(_PeriodicTracking):
                 f"`max_completion_length={length}` is too long to compute log P(bad) exactly; leave out the bad tokens, "
                 "or set it to 1 or 2."
             )
-        self._prompt_ids = _tokenized(trainer, prompts)
+        self._prompt_ids = tokenize_prompts(trainer, prompts)
         self._bad_token_ids, self._batch_size = list(bad_token_ids), batch_size
 
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
@@ -299,8 +299,22 @@ class BadTokenTrackingCallback(_PeriodicTracking):
         return {"log_prob_bad": log_prob_bad.logsumexp(dim=0).item() - math.log(len(log_prob_bad))}
 
 
-def _tokenized(trainer: RLOOTrainer | GRPOTrainer, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokens of plain-text prompts, each with room for a completion."""
+def tokenize_prompts(trainer: RLOOTrainer | GRPOTrainer, prompts: Sequence[str]) -> list[list[int]]:
+    """
+    Tokens of prompts that can be evaluated exactly.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Gives tokenizer, context and completion length.
+        prompts (`Sequence[str]`):
+            The prompts.
+
+    Returns:
+        `list[list[int]]`: Token ids, one list a prompt.
+
+    Raises:
+        `ValueError`: If a prompt is no plain text, or leaves no room for a completion.
+    """
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]

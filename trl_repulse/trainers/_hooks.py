@@ -1,18 +1,32 @@
 """What our trainers share, whichever TRL trainer they stand on."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._checks import check_prompt_lengths
-from ..configs import RewardConfig
+from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from ._cards import amend_model_card
 from ._records import NEGATIVES
+from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
 from ._rewards import with_checks
 from ._trl_bridge import prepare_scoring, withheld_from_uploads, without_generation_habits
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+    from ..generation import VLLMGenerator
+
+logger = get_logger(__name__)
 
 
 def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
@@ -35,13 +49,26 @@ def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor
     return rewards
 
 
+class _WeightsChanged(TrainerCallback):
+    """Tells the vLLM engine when the policy's weights have changed; a second model's trainer tells of that one's."""
+
+    def __init__(self, generator: "VLLMGenerator"):
+        self._generator = generator
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._generator.changed()  # a checkpoint may have been loaded
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._generator.changed("policy")
+
+
 class TrainerHooks:
     """
     Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
     """
 
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along
-    _withheld: tuple[str, ...] = (NEGATIVES, f"*/{NEGATIVES}")
+    _withheld: tuple[str, ...] = (NEGATIVES, f"*/{NEGATIVES}", "position-*", "*/position-*")
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -56,6 +83,110 @@ class TrainerHooks:
             function if isinstance(function, torch.nn.Module) else with_checks(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """
+        As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
+        passed over.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_train_sampler(self, dataset: Any = None):
+        return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            load_position(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _save_second_model(self, checkpoint: Path) -> None:
+        """Writes what goes on training a second model, beside the weights that `save_model` writes."""
+
+    def _save_checkpoint(self, model, trial):
+        # Before what transformers writes: its state comes last, and says that the checkpoint is complete
+        checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        begin_checkpoint(self, checkpoint)
+        if not self.args.save_only_model:
+            self._save_second_model(checkpoint)
+            save_position(self, checkpoint)
+        super()._save_checkpoint(model, trial)
+
+    # Sampling with vLLM
+
+    @contextlib.contextmanager
+    def _engine_fits(
+        self,
+        args: EngineConfig,
+        model: "str | PreTrainedModel | PeftModel",
+        adapters: list["PeftConfig | None"],
+    ) -> Iterator[None]:
+        """Context in which TRL builds models and engine: the engine has their precision and room for adapters."""
+        if not args.use_vllm:
+            yield
+            return
+        from ..generation._engine import check_vllm, engine_options
+
+        check_vllm()
+        if args.bf16 or args.fp16:  # what autocast runs them in
+            dtype = "bfloat16" if args.bf16 else "float16"
+        elif isinstance(model, str):
+            dtype = str((args.model_init_kwargs or {}).get("dtype", "float32"))
+        else:
+            dtype = str(model.dtype)
+        if not isinstance(model, str) and is_peft_model(model):
+            adapters = [*adapters, *model.peft_config.values()]
+        with engine_options(dtype.removeprefix("torch."), [config for config in adapters if config is not None]):
+            yield
+
+    def _take_engine(self) -> None:
+        """Lets the engine that TRL has built push weights when they changed, and serve more than one model."""
+        if not self.use_vllm:
+            return
+        from ..generation import VLLMGenerator
+
+        models = {"policy": self.accelerator.unwrap_model(self.model)}
+        self.vllm_generation = VLLMGenerator(
+            models, self._tokenizer, engine=self.vllm_generation, sleep_level=self.args.vllm_sleep_level
+        )
+        self.add_callback(_WeightsChanged(self.vllm_generation))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any):
+        if self.use_vllm and not self.is_in_train:
+            self.vllm_generation.changed()  # models may have been loaded, or changed by hand
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
+        """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
+        log_p = torch.full(completion_mask.shape, torch.nan, device=completion_mask.device)
+        for row, values in zip(log_p, self.vllm_generation.log_probs, strict=True):
+            row[: len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
+        return log_p
+
+    def _log_engine(self, batch: dict[str, torch.Tensor], name: str, log_p: torch.Tensor, prefix: str = "") -> None:
+        """Logs how far the engine's log-probabilities are from `log_p` (U, n, T), the sampling-time model's; warns."""
+        if f"{name}_engine_log_p" not in batch:
+            return
+        mode = "train" if self.model.training else "eval"
+        gap = (batch[f"{name}_engine_log_p"] - log_p).abs()
+        gap = self.accelerator.gather(torch.where(batch[f"{name}_mask"] == 1, gap, torch.nan).flatten())
+        gap = gap[~gap.isnan()]
+        mean, largest = (gap.mean().item(), gap.max().item()) if len(gap) else (0.0, 0.0)
+        metrics = self._metrics[mode]
+        metrics[prefix + "sampling/sampling_logp_difference/mean"].append(mean)
+        metrics[prefix + "sampling/sampling_logp_difference/max"].append(largest)
+        if mean > self.args.vllm_logp_difference_threshold:
+            logger.warning_once(
+                "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
+                "(`vllm_logp_difference_threshold=%g`): the engine samples from another distribution than the model's, and "
+                "importance weights are off. Give both the same precision (`bf16`, the model's `dtype`).",
+                mean,
+                self.args.vllm_logp_difference_threshold,
+            )
 
     def _tokenize_prompts(self, prompts: list):
         tokenized = super()._tokenize_prompts(prompts)

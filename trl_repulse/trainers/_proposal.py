@@ -20,7 +20,7 @@ from ._trl_bridge import (
     disable_dropout_in_model,
     prepare_scoring,
 )
-from .second_adapter import SecondAdapter, add_adapter
+from .second_adapter import Adapter, SecondAdapter, add_adapter
 from .second_model import SecondModel
 
 
@@ -109,7 +109,7 @@ def build_proposal(
     """
     args = trainer.args
     learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
-    saved = _adapter_config(model)
+    saved = adapter_config(model)
     if model is None or (saved is not None and _has_base(trainer.model, saved)):
         if saved is None or shares_base(trainer.model, args, None, saved):
             adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
@@ -121,8 +121,17 @@ def build_proposal(
     return SecondModel(module, trainer.accelerator, learning_rate)
 
 
-def _adapter_config(model: Any) -> "PeftConfig | None":
-    """Configuration of the adapter in a folder; `None` for anything else."""
+def adapter_config(model: Any) -> "PeftConfig | None":
+    """
+    Configuration of a saved adapter.
+
+    Args:
+        model:
+            Folder of the adapter; anything else is no adapter.
+
+    Returns:
+        `peft.PeftConfig` or `None`
+    """
     if not isinstance(model, str) or not (Path(model) / "adapter_config.json").is_file():
         return None
     from peft import PeftConfig
@@ -151,7 +160,7 @@ def _ready(
             init_kwargs["quantization_config"] = quantization_config
         if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
             init_kwargs["device_map"] = None
-        saved = _adapter_config(model)
+        saved = adapter_config(model)
         if saved is None:
             model = create_model_from_path(model, **init_kwargs)
         else:
@@ -181,6 +190,24 @@ def _ready(
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
     return model
+
+
+def serve_proposal(trainer: "RePULSeTrainer") -> None:
+    """
+    Lets the vLLM engine, or a server of its own, sample from the proposal too.
+
+    Args:
+        trainer ([`RePULSeTrainer`]):
+            Trainer with engine and proposal in place.
+    """
+    module, args, server = trainer.proposal.module, trainer.args, {}
+    if args.proposal_vllm_server_base_url is not None:
+        server["server_base_url"] = args.proposal_vllm_server_base_url
+        server["group_port"] = args.proposal_vllm_group_port
+    if isinstance(module, Adapter):
+        trainer.vllm_generation.add("proposal", module.model, module.name, **server)
+    else:
+        trainer.vllm_generation.add("proposal", module, **server)
 
 
 def proposal_coefficients(

@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
 
+from ..importance import effective_sample_size, log_z_estimate, max_weight_share
 from ._trl_bridge import print_prompt_completions_sample
 
 
@@ -82,6 +83,29 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
             transformed = trainer.accelerator.gather(transformed).tolist()
         if trainer.accelerator.is_main_process:
             append_negatives(trainer, source, prompts, completions, rewards, transformed)
+
+
+def log_importance(trainer: "ReinforceTrainer", prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+    """
+    Logs the diagnostics of importance weights over all processes.
+
+    Args:
+        trainer ([`ReinforceTrainer`]):
+            Trainer whose metrics they join.
+        prefix (`str`):
+            What their names begin with: `"proposal"`, or `"negative"` for the policy as its own proposal.
+        log_w (`torch.Tensor` of shape `(P, N)`):
+            Log-weights, −inf for samples without a reward.
+        scored (`torch.Tensor` of shape `(P, N)`):
+            Which samples have a reward.
+    """
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    ess = trainer.accelerator.gather(effective_sample_size(log_w))
+    metrics[f"{prefix}/ess"].append(ess.mean().item())
+    metrics[f"{prefix}/ess_min"].append(ess.min().item())
+    trainer._log_mean(f"{prefix}/max_weight", max_weight_share(log_w))
+    log_z = log_z_estimate(log_w, scored)
+    trainer._log_mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
 
 
 def append_negatives(

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import transformers.trainer
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
@@ -39,6 +38,7 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
+from ..generation._habits import without_generation_habits
 from ._deepspeed import gathered
 from ._peft_bridge import AdapterView, trainable_kept
 
@@ -130,6 +130,11 @@ PINNED: dict[Any, tuple[str, ...]] = {
         "gradient_checkpointing_func",
         "every_n_layers",
     ),
+    # Overridden around `super()`: the second model goes where the policy goes.
+    Trainer._load_best_model: ("self",),
+    # Overridden around `super()`: the order of an epoch follows from the trainer's state.
+    RLOOTrainer._get_train_sampler: ("self", "dataset"),
+    GRPOTrainer._get_train_sampler: ("self", "dataset"),
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
 }
@@ -188,27 +193,33 @@ def use_reference(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Iterator[None]:
-    """Lets TRL's generation and reward hooks work on another model, with their metrics under `prefix`.
+def sampling_from(trainer: RLOOTrainer, engine: nn.Module, name: str, num_generations: int) -> Iterator[None]:
+    """Lets TRL's generation and reward hooks work on another model, with its name before their metrics.
 
     TRL (1.16) generates from `trainer.model_wrapped` and logs to `trainer._metrics[mode]`. Both are swapped inside the
-    context and restored whatever happens; an adapter of the trainer's own model is made the active one instead. Way
-    out: a `model` argument on TRL's generation hook.
+    context and restored whatever happens; an adapter of the trainer's own model is made the active one instead, and a
+    vLLM engine is told the name. Way out: a `model` argument on TRL's generation hook.
 
     Args:
         trainer ([`~trl.RLOOTrainer`]):
             Trainer whose hooks are called inside the context.
         engine (`torch.nn.Module` or [`AdapterView`]):
             Model to sample from, wrapped as it was prepared.
-        prefix (`str`):
-            What the names of the metrics logged inside begin with, e.g. `"proposal/"`.
+        name (`str`):
+            Name of the model, e.g. `"proposal"`; metrics logged inside are called `"proposal/..."`.
+        num_generations (`int`):
+            Completions a prompt that are drawn inside.
     """
     mode = "train" if trainer.model.training else "eval"
     policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
     is_adapter = isinstance(engine, AdapterView)
     trainer.model_wrapped, trainer._metrics[mode] = policy if is_adapter else engine, defaultdict(list)
     try:
-        with engine.active() if is_adapter else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if is_adapter:
+                stack.enter_context(engine.active())
+            if trainer.use_vllm:
+                stack.enter_context(trainer.vllm_generation.using(name, num_generations))
             yield
     finally:
         inner = trainer._metrics[mode]
@@ -216,34 +227,8 @@ def sampling_from(trainer: RLOOTrainer, engine: nn.Module, prefix: str) -> Itera
         # A running total over both models, not a mean: it keeps its own name.
         if "num_tokens" in inner:
             metrics["num_tokens"] = inner.pop("num_tokens")
-        for name, values in inner.items():
-            metrics[prefix + name].extend(values)
-
-
-@contextlib.contextmanager
-def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
-    """Samples inside the context follow the model and the trainer's arguments, and nothing the model was saved with.
-
-    transformers (5.23) fills what a `generation_config` passed to `generate` leaves unset from the model's own:
-    `typical_p`, `suppress_tokens`, `no_repeat_ngram_size` and the like would bend the distribution without a word, and
-    with it every importance weight. Way out: `generate` taking a passed configuration as it is.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Unwrapped model; its `generation_config` is back in place afterwards, and is what gets saved.
-    """
-    base = model.get_base_model() if is_peft_model(model) else model
-    habits = base.generation_config
-    base.generation_config = GenerationConfig(
-        bos_token_id=habits.bos_token_id,
-        eos_token_id=habits.eos_token_id,
-        pad_token_id=habits.pad_token_id,
-        cache_implementation=habits.cache_implementation,
-    )
-    try:
-        yield
-    finally:
-        base.generation_config = habits
+        for metric, values in inner.items():
+            metrics[f"{name}/{metric}"].extend(values)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from .._checks import check_datasets, check_rewards
@@ -155,22 +154,24 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             init_kwargs["quantization_config"] = quantization_config
         # Before TRL wraps or patches the policy
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-        )
+        with self._engine_fits(args, model, [peft_config]):
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
+        self._take_engine()
         self._check_reward_functions()
         self._prepare_scoring()
         check_value_model(value, self.model)
@@ -381,12 +382,12 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             self.processing_class.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model, trial):
-        # Before the policy's: a checkpoint that looks complete is complete
-        if not self.args.save_only_model:
-            checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
-        super()._save_checkpoint(model, trial)
+    def _save_second_model(self, checkpoint: Path) -> None:
+        self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.value.load_checkpoint(self, Path(self.state.best_model_checkpoint) / VALUE_FOLDER)
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:

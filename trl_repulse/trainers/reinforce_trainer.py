@@ -53,6 +53,8 @@ class Samples:
         completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`): Right-padded completions.
         rewards (`torch.Tensor` of shape `(B,)`): Weighted rewards; NaN where no reward function gave one.
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`): The functions' rewards of all processes' rows.
+        engine_log_p (`torch.Tensor` of shape `(B, T)`, *optional*): What a vLLM engine says of the tokens' log-probabilities
+            (nats), to be compared and not to be used.
     """
 
     prompts: list
@@ -63,6 +65,7 @@ class Samples:
     completion_mask: torch.Tensor
     rewards: torch.Tensor
     rewards_per_func: torch.Tensor
+    engine_log_p: torch.Tensor | None = None
 
 
 class ReinforceTrainer(TrainerHooks, RLOOTrainer):
@@ -146,25 +149,31 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         connect(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
 
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-        )
+        with self._engine_fits(args, model, self._adapter_configs(peft_config)):
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+            )
 
+        self._take_engine()
         self._check_reward_functions()
         # Every update is made with the generations of the current policy: no ratio, no second pass.
         generate_every = args.steps_per_generation * args.num_iterations
         self._on_policy = args.gradient_accumulation_steps % generate_every == 0
         self._prepare_scoring()
+
+    def _adapter_configs(self, peft_config: "PeftConfig | None") -> list["PeftConfig | None"]:
+        """Configurations of all adapters that will be sampled from."""
+        return [peft_config]
 
     # Sampling
 
@@ -203,6 +212,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             rewards[self._local_rows(len(inputs))],
             rewards_per_func,
         )
+        if self.use_vllm:
+            samples.engine_log_p = self._engine_log_probs(samples.completion_mask)
+            self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
         if self.mask_truncated_completions:
             ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
             complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
@@ -223,6 +235,10 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             "rewards": samples.rewards.view(-1, n),  # (U, n)
             "rows": torch.arange(len(inputs), device=self.accelerator.device).view(-1, n),  # (U, n)
         }
+        if samples.engine_log_p is not None:
+            batch["completion_engine_log_p"] = samples.engine_log_p.view(
+                -1, n, samples.completion_ids.size(1)
+            )  # (U, n, T)
         if self.beta != 0.0:
             batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
         if mode == "train" and not self._on_policy:
@@ -396,6 +412,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         log_p, entropy, aux_loss = self._score(model, inputs)
+        self._log_engine(inputs, "completion", inputs.get("old_log_p", log_p.detach()))
         if "coefficients" not in inputs:
             inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
         loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..configs import RePULSeConfig
-from ..importance import (
-    effective_sample_size,
-    log_importance_weights,
-    log_z_estimate,
-    max_weight_share,
-    normalize_weights,
-)
+from ..importance import log_importance_weights, normalize_weights
 from ..losses import negative_coefficients, negative_reinforce_coefficients
 from ..rewards.transforms import (
     class_log_potential,
@@ -29,8 +22,15 @@ from ..rewards.transforms import (
 )
 from ._cards import write_proposal_card
 from ._peft_bridge import adapters_kept
-from ._proposal import build_proposal, proposal_coefficients, proposal_loss, shares_base
-from ._records import new_logs, record_samples, show_completions
+from ._proposal import (
+    adapter_config,
+    build_proposal,
+    proposal_coefficients,
+    proposal_loss,
+    serve_proposal,
+    shares_base,
+)
+from ._records import log_importance, new_logs, record_samples, show_completions
 from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
 from .second_adapter import Adapter, SecondAdapter
@@ -152,6 +152,7 @@ class RePULSeTrainer(ReinforceTrainer):
             if not shares_base(model, args, peft_config, proposal_peft_config):
                 # Copied before TRL wraps or patches the policy
                 proposal_model = copy_unpatched(model)
+        self._proposal_adapters = [proposal_peft_config, adapter_config(proposal_model)]
         super().__init__(
             model,
             reward_funcs,
@@ -170,12 +171,17 @@ class RePULSeTrainer(ReinforceTrainer):
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
+        if self.use_vllm:
+            serve_proposal(self)
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
         if self.args.proposal_update_order == "after":
             self.add_callback(_UpdateProposalAfterPolicy(self))
 
     # Sampling
+
+    def _adapter_configs(self, peft_config):
+        return [peft_config, *self._proposal_adapters]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super()._generate_and_score_completions(inputs)
@@ -204,7 +210,7 @@ class RePULSeTrainer(ReinforceTrainer):
         rows = inputs
         if m > 1 and m != self._num_generations(mode):
             rows = [row for row in inputs[:: self._num_generations(mode)] for _ in range(m)]
-        with sampling_from(self, self.proposal.engine, f"{PROPOSAL_FOLDER}/"):
+        with sampling_from(self, self.proposal.engine, PROPOSAL_FOLDER, self._num_proposals(mode)):
             samples = self._draw(rows)
         record_samples(self, samples, self._proposal_logs, "proposal")
         width = samples.completion_ids.size(1)  # T
@@ -215,6 +221,8 @@ class RePULSeTrainer(ReinforceTrainer):
             "proposal_completion_mask": samples.completion_mask.view(-1, m, width),  # (U, m, T)
             "proposal_rewards": samples.rewards.view(-1, m),  # (U, m)
         }
+        if samples.engine_log_p is not None:
+            drawn["proposal_completion_engine_log_p"] = samples.engine_log_p.view(-1, m, width)  # (U, m, T)
         if self.args.negative_loss == "reinforce" and self.beta != 0.0:
             drawn["proposal_ref_log_prob"] = self._reference_log_prob(drawn, "proposal_completion")
         return drawn
@@ -255,7 +263,7 @@ class RePULSeTrainer(ReinforceTrainer):
             log_w = self._to_prompts(self._log_potential(rewards, self.args.reweighting_beta), size)  # (P, N)
             scored = ~log_w.isnan()
             log_w = torch.where(scored, log_w, -torch.inf)
-            self._log_importance("negative", log_w, scored)
+            log_importance(self, "negative", log_w, scored)
             returns = self._to_prompts(credit["returns"], size)
             negative = self._negative_coefficients(log_w, returns, returns)
             credit["coefficients"] = credit["coefficients"] + self._to_units(negative, rewards)
@@ -311,7 +319,7 @@ class RePULSeTrainer(ReinforceTrainer):
             return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, N)
 
         log_w = log_weights(None)
-        self._log_importance(PROPOSAL_FOLDER, log_w, self._to_prompts(~rewards.isnan(), size))
+        log_importance(self, PROPOSAL_FOLDER, log_w, self._to_prompts(~rewards.isnan(), size))
         weights = {"proposal_w": self._to_units(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
             negative_log_w = log_w if self.args.reweighting_beta is None else log_weights(self.args.reweighting_beta)
@@ -358,6 +366,8 @@ class RePULSeTrainer(ReinforceTrainer):
             proposal = self.proposal.engine if learn else self.proposal.module
             log_q_now = self._score(proposal, inputs, (name,), gradient=learn)[0]
             sampled_log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
+            self._log_engine(inputs, "completion", old_log_p)
+            self._log_engine(inputs, name, sampled_log_q, f"{PROPOSAL_FOLDER}/")
 
             # Weigh, unless that was done when the samples were drawn
             if "coefficients" not in inputs:
@@ -423,6 +433,8 @@ class RePULSeTrainer(ReinforceTrainer):
         metrics = self._metrics["train"]
         metrics[f"{PROPOSAL_FOLDER}/learning_rate"].append(self.proposal.optimizer.param_groups[0]["lr"])
         metrics[f"{PROPOSAL_FOLDER}/grad_norm"].append(self.proposal.step())
+        if self.use_vllm:
+            self.vllm_generation.changed(PROPOSAL_FOLDER)
         if advance_schedule:
             self.proposal.scheduler.step()
 
@@ -437,16 +449,6 @@ class RePULSeTrainer(ReinforceTrainer):
         return loss
 
     # Logging
-
-    def _log_importance(self, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
-        """Logs the diagnostics of log-weights (P, N) over all processes, of the samples that have a reward."""
-        mode = "train" if self.model.training else "eval"
-        ess = self.accelerator.gather(effective_sample_size(log_w))
-        self._metrics[mode][f"{prefix}/ess"].append(ess.mean().item())
-        self._metrics[mode][f"{prefix}/ess_min"].append(ess.min().item())
-        self._log_mean(f"{prefix}/max_weight", max_weight_share(log_w))
-        log_z = log_z_estimate(log_w, scored)
-        self._log_mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
@@ -488,9 +490,12 @@ class RePULSeTrainer(ReinforceTrainer):
                 write_proposal_card(folder, name, self.args.potential, self.args.target_dist_beta)
         super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model, trial):
-        # Before the policy's: a checkpoint that looks complete is complete
-        if self.proposal is not None and not self.args.save_only_model:
-            checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+    def _save_second_model(self, checkpoint: Path) -> None:
+        if self.proposal is not None:
             self.proposal.save_state(checkpoint / PROPOSAL_FOLDER, self.args.should_save)
-        super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self):
+        with adapters_kept(self.model):
+            super()._load_best_model()
+        if self.proposal is not None:
+            self.proposal.load_checkpoint(self, Path(self.state.best_model_checkpoint) / PROPOSAL_FOLDER)

@@ -1,0 +1,326 @@
+"""Generators over several models: the right model, with the weights it has now, every time."""
+
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_repulse.generation import TransformersGenerator, VLLMGenerator, _engine
+from trl_repulse.generation._engine import check_vllm, engine_options, is_pushable
+from trl_repulse.trainers._trl_bridge import pinned_changes
+
+from .conftest import build_model
+from .vllm_double import build_engine, greedy
+
+
+PROMPTS = [[3, 12], [4], [5, 13, 14]]
+NAMES = ("policy", "proposal")
+
+
+@pytest.fixture(autouse=True)
+def lora_requests(monkeypatch):
+    """`vllm.lora.request`, where vLLM is not installed."""
+    if "vllm" in sys.modules:
+        return
+    module = SimpleNamespace(LoRARequest=lambda name, number, path: SimpleNamespace(number=number, lora_path=path))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(lora=SimpleNamespace(request=module)))
+    monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace(request=module))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", module)
+
+
+def two_models(tokenizer):
+    return {name: build_model("llama", len(tokenizer), seed).eval() for seed, name in enumerate(NAMES)}
+
+
+def two_adapters(tokenizer):
+    """One model with the adapters of both names."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(build_model("llama", len(tokenizer)), config, adapter_name=NAMES[0])
+    model.add_adapter(NAMES[1], config)
+    return model.eval()
+
+
+def shake(module, adapter=None):
+    """Changes all weights, or those of one adapter."""
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if adapter is None or adapter in name.split("."):
+                p.add_(0.2 * torch.randn_like(p))
+
+
+def sample(generator, name):
+    with generator.using(name):
+        return [list(ids) for ids in generator.generate(PROMPTS)[1]]
+
+
+@pytest.mark.parametrize(("sleep", "level"), [(False, None), (True, 1), (True, 2), (True, None)])
+def test_whole_weights_are_never_stale(tokenizer, monkeypatch, sleep, level):
+    models = two_models(tokenizer)
+    engine = build_engine(models["policy"], monkeypatch, sleep=sleep)
+    generator = VLLMGenerator(models, tokenizer, engine=engine, sleep_level=level)
+    torch.manual_seed(0)
+    seen = set()
+    for name in itertools.islice(itertools.cycle(NAMES), 100):
+        shake(models[name])
+        generator.changed(name)
+        expected = [greedy(models[name], ids, 6)[0] for ids in PROMPTS]
+        assert sample(generator, name) == expected
+        seen.add(str(expected))
+    assert len(seen) > 50  # the weights do matter
+    assert generator.pushes == {"policy": 50, "proposal": 50}
+    assert set(generator.llm.llm.slept[1:]) == ({level or 2} if sleep else set())
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_adapters_are_never_stale(tokenizer, monkeypatch, sleep):
+    model = two_adapters(tokenizer)
+    before = {name: p.clone() for name, p in model.named_parameters() if "lora_" not in name}
+    engine = build_engine(model, monkeypatch, lora=True, sleep=sleep)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+    generator.add("proposal", model, "proposal")
+    torch.manual_seed(0)
+    seen = set()
+    for name in itertools.islice(itertools.cycle(NAMES), 100):
+        shake(model, name)
+        generator.changed(name)
+        model.set_adapter(name)
+        expected = [greedy(model, ids, 6)[0] for ids in PROMPTS]
+        assert sample(generator, name) == expected
+        seen.add(str(expected))
+    assert len(seen) > 50
+    assert generator.pushes == {"base": 1, "policy": 50, "proposal": 50}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    assert len(list(generator._folder.iterdir())) == 2  # of each adapter, its latest version
+
+
+def test_a_push_that_is_left_out_would_be_noticed(tokenizer, monkeypatch):
+    models = two_models(tokenizer)
+    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    sample(generator, "policy")
+    torch.manual_seed(0)
+    stale = 0
+    for _ in range(10):
+        shake(models["policy"])  # and nobody is told
+        stale += sample(generator, "policy") != [greedy(models["policy"], ids, 6)[0] for ids in PROMPTS]
+    assert stale > 5
+
+
+def test_nothing_is_pushed_twice(tokenizer, monkeypatch):
+    models = two_models(tokenizer)
+    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    for _ in range(3):
+        sample(generator, "policy")
+        sample(generator, "policy")
+        generator.sync_weights()
+    assert generator.pushes == {"policy": 1}
+    sample(generator, "proposal")
+    sample(generator, "policy")
+    assert generator.pushes == {"policy": 2, "proposal": 1}  # one engine holds one of them
+
+
+def test_a_push_that_fails_leaves_nothing_to_sample_from(tokenizer, monkeypatch):
+    models = two_models(tokenizer)
+    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    sample(generator, "policy")
+    push = _engine.push_weights
+    monkeypatch.setattr(_engine, "push_weights", lambda *args, **kwargs: 1 / 0)
+    generator.changed("policy")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            sample(generator, "policy")
+    monkeypatch.setattr(_engine, "push_weights", push)
+    assert sample(generator, "policy") == [greedy(models["policy"], ids, 6)[0] for ids in PROMPTS]
+
+
+def test_texts_go_in_and_out(tokenizer, monkeypatch):
+    models = two_models(tokenizer)
+    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    generator.changed("proposal")
+    [first, second] = generator.complete(["the cat", "fish"], model="proposal", num_completions=2)
+    assert len(first) == len(second) == 2 and first[0] == first[1]  # greedy
+    ids, log_p = greedy(models["proposal"], tokenizer("fish")["input_ids"], 6)
+    assert second[0].token_ids == ids
+    assert second[0].text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert (second[0].model, second[0].version) == ("proposal", 1)
+    assert generator.log_probs[-1] == pytest.approx(log_p)
+
+
+def test_models_of_another_family_are_refused(tokenizer, monkeypatch):
+    policy = build_model("llama", len(tokenizer))
+    engine = build_engine(policy, monkeypatch)
+    with pytest.raises(ValueError, match="`vocab_size` is 19 in one and 20 in the other"):
+        VLLMGenerator({"policy": policy, "proposal": build_model("llama", 20)}, tokenizer, engine=engine)
+    with pytest.raises(ValueError, match="cannot share an engine"):
+        VLLMGenerator({"policy": policy, "proposal": build_model("gpt2", 19)}, tokenizer, engine=engine)
+
+
+def test_a_server_of_its_own_is_connected_to(tokenizer, monkeypatch):
+    """TRL's server mode with a client in its place: each model's weights and samples go through the right one."""
+    calls = []
+
+    class Client:
+        def __init__(self, base_url, group_port, connection_timeout):
+            self.url = (base_url, group_port)
+
+        def init_communicator(self, device):
+            calls.append((self.url[0], "connected", self.url[1]))
+
+        def update_named_params(self, metadata, params):
+            assert [name for name, _, _ in metadata] == [name for name, _ in params]
+            calls.append((self.url[0], "pushed", engine_of[self.url[0]].model))
+
+        def reset_prefix_cache(self):
+            calls.append((self.url[0], "reset", None))
+
+        def generate(self, prompts, n, **kwargs):
+            calls.append((self.url[0], "sampled", len(prompts)))
+            rows = [[1] for _ in prompts for _ in range(n)]
+            return {"prompt_ids": prompts, "completion_ids": rows, "logprobs": [[[0.0]]] * len(rows)}
+
+    monkeypatch.setattr(vllm_generation, "VLLMClient", Client)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    models = two_models(tokenizer)
+    engine = build_engine(models["policy"], monkeypatch)
+    vars(engine).update(mode="server", server_base_url="http://a", group_port=1, server_timeout=1.0)
+    vars(engine).update(_weight_metadata=None)
+    engine._init_vllm()
+    generator = VLLMGenerator({"policy": models["policy"]}, tokenizer, engine=engine)
+    generator.add("proposal", models["proposal"], server_base_url="http://b", group_port=2)
+    engine_of = {"http://a": engine, "http://b": generator._served["proposal"].engine}
+    for _ in range(2):
+        generator.generate([[3]] * 4, num_generations=4)
+        with generator.using("proposal", num_generations=2):
+            generator.generate([[3]] * 2 + [[4]] * 2, num_generations=4)  # what a trainer would say of its policy
+    generator.changed("proposal")
+    with generator.using("proposal"):
+        generator.generate([[3]])
+    assert calls == [
+        ("http://a", "connected", 1),
+        ("http://b", "connected", 2),
+        *(("http://a", "pushed", models["policy"]), ("http://a", "reset", None), ("http://a", "sampled", 1)),
+        *(("http://b", "pushed", models["proposal"]), ("http://b", "reset", None), ("http://b", "sampled", 2)),
+        *(("http://a", "sampled", 1), ("http://b", "sampled", 2)),
+        *(("http://b", "pushed", models["proposal"]), ("http://b", "reset", None), ("http://b", "sampled", 1)),
+    ]
+
+
+def test_vllm_must_be_there_and_of_a_known_version(monkeypatch):
+    monkeypatch.setattr(_engine, "is_vllm_available", lambda: False)
+    with pytest.raises(ImportError, match=r"use_vllm=True.* needs vLLM.*pip install trl-repulse\[vllm\]"):
+        check_vllm()
+
+    def outdated():
+        import warnings
+
+        warnings.warn("TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.1.0 installed.")
+        return True
+
+    monkeypatch.setattr(_engine, "is_vllm_available", outdated)
+    with pytest.raises(ImportError, match=r"from 0.22.0 to 0.31.0.*Install one of these"):
+        check_vllm()
+
+
+def test_engine_options(monkeypatch):
+    given = []
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
+    original = vllm_generation.LLM
+    lora = LoraConfig(r=12)
+    with engine_options("float32", [lora, LoraConfig(use_dora=True, r=64)]):
+        vllm_generation.LLM(model="m")
+    adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
+    assert given == [{"model": "m", "dtype": "float32", **adapters}]
+    with pytest.raises(RuntimeError, match="does not fit into memory.*Lower `vllm_gpu_memory_utilization`"):
+        with engine_options("float32"):
+            raise ValueError("No available memory for the cache blocks.")
+    with pytest.raises(ValueError, match="^something else$"):
+        with engine_options("float32"):
+            raise ValueError("something else")
+    assert vllm_generation.LLM is original
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"rank_pattern": {"q_proj": 1024}}, False),
+        ({"use_dora": True}, False),
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"bias": "all"}, False),
+        ({"init_lora_weights": "pissa"}, False),
+    ],
+)
+def test_which_adapters_are_pushed_as_they_are(changes, expected):
+    assert is_pushable(LoraConfig(**changes)) is expected
+
+
+def test_what_of_trl_the_engine_relies_on():
+    assert pinned_changes() == []
+    expected = {"generate": ["self", "prompts", "images", "num_generations", "profiler"], "sync_weights": ["self"]}
+    import inspect
+
+    for name, parameters in expected.items():
+        assert list(inspect.signature(getattr(VLLMGeneration, name)).parameters)[: len(parameters)] == parameters
+    for name in ("_init_vllm", "_iter_named_params", "_iter_fsdp_params", "_fix_param_name_to_vllm"):
+        assert callable(getattr(VLLMGeneration, name))
+
+
+def test_transformers_generator(tokenizer, model_dirs):
+    models = {name: AutoModelForCausalLM.from_pretrained(model_dirs["llama"]) for name in NAMES}
+    models["proposal"].lm_head.weight.data.neg_()
+    models["policy"].generation_config.suppress_tokens = list(range(2, 19))  # must not bend what is drawn
+    generator = TransformersGenerator(models, tokenizer, max_completion_length=3, batch_size=3, do_sample=False)
+    prompts = ["the cat", "fish", "the dog ran the cat ate"]
+    for name in NAMES:
+        models[name].train()
+        groups = generator.complete(prompts, model=name, num_completions=2)
+        assert models[name].training
+        for prompt, group in zip(prompts, groups, strict=True):
+            ids = greedy(models[name].eval(), tokenizer(prompt)["input_ids"], 3)[0]
+            assert [completion.token_ids for completion in group] == [ids, ids]
+            assert group[0].text == tokenizer.decode(ids, skip_special_tokens=True) and group[0].model == name
+
+
+def test_transformers_generator_draws_from_the_model(tokenizer, model_dirs):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=1, batch_size=5000)
+    torch.manual_seed(0)
+    [drawn] = generator.complete(["the cat"], model="policy", num_completions=5000)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=len(tokenizer))
+    with torch.no_grad():
+        p = model(torch.tensor([tokenizer("the cat")["input_ids"]])).logits[0, -1].softmax(-1)
+    assert ((counts / 5000 - p).abs() < 5 * (p * (1 - p) / 5000).sqrt() + 1e-4).all()
+
+
+@pytest.mark.slow
+@pytest.mark.trainer
+@pytest.mark.parametrize("adapters", [False, True])
+def test_continuous_batches_are_drawn_from_the_right_model(make, adapters):
+    """On a CPU such a step takes half a minute. A proposal of four logits' difference draws hardly anything else."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head"], init_lora_weights=False)
+    options = {"use_transformers_continuous_batching": True, "max_steps": 1, "max_completion_length": 1}
+    trainer = make(model="llama", extra={"peft_config": config} if adapters else {}, **options)
+    with torch.no_grad():
+        for name, p in trainer.proposal.module.named_parameters():
+            if name.endswith("lm_head.weight") or "lora_B" in name:
+                p.mul_(300.0)
+    drawn = {}
+    for name, engine in (("policy", trainer.model), ("proposal", trainer.proposal.module)):
+        trainer.model.train()
+        with torch.no_grad():
+            prompts = list(trainer.train_dataset["prompt"])
+            ids = [trainer.processing_class(prompt, return_tensors="pt") for prompt in prompts]
+            drawn[name] = [engine(**row).logits[0, -1].argmax().item() for row in ids]
+    trainer.train()
+    logs = {"policy": trainer._logs, "proposal": trainer._proposal_logs}
+    right = {}
+    for name, likeliest in drawn.items():
+        expected = dict(zip(prompts, trainer.processing_class.batch_decode(likeliest), strict=True))
+        pairs = list(zip(logs[name]["prompt"], logs[name]["completion"], strict=True))
+        right[name] = sum(expected[prompt].replace("<eos>", "") == text for prompt, text in pairs) / len(pairs)
+    assert right["proposal"] > 0.9 > right["policy"]

@@ -1,0 +1,214 @@
+"""A run that is interrupted and resumed ends as one that is not: both models, to the last bit."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse.trainers._resume import ResumedSampler, find_checkpoint
+
+from .conftest import build_model
+
+
+pytestmark = pytest.mark.trainer
+
+ADAPTERS = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], init_lora_weights=False)}
+BASE = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 6, "learning_rate": 1e-2}
+ONE_BLOCK = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1}
+CASES = {
+    "an update a generation": (RePULSeTrainer, {"per_device_train_batch_size": 8}),
+    "accumulated": (RePULSeTrainer, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+    "four updates a generation": (RePULSeTrainer, ONE_BLOCK),
+    "each twice": (RePULSeTrainer, {"per_device_train_batch_size": 8, "num_iterations": 2}),
+    "cut prompts": (RePULSeTrainer, ONE_BLOCK | {"per_device_train_batch_size": 2, "steps_per_generation": 8}),
+    "proposal after": (RePULSeTrainer, ONE_BLOCK | {"proposal_update_order": "after", "beta": 0.1}),
+    "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
+    "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
+    "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
+}
+
+
+def weights(trainer):
+    second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
+    modules = [trainer.model] if second is None else [trainer.model, second.module]
+    return [p.detach().clone() for module in modules for p in module.parameters()]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def run(make, tmp_path):
+    """A run of one of the cases in a folder of its own, resumed or not."""
+
+    def run(case, folder, resume=None, **kwargs):
+        trainer_cls, settings = CASES[case]
+        settings = BASE | settings | {"output_dir": str(tmp_path / folder)} | kwargs
+        trainer = make(trainer_cls, extra=ADAPTERS if case == "adapters" else {}, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
+    """Six updates go over several epochs, and with four updates a generation stop in the middle of one."""
+    negatives = {"save_negatives": True, "bad_reward_threshold": -1.0}
+    whole = run(case, "whole", **negatives)
+    assert whole.state.epoch > 1 or case in ("cut prompts", "PPO")
+    expected, written = weights(whole), (tmp_path / "whole" / "negatives.jsonl").read_bytes()
+    assert written
+    for step in (2, 3, 5):
+        folder = tmp_path / f"from {step}"
+        shutil.copytree(tmp_path / "whole", folder)  # with what came after the checkpoint, as a killed run leaves it
+        for later in range(step + 1, 7):
+            shutil.rmtree(folder / f"checkpoint-{later}")
+        resumed = run(case, folder.name, resume=True, **negatives)
+        assert same(weights(resumed), expected)
+        assert (folder / "negatives.jsonl").read_bytes() == written
+
+
+def test_without_the_buffer_bits_would_differ(run, tmp_path):
+    whole = run("four updates a generation", "whole")
+    path = tmp_path / "whole" / "checkpoint-2" / "position-0.json"
+    position = json.loads(path.read_text())
+    assert len(position["buffer"]) == 4 and position["step"] == 2
+    path.write_text(json.dumps(position | {"buffer": None}))
+    resumed = run("four updates a generation", "whole", resume=str(path.parent))
+    assert not same(weights(resumed), weights(whole))
+
+
+def test_epochs_have_their_order(make):
+    trainer = make(num_generations=2, per_device_train_batch_size=2, max_steps=1)
+    plain = super(type(trainer).__mro__[1], trainer)._get_train_sampler()
+    while isinstance(plain, ResumedSampler):
+        plain = plain._sampler
+    orders = [list(plain) for _ in range(4)]
+    assert len({str(order) for order in orders}) > 1
+    epoch = 0
+    sampler = ResumedSampler(plain, lambda: epoch)
+    for epoch in (2, 0, 3, 1):
+        assert list(sampler) == orders[epoch] and len(sampler) == len(orders[epoch])
+
+
+@pytest.mark.parametrize("damage", ["state missing", "state cut off", "random state cut off"])
+def test_half_written_checkpoints_are_passed_over(run, tmp_path, caplog, damage):
+    expected = weights(run("an update a generation", "run"))
+    last = tmp_path / "run" / "checkpoint-6"
+    name = "rng_state.pth" if damage.startswith("random") else "trainer_state.json"
+    content = (last / name).read_bytes()
+    (last / name).unlink()
+    if "cut off" in damage:
+        (last / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"checkpoint-6 is not complete \({name} is missing or cut off\)"):
+        run("an update a generation", "run", resume=str(last))
+    with caplog.at_level(logging.WARNING):
+        resumed = run("an update a generation", "run", resume=True)
+    assert f"checkpoint-6 is not complete ({name} is missing or cut off) and is passed over" in caplog.text
+    assert same(weights(resumed), expected)
+    assert find_checkpoint(True, str(tmp_path / "run")) == str(last)  # written anew
+
+
+def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(run, tmp_path, monkeypatch):
+    trainer = run("an update a generation", "run")
+    monkeypatch.setattr(trainer.proposal, "save_state", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer._save_checkpoint(trainer.model, None)
+    assert find_checkpoint(True, str(tmp_path / "run")).endswith("checkpoint-5")
+
+
+def test_nothing_to_resume_from(run, tmp_path):
+    with pytest.raises(ValueError, match="There is no complete checkpoint in .*without `resume_from_checkpoint`"):
+        run("an update a generation", "empty", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alpha": 0.5}, r"`alpha=0.5` does not go on with the run that wrote .*, where it is 1.0"),
+        ({"target_dist_beta": -3.0}, "`target_dist_beta=-3.0`"),
+        ({"num_generations": 2}, "`num_generations=2`"),
+        ({"beta": 0.2}, "`beta=0.2`"),
+        ({"seed": 7}, "`seed=7`"),
+    ],
+)
+def test_changed_settings_are_refused(run, change, message):
+    run("an update a generation", "run", max_steps=1)
+    with pytest.raises(ValueError, match=message):
+        run("an update a generation", "run", resume=True, **change)
+
+
+def test_other_changes_are_said(run, caplog):
+    run("an update a generation", "run", max_steps=1)
+    with caplog.at_level(logging.WARNING):
+        trainer = run("an update a generation", "run", resume=True, max_steps=2, learning_rate=0.5, logging_steps=2)
+    assert trainer.state.global_step == 2
+    assert "`learning_rate` is 0.5 here and 0.01 in" in caplog.text and "`max_steps` is 2 here and 1 in" in caplog.text
+    assert "`logging_steps`" not in caplog.text
+
+
+def test_other_data_or_another_proposal_are_refused(run, make, tmp_path, prompts, model_dirs):
+    run("an update a generation", "run", max_steps=1)
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 8}
+    trainer = make(dataset=prompts.select(range(2)), **settings)
+    with pytest.raises(ValueError, match="train_dataset: 2 does not go on .* where it is 4"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer = make(ReinforceTrainer, **settings)
+    with pytest.raises(ValueError, match="second model: None does not go on .* where it is 'SecondModel'"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_weights_alone(run, tmp_path, caplog):
+    run("an update a generation", "run", save_only_model=True, max_steps=2)
+    folder = tmp_path / "run" / "checkpoint-2"
+    names = {path.name for path in folder.iterdir()} | {
+        f"proposal/{path.name}" for path in (folder / "proposal").iterdir()
+    }
+    assert {"model.safetensors", "proposal/model.safetensors"} <= names
+    assert not [name for name in names if name.startswith(("position", "optimizer", "proposal/optimizer"))]
+    with caplog.at_level(logging.WARNING):
+        trainer = run("an update a generation", "run", resume=True, max_steps=3)
+    assert trainer.state.global_step == 3 and "does not say where in its data the run was" in caplog.text
+
+
+def test_the_limit_counts_checkpoints_of_both_models(run, tmp_path):
+    run("an update a generation", "run", save_total_limit=2)
+    folders = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert folders == ["checkpoint-5", "checkpoint-6"]
+    for name in folders:
+        assert (tmp_path / "run" / name / "proposal" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("case", ["an update a generation", "adapters", "PPO"])
+def test_the_best_checkpoint_gives_both_models(make, tmp_path, prompts, case):
+    trainer_cls, settings = CASES[case]
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "fake", "eval_strategy": "steps", "eval_steps": 1}
+    extra = {"eval_dataset": prompts} | (ADAPTERS if case == "adapters" else {})
+    settings = BASE | settings | best | {"output_dir": str(tmp_path / "run"), "num_generations_eval": 4}
+    trainer = make(trainer_cls, extra=extra, per_device_eval_batch_size=16, **settings)
+    seen = {}
+
+    def evaluate(*args, **kwargs):
+        step = trainer.state.global_step
+        seen[step] = weights(trainer)
+        return {"eval_fake": 1.0 if step == 2 else 0.0}
+
+    trainer.evaluate = evaluate
+    trainer.train()
+    assert same(weights(trainer), seen[2]) and not same(seen[2], seen[6])
+
+
+def test_final_weights_are_loaded_as_any_model(run, tmp_path):
+    trainer = run("an update a generation", "run", max_steps=1)
+    folder = Path(find_checkpoint(True, str(tmp_path / "run")))
+    for path, module in ((folder, trainer.model), (folder / "proposal", trainer.proposal.module)):
+        assert same(list(AutoModelForCausalLM.from_pretrained(path).parameters()), list(module.parameters()))
+    assert build_model("gpt2", 19).num_parameters() == trainer.model.num_parameters()

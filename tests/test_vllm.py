@@ -1,0 +1,175 @@
+"""The generator and the trainers on vLLM itself, on CPU with its CPU build: `pytest -m vllm tests/test_vllm.py`."""
+
+import itertools
+import os
+
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse.generation import VLLMGenerator
+
+from .vllm_double import greedy
+
+
+pytestmark = pytest.mark.vllm
+
+pytest.importorskip("vllm")
+
+PROMPTS = [[3, 12], [4], [5, 13, 14]]
+NAMES = ("policy", "proposal")
+CPU = not torch.cuda.is_available()
+OPTIONS = {"max_model_length": 32, "max_num_seqs": 64, "gpu_memory_utilization": 0.1}
+
+
+def build(kind, tokenizer, folder):
+    """A saved tiny model with heads of 32 dimensions, the least that vLLM takes on CPU."""
+    set_seed(0)
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    if kind == "gpt2":  # its head has the embedding's weights
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3, **special
+        )
+        model = GPT2LMHeadModel(config)
+    else:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+            initializer_range=0.3,
+            tie_word_embeddings=kind == "llama, tied",
+            **special,
+        )
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def shake(module, adapter=None):
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if adapter is None or adapter in name.split("."):
+                p.add_(0.1 * torch.randn_like(p))
+
+
+def alternate(generator, change, expected, times=100, names=NAMES):
+    """How many of `times` alternating changes and samplings gave what the model's current weights give."""
+    fresh, seen = 0, set()
+    for name in itertools.islice(itertools.cycle(names), times):
+        change(name)
+        wanted = expected(name)
+        with generator.using(name):
+            drawn = [list(ids) for ids in generator.generate(PROMPTS)[1]]
+        fresh += drawn == wanted
+        seen.add(str(wanted))
+    assert len(seen) > times // 2
+    return fresh
+
+
+SLEEP = [False, pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("sleep", SLEEP)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama, tied"])
+def test_whole_weights_are_never_stale(tokenizer, tmp_path, kind, sleep):
+    accelerator = Accelerator(cpu=CPU)
+    policy = build(kind, tokenizer, tmp_path).to(accelerator.device)
+    proposal = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval().to(accelerator.device)
+    models = {"policy": policy, "proposal": proposal}
+    options = OPTIONS | {"temperature": 0.0, "max_completion_length": 6, "enable_sleep_mode": bool(sleep)}
+    generator = VLLMGenerator(models, tokenizer, accelerator, sleep_level=sleep or None, **options)
+    set_seed(0)
+
+    def change(name):
+        shake(models[name])
+        generator.changed(name)
+
+    def expected(name):
+        return [greedy(models[name], ids, 6)[0] for ids in PROMPTS]
+
+    assert alternate(generator, change, expected) == 100
+    if sleep != 2:  # nobody is told
+        assert alternate(generator, lambda name: shake(models[name]), expected, 20, ["policy"]) < 10
+
+
+@pytest.mark.parametrize("sleep", SLEEP)
+def test_adapters_are_never_stale(tokenizer, tmp_path, sleep):
+    accelerator = Accelerator(cpu=CPU)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(build("llama", tokenizer, tmp_path), config, adapter_name="policy")
+    model.add_adapter("proposal", config)
+    model.to(accelerator.device).eval()
+    options = OPTIONS | {"temperature": 0.0, "max_completion_length": 6, "enable_sleep_mode": bool(sleep)}
+    generator = VLLMGenerator({"policy": model}, tokenizer, accelerator, sleep_level=sleep or None, **options)
+    generator.add("proposal", model, "proposal")
+    set_seed(0)
+
+    def change(name):
+        shake(model, name)
+        generator.changed(name)
+
+    def expected(name):
+        model.set_adapter(name)
+        return [greedy(model, ids, 6)[0] for ids in PROMPTS]
+
+    assert alternate(generator, change, expected) == 100
+    assert generator.pushes["base"] == (100 if sleep == 2 else 1)
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
+def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, trainer_cls, adapters):
+    build("llama", tokenizer, tmp_path / "model")
+    extra = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")} if adapters else {}
+    trainer = make(
+        trainer_cls,
+        model=str(tmp_path / "model"),
+        extra=extra,
+        use_vllm=True,
+        vllm_max_model_length=32,
+        vllm_gpu_memory_utilization=0.1,
+        learning_rate=0.05,
+        max_steps=5,
+    )
+    trainer.train()
+    prefixes = ("", "proposal/") if trainer_cls is RePULSeTrainer else ("",)
+    for prefix in prefixes:
+        gaps = [log[f"{prefix}sampling/sampling_logp_difference/max"] for log in trainer.state.log_history[:-1]]
+        assert len(gaps) == 5 and max(gaps) < 1e-4
+        if trainer_cls is not PPOTrainer:
+            versions = [log[f"{prefix}sampling/weights_version"] for log in trainer.state.log_history[:-1]]
+            assert versions == [1, 2, 3, 4, 5]
+    pushes = {"policy": 5, **({"proposal": 5} if len(prefixes) == 2 else {}), **({"base": 1} if adapters else {})}
+    assert trainer.vllm_generation.pushes == pushes
+
+
+@pytest.mark.trainer
+def test_stale_weights_would_be_noticed_in_training(make, tokenizer, tmp_path, caplog):
+    build("llama", tokenizer, tmp_path / "model")
+    options = {"vllm_max_model_length": 32, "vllm_gpu_memory_utilization": 0.1}
+    model = str(tmp_path / "model")
+    trainer = make(ReinforceTrainer, model=model, use_vllm=True, learning_rate=0.05, max_steps=5, **options)
+    trainer.vllm_generation.changed = lambda *names: None
+    trainer.train()
+    assert trainer.state.log_history[4]["sampling/sampling_logp_difference/mean"] > 0.1
+    assert "vLLM's log-probabilities of the samples" in caplog.text
+
+
+def test_an_engine_that_does_not_fit(tokenizer, tmp_path):
+    model = build("llama", tokenizer, tmp_path)
+    options = OPTIONS | {"max_model_length": 10_000_000}
+    with pytest.raises((RuntimeError, ValueError), match="max_model_len"):
+        VLLMGenerator({"policy": model}, tokenizer, Accelerator(cpu=CPU), **options)

@@ -1,0 +1,256 @@
+"""Every dependence on how TRL drives a vLLM engine, and vLLM a model's weights; pinned in `tests/test_generation.py`.
+
+TRL (1.16) builds the engine of a trainer in `VLLMGeneration`, for one model, and calls it by `llm`. Each entry says what
+it relies on, why, and what would let it go.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import is_peft_model
+from safetensors.torch import save_file
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.import_utils import is_vllm_available
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+# What vLLM (0.22 to 0.31) can be built for; an adapter of another rank takes the next one.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# What vLLM says when an engine does not fit.
+_TOO_LARGE = ("memory", "KV cache", "kv cache", "cache blocks")
+
+
+def check_vllm() -> None:
+    """
+    Refuses to go on without a vLLM that TRL knows.
+
+    Raises:
+        `ImportError`: If vLLM is missing, or of a version that TRL only warns of.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = is_vllm_available()
+    if not available:
+        raise ImportError(
+            "`use_vllm=True` needs vLLM, which is not installed; run `pip install trl-repulse[vllm]`, or set "
+            "`use_vllm=False`."
+        )
+    unsupported = [str(warning.message) for warning in caught if "supports vLLM versions" in str(warning.message)]
+    if unsupported:
+        raise ImportError(f"{unsupported[0]} Install one of these, or set `use_vllm=False`.")
+
+
+def is_pushable(config: "PeftConfig") -> bool:
+    """
+    Whether vLLM can take an adapter as it is: LoRA over linear layers, and nothing else.
+
+    Args:
+        config (`peft.PeftConfig`):
+            Configuration of the adapter.
+
+    Returns:
+        `bool`: If `False`, the adapter has to be merged into the weights that are pushed.
+    """
+    return (
+        config.peft_type == "LORA"
+        and config.bias == "none"
+        and not config.use_dora
+        and not config.modules_to_save
+        and not config.layer_replication
+        and not config.target_parameters
+        and not config.trainable_token_indices
+        and config.init_lora_weights in (True, False, "gaussian", "orthogonal")  # the base is as it was saved
+        and max([config.r, *config.rank_pattern.values()]) <= _RANKS[-1]
+    )
+
+
+@contextlib.contextmanager
+def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterator[None]:
+    """
+    Lets the engine that TRL builds inside the context serve our models; says what to do if it does not fit.
+
+    TRL passes no precision, so that vLLM would halve a float32 model's, and makes no room for adapters. Way out: further
+    arguments of `VLLMGeneration` for `vllm.LLM`.
+
+    Args:
+        dtype (`str`):
+            Precision in which the models run elsewhere, and the engine shall, e.g. `"float32"`.
+        adapters (`Sequence[peft.PeftConfig]`, *optional*):
+            Configurations of the adapters to be pushed.
+
+    Raises:
+        `RuntimeError`: If the engine does not fit into memory.
+    """
+    options: dict[str, Any] = {"dtype": dtype}
+    pushed = [config for config in adapters if is_pushable(config)]
+    if pushed:
+        rank = max(rank for config in pushed for rank in (config.r, *config.rank_pattern.values()))
+        room = next(size for size in _RANKS if size >= rank)
+        options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": len(pushed)}
+    original = vllm_generation.LLM
+    vllm_generation.LLM = functools.partial(original, **options)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(_does_not_fit(error)) from error
+    except (RuntimeError, ValueError) as error:
+        if not any(word in str(error) for word in _TOO_LARGE):
+            raise
+        raise RuntimeError(_does_not_fit(error)) from error
+    finally:
+        vllm_generation.LLM = original
+
+
+def _does_not_fit(error: Exception) -> str:
+    return (
+        f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `vllm_gpu_memory_utilization` if "
+        "training needs the memory, raise it if the cache is too small, or lower `vllm_max_model_length`."
+    )
+
+
+def takes_adapters(engine: VLLMGeneration) -> bool:
+    """
+    Whether an engine in this process was built with room for adapters.
+
+    Args:
+        engine ([`~trl.generation.VLLMGeneration`]):
+            Engine in colocated mode.
+
+    Returns:
+        `bool`
+    """
+    return engine.llm.llm_engine.vllm_config.lora_config is not None
+
+
+class EngineView:
+    """
+    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with an adapter and a sleep level that TRL has no words for.
+
+    Way out: a `lora_request` and a sleep level in `VLLMGeneration`.
+
+    Args:
+        llm (`vllm.LLM`):
+            The engine.
+        sleep_level (`int`):
+            1 keeps the weights in main memory, 2 drops them.
+    """
+
+    def __init__(self, llm: Any, sleep_level: int):
+        self.llm = llm
+        self.sleep_level = sleep_level
+        self.lora_request: Any = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Samples with the adapter that is set, if any."""
+        return self.llm.generate(*args, lora_request=self.lora_request, **kwargs)
+
+    def sleep(self, level: int) -> None:
+        """Sleeps at our level, whatever TRL asks for."""
+        self.llm.sleep(level=self.sleep_level)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "llm":  # not set yet, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.llm, name)
+
+
+def wake_weights(engine: VLLMGeneration) -> None:
+    """
+    Brings the weights of a sleeping engine back to the device; at sleep level 2 they hold nothing until the next push.
+
+    Args:
+        engine ([`~trl.generation.VLLMGeneration`]):
+            Engine in colocated mode.
+    """
+    if engine.enable_sleep_mode and engine._llm_weights_sleeping:
+        vllm_generation.empty_cache()
+        engine.llm.wake_up(tags=["weights"])
+        engine._llm_weights_sleeping = False
+
+
+def push_weights(engine: VLLMGeneration, model: Any, merge: bool = True) -> None:
+    """
+    Copies a model's weights to the engine and forgets cached prefixes. All processes must call it.
+
+    In the same process weights go through vLLM's `reload_weights`: it lets each layer bring them into its own layout
+    anew, which TRL's `load_weights` of single tensors skips (vLLM's CPU layers then have no place for them), and knows
+    the names of layers with adapters. Way out: TRL using it.
+
+    Args:
+        engine ([`~trl.generation.VLLMGeneration`]):
+            Engine, awake.
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Model to copy.
+        merge (`bool`, *optional*, defaults to `True`):
+            Whether a PEFT model's active adapter is merged into the weights that are pushed; else its base is.
+    """
+    engine.model = model
+    if engine.mode == "server":
+        engine.sync_weights()
+        return
+    weights = engine._iter_named_params() if merge or not is_peft_model(model) else _base_params(engine, model)
+    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+    runner.reload_weights(weights_iterator=weights)
+    if runner.model_config.hf_text_config.tie_word_embeddings:
+        _process_tied_head(runner.get_model())
+    engine.llm.reset_prefix_cache()
+
+
+def _process_tied_head(model: torch.nn.Module) -> None:
+    """
+    Lets an LM head that has the embedding's weights see the new ones.
+
+    vLLM (0.30) leaves a layer that is given no weights of its own as it was; on CPU, that is a packed copy of the old
+    ones. Way out: `reload_weights` knowing tied layers.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _base_params(engine: VLLMGeneration, model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of the base below the adapters, by the names vLLM expects, each gathered where it is cut apart."""
+    if engine._dist.is_fsdp:
+        yield from engine._iter_fsdp_params(model)
+        return
+    for name, p in model.named_parameters():
+        if model.prefix not in name:
+            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            with engine._dist.gather_params([p]):
+                yield engine._fix_param_name_to_vllm(name), p.data
+
+
+def write_adapter(engine: VLLMGeneration, model: "PeftModel", adapter: str, folder: Path) -> None:
+    """
+    Writes an adapter where vLLM can read it. All processes must call it, each with a folder of its own.
+
+    Args:
+        engine ([`~trl.generation.VLLMGeneration`]):
+            Gives the means to gather parameters that are cut apart.
+        model (`peft.PeftModel`):
+            Model with the adapter.
+        adapter (`str`):
+            Name of the adapter.
+        folder (`Path`):
+            Folder to create.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = [p for name, p in model.named_parameters() if adapter in name.split(".")]
+    with engine._dist.gather_params(own):
+        whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+        weights = get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter)
+        weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[adapter].save_pretrained(str(folder))

@@ -1,0 +1,108 @@
+"""What generators return, and what they all do with prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Of one architecture and vocabulary, models may still differ in these
+_INCIDENTAL = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "_attn_implementation"),
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """
+    One completion and where it comes from.
+
+    Args:
+        text (`str`): The completion without special tokens.
+        token_ids (`list[int]`): Its tokens, with the end-of-sequence token if it ended by itself.
+        model (`str`): Name of the model that drew it.
+        version (`int`): How many times that model's weights had been declared changed.
+    """
+
+    text: str
+    token_ids: list[int]
+    model: str
+    version: int
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
+    """
+    Token ids of prompts, as TRL's trainers make them.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer, with a chat template if prompts are conversations.
+        prompts (`Sequence`):
+            Plain text, or conversations as lists of messages.
+
+    Returns:
+        `list[list[int]]`: One list a prompt.
+    """
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(tokenizer(prompt)["input_ids"])
+        else:
+            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+            ids.append(encoded["input_ids"])
+    return ids
+
+
+def group_completions(
+    tokenizer: PreTrainedTokenizerBase, completion_ids: Sequence[Sequence[int]], size: int, model: str, version: int
+) -> list[list[Completion]]:
+    """
+    Completions by prompt.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer to decode with.
+        completion_ids (`Sequence[Sequence[int]]`):
+            Token ids, those of one prompt after the other.
+        size (`int`):
+            Completions a prompt.
+        model (`str`), version (`int`):
+            As in [`Completion`].
+
+    Returns:
+        `list[list[Completion]]`: `size` completions a prompt.
+    """
+    texts = tokenizer.batch_decode([list(ids) for ids in completion_ids], skip_special_tokens=True)
+    flat = [Completion(text, list(ids), model, version) for text, ids in zip(texts, completion_ids, strict=True)]
+    return [flat[i : i + size] for i in range(0, len(flat), size)]
+
+
+def check_one_family(models: dict[str, PreTrainedModel]) -> None:
+    """
+    Refuses models that cannot take one another's place: of another architecture, another size or another vocabulary.
+
+    Args:
+        models (`dict[str, PreTrainedModel]`):
+            Models by name.
+
+    Raises:
+        `ValueError`: Naming the models and what differs.
+    """
+    (first, model), *others = models.items()
+    shape = _shape(model)
+    for name, other in others:
+        theirs = _shape(other)
+        differing = [key for key in sorted(shape.keys() | theirs.keys()) if shape.get(key) != theirs.get(key)]
+        if differing:
+            key = "vocab_size" if "vocab_size" in differing else differing[0]
+            raise ValueError(
+                f"Models {first!r} and {name!r} cannot share an engine: `{key}` is {shape.get(key)!r} in one and "
+                f"{theirs.get(key)!r} in the other; start both from one model, or generate without vLLM."
+            )
+
+
+def _shape(model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config.get_text_config().to_dict()
+    return {key: value for key, value in config.items() if key not in _INCIDENTAL}

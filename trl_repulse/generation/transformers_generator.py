@@ -1,0 +1,112 @@
+"""Sampling from several named models with transformers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ._habits import without_generation_habits
+from .completions import Completion, group_completions, tokenize
+
+
+class TransformersGenerator:
+    """
+    Draws completions from several models, one at a time, with transformers' `generate`.
+
+    Samples follow the models exactly (temperature 1, whole vocabulary) unless `generation_kwargs` say otherwise; what a
+    model was saved with (`top_p`, `suppress_tokens` and the like) is left out of account.
+
+    Example:
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+    >>> from trl_repulse.embedded import policy_path
+    >>> from trl_repulse.generation import TransformersGenerator
+
+    >>> tokenizer = AutoTokenizer.from_pretrained(policy_path())
+    >>> models = {"policy": AutoModelForCausalLM.from_pretrained(policy_path())}
+    >>> generator = TransformersGenerator(models, tokenizer, max_completion_length=2)
+    >>> [[completion]] = generator.complete(["the weather is"], model="policy")
+    ```
+
+    Args:
+        models (`dict[str, PreTrainedModel]`):
+            Models by name, PEFT models too; where they are and in their precision.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of all models.
+        max_completion_length (`int`, *optional*, defaults to `256`):
+            Longest completion, in tokens.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Completions drawn at the same time.
+        **generation_kwargs:
+            Further arguments of [`~transformers.GenerationConfig`].
+    """
+
+    def __init__(
+        self,
+        models: dict[str, PreTrainedModel],
+        tokenizer: PreTrainedTokenizerBase,
+        max_completion_length: int = 256,
+        batch_size: int = 64,
+        **generation_kwargs: Any,
+    ):
+        self.models = models
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        settings = {
+            "max_new_tokens": max_completion_length,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "pad_token_id": pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        self._config = GenerationConfig(**settings | generation_kwargs)
+
+    @torch.no_grad()
+    def complete(
+        self, prompts: Sequence[str | list[dict[str, str]]], model: str, num_completions: int = 1
+    ) -> list[list[Completion]]:
+        """
+        Draws completions.
+
+        Args:
+            prompts (`Sequence`):
+                Plain text, or conversations as lists of messages.
+            model (`str`):
+                Name of the model to draw from.
+            num_completions (`int`, *optional*, defaults to `1`):
+                Completions a prompt.
+
+        Returns:
+            `list[list[Completion]]`: `num_completions` for each prompt. `version` is 0: there is no copy of the weights
+            that could be out of date.
+
+        Raises:
+            `KeyError`: If there is no such model.
+        """
+        lm = self.models[model]
+        rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
+        training = lm.training
+        lm.eval()
+        try:
+            with without_generation_habits(lm):
+                starts = range(0, len(rows), self.batch_size)
+                drawn = [ids for i in starts for ids in self._generate(lm, rows[i : i + self.batch_size])]
+        finally:
+            lm.train(training)
+        return group_completions(self.tokenizer, drawn, num_completions, model, version=0)
+
+    def _generate(self, lm: PreTrainedModel, rows: list[list[int]]) -> list[list[int]]:
+        """One batch: left-padded, completions cut after their end-of-sequence token."""
+        width = max(map(len, rows))
+        padding = [width - len(row) for row in rows]
+        pad = self._config.pad_token_id
+        ids = torch.tensor([[pad] * k + row for k, row in zip(padding, rows, strict=True)], device=lm.device)
+        mask = torch.tensor([[0] * k + [1] * (width - k) for k in padding], device=lm.device)
+        drawn = lm.generate(input_ids=ids, attention_mask=mask, generation_config=self._config)[:, width:].tolist()
+        ends = self._config.eos_token_id
+        return [row[: row.index(ends) + 1] if ends in row else row for row in drawn]

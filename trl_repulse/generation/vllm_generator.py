@@ -1,0 +1,285 @@
+"""One vLLM engine that samples from several named models, always with the weights they have now."""
+
+import contextlib
+import copy
+import itertools
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .completions import Completion, check_one_family, group_completions, tokenize
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from trl.generation.vllm_generation import VLLMGeneration
+
+
+@dataclass
+class _Served:
+    """A model, the engine that samples from it, and the adapter it is pushed by (`None`: whole weights)."""
+
+    model: "PreTrainedModel | PeftModel"
+    engine: "VLLMGeneration"
+    adapter: str | None
+    version: int = 0
+    pushed: tuple[int, Any] | None = None  # version and request of the adapter that was pushed last
+
+
+class VLLMGenerator:
+    """
+    Samples from several models of one architecture with one vLLM engine in this process, or with vLLM servers.
+
+    The engine holds one model's weights at a time. Before it samples, the weights of the model in question are pushed
+    if, and only if, it holds another's or they were declared changed ([`changed`]). LoRA adapters are pushed as adapters
+    over a base that stays where it is; other adapters are merged into the weights that are pushed.
+
+    It stands on TRL's own [`~trl.generation.VLLMGeneration`] and takes its place in a TRL trainer.
+
+    Args:
+        models (`dict[str, PreTrainedModel]`):
+            Models by name, unwrapped, PEFT models too. The first is sampled from unless [`using`] says otherwise; its
+            `name_or_path` must be loadable, for vLLM builds its engine from there.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer of all models.
+        accelerator ([`~accelerate.Accelerator`], *optional*):
+            A trainer's accelerator. If `None`, a new one.
+        engine ([`~trl.generation.VLLMGeneration`], *optional*):
+            Engine that a trainer has built already. If `None`, one is built.
+        sleep_level (`int`, *optional*):
+            With `enable_sleep_mode=True`, what the engine does between samplings: keep its weights in main memory (1) or
+            drop them (2). If `None`, 1 where adapters are pushed, whose base need not be pushed again then, and 2 elsewhere.
+        **options:
+            Arguments of [`~trl.generation.VLLMGeneration`] for an engine that is built: `max_model_length`,
+            `max_completion_length`, `gpu_memory_utilization`, `tensor_parallel_size`, ...
+
+    Attributes:
+        pushes (`Counter[str]`):
+            How often each model's weights went to the engine; a base that adapters share counts as `"base"`.
+        log_probs (`list[list[float]]`):
+            What the engine itself says of the latest completions' tokens, in nats.
+
+    Raises:
+        `ImportError`: If vLLM is missing or of a version that TRL does not support.
+        `ValueError`: If the models differ in architecture or vocabulary.
+        `RuntimeError`: If an engine that is built does not fit into memory.
+    """
+
+    def __init__(
+        self,
+        models: "dict[str, PreTrainedModel | PeftModel]",
+        tokenizer: PreTrainedTokenizerBase,
+        accelerator: Accelerator | None = None,
+        engine: "VLLMGeneration | None" = None,
+        sleep_level: Literal[1, 2] | None = None,
+        **options: Any,
+    ):
+        from ._engine import EngineView, check_vllm, takes_adapters
+
+        check_one_family(models)
+        if engine is None:
+            check_vllm()
+            engine = _build_engine(models, tokenizer, accelerator or Accelerator(), options)
+        self.tokenizer = tokenizer
+        self.pushes: Counter[str] = Counter()
+        self.log_probs: list[list[float]] = []
+        self._engine = engine
+        self._lora = engine.mode == "colocate" and takes_adapters(engine)
+        if engine.mode == "colocate":
+            engine.llm = EngineView(engine.llm, sleep_level or (1 if self._lora else 2))
+        if engine.logprobs is None:
+            engine.logprobs = 0  # those of the sampled tokens, to compare a trainer's with
+        self._served: dict[str, _Served] = {}
+        self._resident: dict[int, Any] = {}  # by engine, what it holds
+        self._requests = itertools.count(1)
+        self._current = next(iter(models))
+        self._num_generations: int | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="trl-repulse-adapters-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        for name, model in models.items():
+            self.add(name, model)
+
+    def add(self, name: str, model: "PreTrainedModel | PeftModel", adapter: str | None = None, **server: Any) -> None:
+        """
+        Adds a model.
+
+        Args:
+            name (`str`):
+                Its name.
+            model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+                The model, unwrapped.
+            adapter (`str`, *optional*):
+                Which adapter of a PEFT model it is, if not the active one. Adapters that have to be merged must be active
+                while they are sampled from.
+            **server:
+                In server mode, `server_base_url` and `group_port` of a server of its own.
+
+        Raises:
+            `ValueError`: If it differs from the others in architecture or vocabulary.
+        """
+        from ._engine import is_pushable
+
+        check_one_family({**{key: served.model for key, served in self._served.items()}, name: model})
+        if is_peft_model(model):
+            adapter = adapter or model.active_adapter
+            if not self._lora or not is_pushable(model.peft_config[adapter]):
+                adapter = None
+        engine = self._engine
+        if server:
+            engine = copy.copy(engine)
+            vars(engine).update(server, model=model, _weight_metadata=None)
+            engine._init_vllm()  # connects
+        self._served[name] = _Served(model, engine, adapter)
+
+    def changed(self, *names: str) -> None:
+        """
+        Declares that the weights of models have changed since they were sampled from.
+
+        Args:
+            *names (`str`):
+                Names of the models; all if none is given.
+        """
+        for name in names or self._served:
+            self._served[name].version += 1
+
+    @contextlib.contextmanager
+    def using(self, name: str, num_generations: int | None = None) -> Iterator[None]:
+        """
+        Context in which [`generate`] samples from another model.
+
+        Args:
+            name (`str`):
+                Name of the model.
+            num_generations (`int`, *optional*):
+                Completions a prompt, where [`generate`] is told another number by a trainer that does not know better.
+        """
+        before = self._current, self._num_generations
+        self._current, self._num_generations = name, num_generations
+        try:
+            yield
+        finally:
+            self._current, self._num_generations = before
+
+    @property
+    def version(self) -> int:
+        """How many times the weights of the model that is sampled from have been declared changed."""
+        return self._served[self._current].version
+
+    def sync_weights(self) -> None:
+        """Pushes the weights of the model that is sampled from, unless the engine holds them as they are."""
+        from ._engine import push_weights, wake_weights
+
+        served = self._served[self._current]
+        engine, model = served.engine, served.model
+        if engine.mode == "colocate":
+            wake_weights(engine)
+        wanted = (self._current, served.version)
+        if served.adapter is not None:
+            wanted = ("base", id(model.get_base_model()))
+        if self._resident.get(id(engine)) != wanted:
+            self._resident[id(engine)] = None  # if the push fails half-way, the engine holds nothing of use
+            push_weights(engine, model, merge=served.adapter is None)
+            self._resident[id(engine)] = wanted
+            self.pushes[wanted[0]] += 1
+        engine.model = model
+        if engine.mode == "colocate":
+            engine.llm.lora_request = None if served.adapter is None else self._adapter_request(served)
+
+    def generate(
+        self, prompts: list[list[int]], images: list | None = None, num_generations: int = 1, profiler: Any = None
+    ) -> tuple:
+        """
+        Samples one completion for each row, as [`~trl.generation.VLLMGeneration`]'s method of that name, with the current
+        weights of the model in question. All processes must call it.
+
+        Args:
+            prompts (`list[list[int]]`):
+                Token ids, one list a row; a prompt's rows follow one another.
+            images (`list`, *optional*):
+                As there.
+            num_generations (`int`, *optional*, defaults to `1`):
+                Rows a prompt.
+            profiler (*optional*):
+                As there.
+
+        Returns:
+            `tuple`: Prompt ids, completion ids, and the engine's log-probabilities with their token ids.
+        """
+        self.sync_weights()
+        engine = self._served[self._current].engine
+        result = engine.generate(prompts, images, self._num_generations or num_generations, profiler)
+        if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
+            self._resident[id(engine)] = None
+        self.log_probs = [[token[0] for token in row] for row in result[2]] if result[2] else []
+        return result
+
+    def complete(
+        self, prompts: Sequence[str | list[dict[str, str]]], model: str, num_completions: int = 1
+    ) -> list[list[Completion]]:
+        """
+        Draws completions. All processes must call it.
+
+        Args:
+            prompts (`Sequence`):
+                Plain text, or conversations as lists of messages.
+            model (`str`):
+                Name of the model to draw from.
+            num_completions (`int`, *optional*, defaults to `1`):
+                Completions a prompt.
+
+        Returns:
+            `list[list[Completion]]`: `num_completions` for each prompt.
+
+        Raises:
+            `KeyError`: If there is no such model.
+        """
+        rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
+        with self.using(model):
+            drawn = self.generate(rows, num_generations=num_completions)[1]
+            return group_completions(self.tokenizer, drawn, num_completions, model, self.version)
+
+    def _adapter_request(self, served: _Served) -> Any:
+        """A request for the adapter as it is now; each version has an id of its own, so that nothing cached serves it."""
+        from vllm.lora.request import LoRARequest
+
+        from ._engine import write_adapter
+
+        if served.pushed is None or served.pushed[0] != served.version:
+            if served.pushed is not None:
+                shutil.rmtree(served.pushed[1].lora_path)
+            number = next(self._requests)
+            folder = self._folder / str(number)
+            write_adapter(served.engine, served.model, served.adapter, folder)
+            served.pushed = (served.version, LoRARequest(f"{self._current}-{served.version}", number, str(folder)))
+            self.pushes[self._current] += 1
+        return served.pushed[1]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_engine":  # not set yet, as in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+
+def _build_engine(
+    models: "dict[str, PreTrainedModel | PeftModel]",
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+    options: dict[str, Any],
+) -> "VLLMGeneration":
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from ._engine import engine_options
+
+    adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]
+    first = next(iter(models.values()))
+    with engine_options(str(first.dtype).removeprefix("torch."), adapters):
+        return VLLMGeneration(first, accelerator, tokenizer, **options)

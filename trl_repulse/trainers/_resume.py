@@ -1,0 +1,279 @@
+"""Going on where a checkpoint left a run: what TRL and transformers do not keep, and what must not change."""
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Sampler
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.trainer.utils import RepeatSampler
+
+from ._records import NEGATIVES
+
+
+if TYPE_CHECKING:
+    from .ppo_trainer import PPOTrainer
+    from .reinforce_trainer import ReinforceTrainer
+
+logger = get_logger(__name__)
+
+# Another value would give other batches than those that are left to be trained on.
+_LAYOUT = (
+    *(
+        "num_generations",
+        "num_proposal_generations",
+        "steps_per_generation",
+        "num_iterations",
+        "proposal_updates_per_step",
+    ),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "shuffle_dataset", "seed"),
+)
+# Another value would go on towards something else.
+_OBJECTIVE = (
+    *("alpha", "alpha_start", "alpha_normalization", "target_dist_beta", "target_dist_beta_start", "potential"),
+    *("target_class", "reward_cap", "negative_loss", "negative_baseline", "reweighting_beta", "uniform_weights"),
+    *("use_policy_as_proposal", "proposal_loss", "proposal_parameterization", "proposal_update_order"),
+    *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
+    *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
+    *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
+    *("gae_lambda", "gamma", "value_clip", "whiten_advantages", "value_warmup_steps"),
+)
+# Another value is not taken up, or only in part, and may be meant.
+_SAID = (
+    *(
+        "learning_rate",
+        "proposal_learning_rate",
+        "value_learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "max_steps",
+    ),
+    *("num_train_epochs", "max_grad_norm", "weight_decay", "optim"),
+)
+
+
+class ResumedSampler(Sampler[int]):
+    """
+    TRL's sampler, in the order of the epoch that the trainer is in.
+
+    TRL's (1.16) draws each epoch's order from one generator: a resumed run would begin with the first epoch's again.
+
+    Args:
+        sampler ([`~trl.trainer.utils.RepeatSampler`]):
+            TRL's sampler.
+        epoch (`Callable[[], int]`):
+            Gives the number of the epoch that begins, or goes on.
+    """
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+        self._sampler = sampler
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self._sampler.seed)
+            for _ in range(self._epoch()):
+                torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
+    """
+    The checkpoint to go on from: the one that is named, or the last in `output_dir` that was written to its end.
+
+    Args:
+        resume_from_checkpoint (`str`, `Path` or `bool`):
+            As for [`~transformers.Trainer.train`]; not empty.
+        output_dir (`str`):
+            The run's folder.
+
+    Returns:
+        `str`: Folder of the checkpoint.
+
+    Raises:
+        `ValueError`: If it was not written to its end, or there is none.
+    """
+    if resume_from_checkpoint is not True:
+        reason = incomplete(Path(resume_from_checkpoint))
+        if reason is not None:
+            raise ValueError(
+                f"The checkpoint {resume_from_checkpoint} is not complete ({reason}): its writing was interrupted. Resume "
+                "from an earlier one, or with `resume_from_checkpoint=True` from the last that is complete."
+            )
+        return str(resume_from_checkpoint)
+    numbered = {}
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if folder.is_dir() and number.isdigit():
+            numbered[int(number)] = folder
+    for number in sorted(numbered, reverse=True):
+        reason = incomplete(numbered[number])
+        if reason is None:
+            return str(numbered[number])
+        logger.warning("%s is not complete (%s) and is passed over.", numbered[number], reason)
+    raise ValueError(
+        f"There is no complete checkpoint in {output_dir}; start the run without `resume_from_checkpoint`."
+    )
+
+
+def incomplete(checkpoint: Path) -> str | None:
+    """
+    Why a checkpoint cannot be resumed from.
+
+    The Trainer writes its state last, so that what comes before is whole where the state is; other processes' random
+    states are looked at one by one.
+
+    Args:
+        checkpoint (`Path`):
+            Its folder.
+
+    Returns:
+        `str` or `None`: What is missing; `None` if nothing is.
+    """
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{TRAINER_STATE_NAME} is missing or cut off"
+    positions = sorted(checkpoint.glob("position-*.json"))
+    if not positions:  # weights alone, or another trainer's
+        return None
+    processes = json.loads(positions[0].read_text(encoding="utf-8"))["num_processes"]
+    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+    cut = [name for name in names if not zipfile.is_zipfile(checkpoint / name)]
+    return f"{cut[0]} is missing or cut off" if cut else None
+
+
+def begin_checkpoint(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+    """
+    Lets a checkpoint that is written over count as incomplete until it is complete again. All processes must call it.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Trainer that writes.
+        checkpoint (`Path`):
+            Folder to write to.
+    """
+    if trainer.args.should_save:
+        (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+    trainer.accelerator.wait_for_everyone()
+
+
+def save_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+    """
+    Writes where in its data and its generations a process is. All processes must call it.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Trainer between two updates.
+        checkpoint (`Path`):
+            Folder to write to; created if missing.
+    """
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    rank = trainer.accelerator.process_index
+    tensors: dict[str, torch.Tensor] = {}
+    rest: list[dict[str, Any]] | None = None
+    if trainer._buffered_inputs is not None and trainer._step % _generate_every(trainer):
+        rest = []
+        for i, batch in enumerate(trainer._buffered_inputs):
+            is_tensor = {name: isinstance(value, torch.Tensor) for name, value in batch.items()}
+            tensors |= {f"{i}.{name}": batch[name].detach().cpu().clone() for name in batch if is_tensor[name]}
+            rest.append({name: value for name, value in batch.items() if not is_tensor[name]})
+    negatives = Path(trainer.args.output_dir) / NEGATIVES
+    position = {
+        "num_processes": trainer.accelerator.num_processes,
+        "step": trainer._step,
+        "buffer": rest,
+        "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
+        "settings": _settings(trainer),
+    }
+    save_file(tensors, checkpoint / f"position-{rank}.safetensors")
+    text = json.dumps(position, indent=2)
+    (checkpoint / f"position-{rank}.json").write_text(text, encoding="utf-8")
+    trainer.accelerator.wait_for_everyone()
+
+
+def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+    """
+    Takes up what [`save_position`] wrote, and cuts off the negative data that came after it.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Trainer that is about to train.
+        checkpoint (`Path`):
+            Folder of the checkpoint.
+
+    Raises:
+        `ValueError`: If the run's settings would not go on with the run that wrote it.
+    """
+    rank = trainer.accelerator.process_index
+    path = checkpoint / f"position-{rank}.json"
+    if not any(checkpoint.glob("position-*.json")):
+        logger.warning("%s does not say where in its data the run was; it goes on as TRL does.", checkpoint)
+        return
+    first = json.loads((checkpoint / "position-0.json").read_text(encoding="utf-8"))
+    _check_settings(trainer, first, checkpoint)
+    position = json.loads(path.read_text(encoding="utf-8"))
+    trainer._step = position["step"]
+    if position["buffer"] is not None:
+        batches = [dict(batch) for batch in position["buffer"]]
+        for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
+            i, name = key.split(".", 1)
+            batches[int(i)][name] = value.to(trainer.accelerator.device)
+        trainer._buffered_inputs = batches
+    negatives = Path(trainer.args.output_dir) / NEGATIVES
+    if trainer.accelerator.is_main_process and negatives.is_file():
+        if negatives.stat().st_size > position["negatives_bytes"]:
+            with negatives.open("r+b") as file:
+                file.truncate(position["negatives_bytes"])
+    trainer.accelerator.wait_for_everyone()
+
+
+def _generate_every(trainer: "ReinforceTrainer | PPOTrainer") -> int:
+    return trainer.args.steps_per_generation * trainer.num_iterations
+
+
+def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
+    """What a resumed run is compared by, as JSON gives it back."""
+    names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
+    settings = {name: getattr(trainer.args, name) for name in names}
+    second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
+    settings["second model"] = None if second is None else type(second).__name__
+    settings["model"] = trainer.model.config._name_or_path
+    data = trainer.train_dataset
+    settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _check_settings(trainer: "ReinforceTrainer | PPOTrainer", position: dict[str, Any], checkpoint: Path) -> None:
+    """Refuses settings that do not go on with a run, and says which others have changed."""
+    if trainer.accelerator.num_processes != position["num_processes"]:
+        raise ValueError(
+            f"{checkpoint} is of a run with {position['num_processes']} processes, and this one has "
+            f"{trainer.accelerator.num_processes}; launch as many, or start a new run with `model` set to the checkpoint."
+        )
+    before, now = position["settings"], _settings(trainer)
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    refused = [name for name in changed if name not in (*_SAID, "model")]
+    if refused:
+        name = refused[0]
+        shown = f"`{name}={now[name]!r}`" if name in vars(trainer.args) else f"{name}: {now[name]!r}"
+        raise ValueError(
+            f"{shown} does not go on with the run that wrote {checkpoint}, where it is {before[name]!r}; set it to that, "
+            "or start a new run with `model` set to the checkpoint."
+        )
+    for name in changed:
+        logger.warning(
+            "`%s` is %r here and %r in %s. Optimizer and schedule go on as they were; a new reference is loaded from a new "
+            "`model`.",
+            *(name, now[name], before[name], checkpoint),
+        )
