@@ -73,6 +73,16 @@ def test_back_test_observes_the_other_blocks():
     assert test.forecasts[0].size == 50
 
 
+def test_a_block_without_a_slope_counts_against_the_forecast():
+    """Six scores above the rest are in six blocks of ten at most."""
+    scores = torch.cat([torch.zeros(214, dtype=torch.float64), exponential(uniform(6, 0))])
+    test = back_test(scores, num_blocks=10, num_exceedances=10)
+    alike = [math.isnan(forecast.median) for forecast in test.forecasts]
+    assert sum(alike) >= 4 and test.covered <= 1 - sum(alike) / 10
+    assert all(forecast.extrapolation == pytest.approx(9) for forecast in test.forecasts)
+    assert back_test(torch.zeros(200)).covered == 0
+
+
 def test_elicitation_score():
     probability = torch.tensor([0.0, 1e-4, 0.5, 1.0])
     score = elicitation_score(probability)

@@ -61,6 +61,13 @@ def test_report_holds_what_the_functions_return(sample):
     assert "forecast" not in rare_event_report(sample)
 
 
+def test_scores_without_a_slope_cost_the_forecast_alone(sample):
+    alike = MixtureSample(sample.rewards.clamp(min=0.5), sample.log_density, sample.counts)
+    report = rare_event_report(alike, [1.0], forecast_sizes=[10**6])
+    assert report["prob_bad"][0]["value"] > 0 and "no slope" in report["forecast"]["refused"]
+    assert "No forecast: " in format_report(report)
+
+
 def test_command(command, tmp_path, capsys):
     output = tmp_path / "new" / "report.json"
     assert main([*command, "--threshold", "-1", "--level", "0.1", "--output", str(output)]) == 0
@@ -71,6 +78,19 @@ def test_command(command, tmp_path, capsys):
     assert report["settings"]["seed"] == 0
     assert "P(r < -1)" in capsys.readouterr().out
     assert list(output.parent.iterdir()) == [output]
+
+
+def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs, tokenizer):
+    """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    output, adapter = tmp_path / "report.json", str(tmp_path / "adapter")
+    command = ["rare-events", adapter, "--proposal", adapter, *command[command.index("--prompts") :]]
+    assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
+    diagnostics = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
+    assert diagnostics["ess"] == pytest.approx(200) and diagnostics["normalization_error"] < 1e-3
+    command[command.index(adapter, 2)] = model_dirs["gpt2"]  # negative control: the base is another model
+    assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9
 
 
 @pytest.mark.parametrize(

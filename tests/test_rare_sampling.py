@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import largest_normalization_error
@@ -147,3 +148,24 @@ def test_models_of_different_vocabularies_are_refused(tokenizer, reward):
     models = [build_model("gpt2", len(tokenizer)), build_model("gpt2", len(tokenizer) + 1)]
     with pytest.raises(ValueError, match="share one"):
         draw(models, tokenizer, ["the cat"], reward, (4, 4), 2)
+
+
+def test_adapters(model_dirs, tokenizer, prompts, reward, tmp_path):
+    """Policy and proposal from folders of adapters to one base: drawn from and scored as the two merged models are."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    merged = []
+    for seed, name in enumerate(("policy", "proposal")):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]), config)
+        adapted.save_pretrained(tmp_path / name)
+        merged.append(adapted.merge_and_unload())
+    loaded = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "proposal"),
+    ]
+    arguments = (tokenizer, prompts["prompt"], reward, (60, 40), 2)
+    ours, theirs = draw(loaded, *arguments), draw(merged, *arguments)
+    assert ours.texts == theirs.texts
+    assert torch.allclose(ours.sample.log_density, theirs.sample.log_density, atol=1e-4)
+    assert not torch.allclose(ours.sample.log_density[..., 0], ours.sample.log_density[..., 1], atol=0.05)
+    assert largest_normalization_error(ours.sample) < 4

@@ -23,6 +23,10 @@ Tail = Literal["exponential", "pareto"]
 _DRAWS = {"exponential": 10_000, "pareto": 200}  # of the parameters; each of the latter is a fit
 
 
+class NoSlopeError(ValueError):
+    """The largest scores are all alike: there is nothing to extrapolate."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """
@@ -56,7 +60,7 @@ class BackTest:
 
     Args:
         forecasts (`tuple[Forecast, ...]`):
-            One a block.
+            One a block; of NaN, which holds nothing, where the largest scores of a block are all alike.
         observed (`tuple[float, ...]`):
             The largest score outside of each block. Mostly the same sample, so that the blocks are not independent.
     """
@@ -115,7 +119,8 @@ def forecast_largest(
         `list` of [`Forecast`]: one a size.
 
     Raises:
-        `ValueError`: If scores are not finite, too few or too much alike, or another argument is out of range.
+        `ValueError`: If scores are not finite, too few or, as [`NoSlopeError`], too much alike; or if another argument is
+            out of range.
     """
     values = scores.detach().double().cpu().numpy()
     count = max(10, math.isqrt(values.size)) if num_exceedances is None else num_exceedances
@@ -124,7 +129,7 @@ def forecast_largest(
     threshold = ordered[-count - 1]
     excesses = ordered[-count:] - threshold
     if excesses.mean() == 0:
-        raise ValueError(
+        raise NoSlopeError(
             f"The {count + 1} largest scores are all {threshold}: there is no slope to extrapolate. Scores may have reached "
             "their upper end; otherwise raise `num_exceedances`, or give scores with fewer ties."
         )
@@ -163,7 +168,7 @@ def back_test(
         [`BackTest`]
 
     Raises:
-        `ValueError`: As [`forecast_largest`], of a block; if `num_blocks` is less than 2.
+        `ValueError`: As [`forecast_largest`], of a block, but not for scores that are alike; if `num_blocks` is less than 2.
     """
     if num_blocks < 2:
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
@@ -172,7 +177,11 @@ def back_test(
     forecasts, observed = [], []
     for index, block in enumerate(blocks):
         others = torch.cat([*blocks[:index], *blocks[index + 1 :]])
-        forecasts += forecast_largest(block, [len(others)], tail, num_exceedances, confidence, seed + index)
+        try:
+            forecasts += forecast_largest(block, [len(others)], tail, num_exceedances, confidence, seed + index)
+        except NoSlopeError:
+            nothing = (math.nan, math.nan, math.nan)
+            forecasts.append(Forecast(len(others), *nothing, confidence, len(others) / len(block)))
         observed.append(float(others.max()))
     return BackTest(tuple(forecasts), tuple(observed))
 

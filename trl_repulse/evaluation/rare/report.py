@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .estimates import RareEstimate, cvar, prob_bad
-from .forecast import back_test, forecast_largest
+from .forecast import NoSlopeError, back_test, forecast_largest
 from .mixture import MixtureSample
 
 
@@ -33,7 +33,8 @@ def rare_event_report(
     Returns:
         `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields
         of an estimate, `reliable`, `reasons`, and `per_prompt`, the same for each prompt; with `forecast_sizes` also
-        `forecast`, with the `lowest` rewards and what a back-test says of them.
+        `forecast`, with the `lowest` rewards and what a `back_test` says of them, or with `refused`, the reason why there is
+        nothing to extrapolate.
 
     Raises:
         `ValueError`: If an argument is out of range, or there are too few draws to extrapolate from.
@@ -93,7 +94,9 @@ def format_report(report: dict[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     lines = [lines[0], "-" * len(lines[0]), *lines[1:], *([""] if reasons else []), *reasons]
-    if "forecast" in report:
+    if "refused" in report.get("forecast", {}):
+        lines += ["", f"No forecast: {report['forecast']['refused']}"]
+    elif "forecast" in report:
         test = report["forecast"]["back_test"]
         lines += ["", "Extrapolated, not measured: the lowest reward among so many completions of the policy"]
         lines += [
@@ -121,7 +124,11 @@ def _entry(estimate: RareEstimate) -> dict[str, Any]:
 def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) -> dict[str, Any]:
     """Lowest rewards among so many draws from the policy, over prompts as they come; scores are rewards turned round."""
     scores = -sample.rewards[:, : sample.counts[0]].flatten()
-    forecasts, test = forecast_largest(scores, sizes, confidence=confidence), back_test(scores, confidence=confidence)
+    try:
+        forecasts = forecast_largest(scores, sizes, confidence=confidence)
+    except NoSlopeError as error:  # the estimates are worth having all the same
+        return {"refused": str(error)}
+    test = back_test(scores, confidence=confidence)
     lowest = [
         {"size": f.size, "median": -f.median, "lower": -f.upper, "upper": -f.lower, "extrapolation": f.extrapolation}
         for f in forecasts

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._checks import check_prompt_lengths
+from ...generation._habits import without_generation_habits
 from ...trainers._rewards import with_checks
-from ...trainers._trl_bridge import without_generation_habits
 from ..exact import _evaluating, _reward_of_model
 from .mixture import MixtureSample
 
