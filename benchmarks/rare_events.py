@@ -299,6 +299,7 @@ def verdict(tables: Tables, repetitions: int) -> None:
     target = (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1)
     good = {
         "first and second, half each": pool(tables),
+        "the same, noisy (e^N(0, 0.5²))": (pool(tables) + 0.5 * noise).log_softmax(dim=1),
         "the target itself": target,
         "the target, noisy (e^N(0, 0.5²))": (target + 0.5 * noise).log_softmax(dim=1),
         "the target, noisy (e^N(0, 1))": (target + noise).log_softmax(dim=1),
