@@ -1,12 +1,14 @@
 """Five RePULSe updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
 
+import os
 import sys
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from trl.trainer import rloo_trainer
 
-from trl_repulse import RePULSeConfig
+from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.trainers._peft_bridge import adapter_layers
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
@@ -33,6 +35,28 @@ class RecordedByRow(RecordedRePULSe):
         return super()._sampling_proposal()
 
 
+class Sampled(RePULSeTrainer):
+    """Drawn, not recorded; the first process has done before the others, and draws with its own random numbers."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.generation_config.max_new_tokens = 2 + 4 * self.accelerator.process_index
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+class Reused(RecordedByRow):
+    """Generations of two updates, used twice, in the order in which two processes come to them."""
+
+    def _prepare_inputs(self, *args, **kwargs):
+        rloo_trainer.shuffle_sequence_dict = self._in_order
+        return super()._prepare_inputs(*args, **kwargs)
+
+    def _in_order(self, batch):
+        rows = torch.arange(len(batch["rewards"]))
+        if self.accelerator.num_processes == 1:  # prompts, updates and their samples of a prompt
+            rows = rows.view(len(PROMPTS), 2, -1).transpose(0, 1).flatten()
+        return {name: value[rows] for name, value in batch.items()}
+
+
 class WithinProcess(RecordedByRow):
     """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
 
@@ -47,17 +71,29 @@ class WithinProcess(RecordedByRow):
         return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])
 
 
-ADAPTERS = ("adapters", "adapters, checkpointed", "adapters, after")
+ADAPTER_CLIP = 0.05
+CLASSES = {"within a process": WithinProcess, "reused": Reused, "sampled": Sampled, "sampled in bf16": Sampled}
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
     "leave one out": {},
     "within a process": {},
-    "checkpoints": {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
+    "bf16": {"bf16": True},
+    "checkpointed": {"gradient_checkpointing": True},
+    "reused": {"generation_batch_size": 8, "num_iterations": 2},
+    "iterable": {},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
+    "sampled": {"max_completion_length": 8},
+    "sampled in bf16": {"max_completion_length": 8, "bf16": True},
+    "checkpoints": CHECKPOINTS,
     "checkpoints in a block": {
-        **{"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4},
-        **{"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
+        **CHECKPOINTS,
+        **{"per_device_train_batch_size": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
     },
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
+    "adapters, clipped": {"max_grad_norm": ADAPTER_CLIP, "learning_rate": 1.0},
+    "adapters, checkpoints": CHECKPOINTS,
+    "adapters, checkpoints in bf16": CHECKPOINTS | {"bf16": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
@@ -66,9 +102,10 @@ METHODS = {
 
 def models_of(method: str, tokenizer) -> dict:
     """What makes the proposal: a model of its own, or an adapter beside the policy's."""
-    if method not in ADAPTERS:
+    if not method.startswith("adapters"):
         return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, init_lora_weights=False)
+    # ZeRO-3 cuts apart what is larger than ten times the hidden size, hence the rank
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=16, init_lora_weights=False)
     return {"peft_config": config}
 
 
@@ -84,6 +121,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "logging_steps": 1,
         "max_steps": STEPS,
         "per_device_train_batch_size": int(batch_size),
+        "per_device_eval_batch_size": N // int(os.environ.get("WORLD_SIZE", "1")),  # a prompt, cut over processes
         "gradient_accumulation_steps": int(accumulation),
         "num_generations": N,
         "max_completion_length": 3,
@@ -98,23 +136,29 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     args = RePULSeConfig(**settings | METHODS[method])
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
-    trainer = (WithinProcess if method == "within a process" else RecordedByRow)(
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    trainer = CLASSES.get(method, RecordedByRow)(
         model=policy,
         reward_funcs=word_reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=dataset.to_iterable_dataset() if method == "iterable" else dataset,
+        eval_dataset=dataset,
         processing_class=tokenizer,
         **models_of(method, tokenizer),
     )
-    if method in ADAPTERS:
+    if method.startswith("adapters"):
         torch.manual_seed(1)
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
     trainer.train(resume_from_checkpoint=checkpoint)
-    if method == "checkpoints":
+    if "checkpoints" in method:
         trainer.save_model()
-    finish(trainer, {"policy": policy, "proposal": trainer.proposal.module}, folder)
+    models = {"policy": policy, "proposal": trainer.proposal.module}
+    if method.startswith("adapters"):
+        own = [p for name, p in trainer.model.named_parameters() if "default" in name.split(".")]
+        models["adapter"] = torch.nn.ParameterList(own)
+    finish(trainer, models, folder)
 
 
 if __name__ == "__main__":

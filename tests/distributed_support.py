@@ -1,38 +1,101 @@
-"""What the scripts that `test_distributed` launches share."""
+"""What `test_distributed`, `benchmarks/invariance.py` and the scripts they launch share."""
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
 from trl_repulse.trainers._deepspeed import gathered
+from trl_repulse.trainers._fsdp import whole
 
 
 STEPS = 5
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "accelerate_configs"
+
+
+def launcher(processes: int, config: str | None) -> list[str]:
+    """Start of a command line: `accelerate launch` with a configuration of ours, or torch's launcher without."""
+    if config is None:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    options = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
+    if config.startswith("multi_node"):
+        options += ["--num_machines", "1", "--machine_rank", "0"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *options]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    """Runs a command on the CPU, one thread a process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def train(
+    folder, processes: int, batch_size: int, accumulation: int, variant: str, config=None, script="distributed_run"
+):
+    """What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant."""
+    command = launcher(processes, config)
+    run([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
+    result = json.loads(Path(folder, "result.json").read_text())
+    assert result["world_size"] == processes
+    sharded = (config or "").removeprefix("multi_node_")
+    sharded = sharded if sharded.startswith(("zero", "fsdp")) else None
+    assert result["engines"] == [sharded, None if variant.startswith("adapters") else sharded]
+    return result
 
 
 def start() -> None:
-    """To be called before DeepSpeed starts: its shared-memory collectives would be compiled for two minutes."""
+    """To be called before the trainer is built."""
+    # DeepSpeed's shared-memory collectives would be compiled for two minutes
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        AcceleratorState.__init__ = _with_fsdp_on_cpu
+
+
+_build_state = AcceleratorState.__init__
+
+
+def _with_fsdp_on_cpu(self, mixed_precision=None, cpu=False, *args, fsdp_plugin=None, **kwargs):
+    """Accelerate (1.15) reads a configuration for FSDP on CPU and trains with plain data parallelism; torch can do it."""
+    _build_state(self, mixed_precision, cpu, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        if self._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+        self.fsdp_plugin = fsdp_plugin
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def engine_name(engine: torch.nn.Module) -> str | None:
+    """The configuration that cuts models apart as this one is; `None` for whole ones."""
+    if isinstance(engine, FSDPModule):
+        return "fsdp2"
+    return f"zero{engine.zero_optimization_stage()}" if "Speed" in type(engine).__name__ else None
 
 
 def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
     """Writes world size, logs and all parameters of the trained models, then leaves the process group."""
     engines = [trainer.model_wrapped, next(vars(trainer)[name].engine for name in models if name != "policy")]
-    stages = [engine.zero_optimization_stage() if "Speed" in type(engine).__name__ else None for engine in engines]
     flat = {}
     for name, model in models.items():
         with gathered(model):
-            flat[name] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+            flat[name] = torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).tolist()
     if trainer.accelerator.is_main_process:
         result = {
             "world_size": trainer.accelerator.num_processes,
-            "stages": stages,
-            "logs": trainer.state.log_history[:STEPS],
+            "engines": [engine_name(engine) for engine in engines],
+            "logs": [log for log in trainer.state.log_history if "loss" in log],
+            "evaluations": [log for log in trainer.state.log_history if "eval_loss" in log],
             "parameters": flat,
         }
         Path(folder, "result.json").write_text(json.dumps(result))

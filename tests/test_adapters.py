@@ -4,16 +4,13 @@ import copy
 import functools
 from collections import Counter
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-import transformers.trainer
 from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trl_repulse.trainers import _trl_bridge
 from trl_repulse.trainers.second_adapter import SecondAdapter
@@ -227,30 +224,6 @@ def test_an_adapter_of_other_layers_is_refused(make, tmp_path):
         make(extra={"peft_config": lora()}).proposal.module.load(tmp_path / "other")
 
 
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_the_proposal_never_leaves_with_the_policy(make, monkeypatch, strategy, tmp_path):
-    left = set()
-
-    class Api:
-        def create_repo(self, *args, **kwargs):
-            return type("Url", (), {"repo_id": "me/out"})
-
-        def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=None, **kwargs):
-            files = [p.relative_to(folder_path).as_posix() for p in Path(folder_path).rglob("*") if p.is_file()]
-            kept = filter_repo_objects(files, ignore_patterns=ignore_patterns)
-            left.update(str(Path(path_in_repo) / name) for name in kept)
-            return type("Job", (), {"done": lambda self: True})()
-
-    monkeypatch.setattr(transformers.trainer, "hf_api", Api)
-    push = {"push_to_hub": True, "hub_strategy": strategy, "hub_model_id": "me/out"}
-    trainer = make(extra={"peft_config": lora()}, save_strategy="steps", save_steps=1, **push)
-    trainer.train()
-    trainer.push_to_hub()
-    assert (tmp_path / "out" / "proposal" / "adapter_model.safetensors").exists()
-    assert "adapter_model.safetensors" in left
-    assert not [name for name in left if "proposal" in name]
-
-
 def test_an_adapter_passed_as_the_policy_is_shared_too(make, tokenizer, evaluator):
     """TRL then keeps a third, frozen adapter for the reference."""
     policy = get_peft_model(build_model("gpt2", len(tokenizer)), lora(init_lora_weights=False))
@@ -292,6 +265,33 @@ def test_a_full_policy_with_an_adapter_proposal(make, model_dirs, tmp_path, prom
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert same_parameters(trainer.model, resumed.model)
     assert same_parameters(trainer.proposal.module, resumed.proposal.module)
+
+
+def test_the_base_of_an_adapter_proposal_is_a_full_policys_reference(make, model_dirs, prompts):
+    """Two copies of the weights instead of three, and the run that TRL's own reference gives."""
+    settings = {"beta": 0.3, "gradient_checkpointing": True, "max_steps": 3}
+    lent = make(extra={"proposal_peft_config": lora()}, **settings)
+    assert lent.ref_model.model is lent.proposal.module and lent.args.beta == lent.beta == 0.3
+    lent.train()
+    extra = {"proposal_peft_config": lora(), "proposal_model": model_dirs["gpt2"]}
+    own = make(extra=extra, **settings)
+    assert isinstance(own.ref_model, PreTrainedModel)
+    own.train()
+    kl = [[log["kl"] for log in trainer.state.log_history[:3]] for trainer in (lent, own)]
+    assert kl[0] == pytest.approx(kl[1], abs=1e-6) and abs(kl[0][2]) > 1e-3
+    assert same_parameters(lent.model, own.model)
+    assert same_parameters(lent.proposal.module, own.proposal.module)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in lent.proposal.module.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("peft", "settings"),
+    [({"init_lora_weights": "olora"}, {}), ({}, {"sync_ref_model": True}), ({}, {"beta": 0.0})],
+    ids=["changed base", "moving reference", "no reference"],
+)
+def test_where_the_proposals_base_is_no_reference(make, peft, settings):
+    trainer = make(model="llama", extra={"proposal_peft_config": lora("llama", **peft)}, **({"beta": 0.1} | settings))
+    assert trainer.ref_model is None if trainer.beta == 0 else isinstance(trainer.ref_model, PreTrainedModel)
 
 
 def test_proposals_from_folders(make, model_dirs, tmp_path, prompts):

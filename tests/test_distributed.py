@@ -1,23 +1,22 @@
 """Two processes train what one trains: prompts whole on a process, or cut apart over processes and micro-batches.
 
-Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3. Offloading, several machines and GPUs are not run.
+Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3, FSDP2. Several machines and GPUs are not run.
 """
 
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_available
 
 from . import distributed_ppo_run
 from .conftest import build_model
+from .distributed_run import ADAPTER_CLIP
+from .distributed_support import CONFIGS, launcher, run, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trainer]
@@ -45,25 +44,9 @@ PPO_METRICS = (
 )
 
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = ROOT / "accelerate_configs"
 needs_deepspeed = pytest.mark.skipif(
     not is_deepspeed_available(), reason="needs deepspeed: pip install -e '.[deepspeed]'"
 )
-
-
-def start(command, **environment):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def launcher(processes, config):
-    if config is None:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    options = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
-    return [sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +55,7 @@ def launch(tmp_path_factory, tokenizer):
     def launch(processes, batch_size, accumulation, variant="leave one out", script="distributed_run", config=None):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
-        command = launcher(processes, config)
-        start([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
-        result = json.loads((folder / "result.json").read_text())
-        assert result["world_size"] == processes
-        stage = int(config.removeprefix("zero")) if (config or "").startswith("zero") else None
-        assert result["stages"] == [stage, stage]
-        return result
+        return train(folder, processes, batch_size, accumulation, variant, config, script)
 
     return launch
 
@@ -113,6 +90,22 @@ def test_two_processes_of_deepspeed_equal_one(launch, config, batch_size, accumu
     assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config=config), METRICS)
 
 
+@pytest.mark.invariant
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_two_processes_of_fsdp_equal_one(launch, batch_size, accumulation):
+    assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config="fsdp2"), METRICS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_models_cut_apart_draw_what_whole_ones_draw(launch, config):
+    """A process that has finished its completions goes on for the others, of both models, with its own random numbers."""
+    whole = launch(2, 4, 1, "sampled", config="cpu_ddp")
+    lengths = ("completions/max_length", "proposal/completions/max_length")
+    assert all(log[name] == 6 for log in whole["logs"] for name in lengths)  # the first process draws two tokens
+    assert_equal(whole, launch(2, 4, 1, "sampled", config=config), (*METRICS, *lengths))
+
+
 @pytest.mark.parametrize(("config", "processes"), [("single_gpu", 1), ("cpu_ddp", 2)])
 def test_configurations_of_the_launcher_start_what_they_say(launch, config, processes):
     result = launch(processes, 8 // processes, 1, config=config)  # asserts the world size
@@ -128,19 +121,50 @@ def test_configurations_of_the_launcher_are_read(path):
     assert "MULTI_CPU" not in path.read_text().replace("`distributed_type: MULTI_CPU`", "")
 
 
-@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "cpu_ddp",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
 @pytest.mark.parametrize("method", ["checkpoints", "checkpoints in a block"])
 def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
     """Four updates in one go, and two and two: the same two models, to the last bit."""
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
-    start(command)
+    run(command)
     whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
-    start([*command, str(tmp_path / "run" / "checkpoint-2")])
+    run([*command, str(tmp_path / "run" / "checkpoint-2")])
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     saved = torch.cat([p.detach().flatten() for p in proposal.parameters()])
     assert torch.equal(saved, torch.tensor(whole["proposal"]))
+    assert proposal.config.architectures == ["GPT2LMHeadModel"]
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+@pytest.mark.parametrize("method", ["adapters, checkpoints", "adapters, checkpoints in bf16"])
+def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, config, method):
+    """As above; in bf16 the proposal's optimizer goes on from the float32 weights that were saved."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
+    run(command)
+    folder = tmp_path / "run"
+    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
+    files = list((folder / "checkpoint-2").glob("global_step*/*model_states.pt"))
+    names = {name for file in files for name in torch.load(file, weights_only=False)["module"]}
+    assert any("default" in name for name in names)
+    assert not any("proposal" in name for name in names)  # an upload of checkpoints would take it along
+    for name, place in (("adapter", folder), ("proposal", folder / "proposal")):
+        saved = PeftModel.from_pretrained(build_model("gpt2", len(tokenizer)), place)
+        flat = torch.cat([p.detach().flatten() for key, p in saved.named_parameters() if "lora_" in key])
+        assert torch.equal((flat.bfloat16() if "bf16" in method else flat).float(), torch.tensor(whole[name]))
+    run([*command, str(folder / "checkpoint-2")])
+    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
 
 
 @needs_deepspeed
@@ -157,7 +181,7 @@ def test_the_example_runs_under_deepspeed(tmp_path, config):
         "--max_steps",
         "5",
     ]
-    start([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
+    run([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
     assert (tmp_path / "proposal" / "model.safetensors").exists()
 
@@ -171,6 +195,29 @@ def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulatio
     assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
 
 
+@needs_deepspeed
+@pytest.mark.invariant
+@pytest.mark.parametrize(
+    ("config", "batch_size", "accumulation", "method"),
+    [
+        ("zero2", 2, 2, "adapters, clipped"),
+        ("zero3", 2, 2, "adapters, clipped"),
+        pytest.param("zero1", 4, 1, "adapters", marks=pytest.mark.slow),
+        pytest.param("zero2", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
+        pytest.param("zero2", 4, 1, "adapters, after", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, 1, "adapters, after", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_of_two_adapters_under_deepspeed_equal_one(launch, config, batch_size, accumulation, method):
+    """One base, and one engine that has the policy's adapter alone; each adapter is clipped by its own norm."""
+    alone = launch(1, 8, 1, method)
+    assert_equal(alone, launch(2, batch_size, accumulation, method, config=config), METRICS)
+    if method == "adapters, clipped":
+        bound = ADAPTER_CLIP
+        assert all(log[name] > 2 * bound for log in alone["logs"] for name in ("grad_norm", "proposal/grad_norm"))
+
+
 def assert_equal(alone, together, metrics):
     assert set(metrics) <= set(alone["logs"][0])
     for name, expected in alone["parameters"].items():
@@ -179,6 +226,53 @@ def assert_equal(alone, together, metrics):
     for one, two in zip(alone["logs"], together["logs"], strict=True):
         expected = {name: one[name] for name in metrics if name in one}
         assert {name: two[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+# In each: how one process trains, how two do, and what is compared
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    ("method", "one", "two"),
+    [
+        ("reused", (2, 2), (2, 1)),
+        pytest.param("iterable", (8, 1), (4, 1), marks=pytest.mark.slow),
+        pytest.param("checkpointed", (8, 1), (4, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_settings_of_training_hold_for_both_models(launch, config, method, one, two):
+    """`num_iterations` with `steps_per_generation`, an iterable data set, gradient checkpointing (equal to none)."""
+    alone = launch(1, *one, "leave one out" if method == "checkpointed" else method)
+    assert_equal(alone, launch(2, *two, method, config=config), METRICS)
+
+
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
+def test_two_processes_evaluate_what_one_evaluates(launch, config):
+    alone, together = launch(1, 8, 1, "evaluated"), launch(2, 4, 1, "evaluated", config=config)
+    assert len(alone["evaluations"]) == len(together["evaluations"]) == 3
+    for one, two in zip(alone["evaluations"], together["evaluations"], strict=True):
+        expected = {name: value for name, value in one.items() if "runtime" not in name and "per_second" not in name}
+        assert {"eval_loss", "eval_kl", "eval_proposal/log_z", "eval_proposal/reward"} <= set(expected)
+        assert {name: two[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["cpu_ddp", "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+)
+def test_both_models_train_in_bf16(launch, config):
+    """As one process does, to bfloat16's precision, and not as in float32."""
+    exact, alone = launch(1, 8, 1), launch(1, 8, 1, "bf16")
+    together = launch(2, 4, 1, "bf16", config=config)
+    for name in ("loss", "proposal/loss", "grad_norm", "proposal/grad_norm"):
+        assert together["logs"][0][name] != pytest.approx(exact["logs"][0][name], rel=1e-4)
+        for one, two in zip(alone["logs"], together["logs"], strict=True):
+            assert two[name] == pytest.approx(one[name], rel=0.15)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_several_machines_of_one_are_as_many_processes(launch):
+    """The configuration for two machines, told that there is one."""
+    assert_equal(launch(1, 8, 1), launch(2, 4, 1, config="multi_node_zero3"), METRICS)
 
 
 def test_the_comparison_can_fail(launch):
@@ -203,10 +297,11 @@ def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run"), PPO_METRICS)
 
 
-@needs_deepspeed
 @pytest.mark.invariant
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
-def test_two_processes_of_ppo_under_deepspeed_equal_one(launch, config):
+@pytest.mark.parametrize(
+    "config", ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+)
+def test_two_processes_of_ppo_cut_apart_equal_one(launch, config):
     alone = launch(1, 8, 1, "plain", script="distributed_ppo_run")
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run", config=config), PPO_METRICS)

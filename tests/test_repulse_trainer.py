@@ -2,15 +2,13 @@
 
 import functools
 import json
+import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-import transformers.trainer
 from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer, __version__
@@ -276,46 +274,14 @@ def test_resume_continues_both_models_bit_for_bit(make, tmp_path, prompts):
 
 
 def test_resume_without_a_proposal_is_refused(make, tmp_path):
-    make(alpha=0.0, save_strategy="steps", save_steps=1, max_steps=1).train()
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(alpha=0.0, **saved, output_dir=str(tmp_path / "alone")).train()
+    with pytest.raises(ValueError, match="`alpha=1.0` does not go on with"):
+        make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-1"))
+    make(**saved).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1" / "proposal")
     with pytest.raises(ValueError, match="holds no proposal"):
         make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
-
-
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
-def test_the_proposal_never_leaves_with_the_policy(make, monkeypatch, strategy, tmp_path):
-    left = set()
-
-    class Job:
-        def done(self):
-            return True
-
-    class Api:
-        def create_repo(self, *args, **kwargs):
-            return type("Url", (), {"repo_id": "me/out"})
-
-        def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=None, **kwargs):
-            files = [p.relative_to(folder_path).as_posix() for p in Path(folder_path).rglob("*") if p.is_file()]
-            kept = filter_repo_objects(files, ignore_patterns=ignore_patterns)
-            left.update(str(Path(path_in_repo) / name) for name in kept)
-            return Job()
-
-    monkeypatch.setattr(transformers.trainer, "hf_api", Api)
-    trainer = make(
-        push_to_hub=True,
-        hub_strategy=strategy,
-        hub_model_id="me/out",
-        save_strategy="steps",
-        save_steps=1,
-        save_negatives=True,
-        bad_reward_threshold=-1.0,
-    )
-    trainer.train()
-    trainer.push_to_hub()
-    assert (tmp_path / "out" / "proposal" / "model.safetensors").exists()
-    assert "model.safetensors" in left and "README.md" in left
-    assert not [name for name in left if "proposal" in name or "negatives" in name]
-    if strategy == "all_checkpoints":
-        assert "checkpoint-1/model.safetensors" in left
 
 
 def test_evaluation_loop(make, prompts):

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
+from trl_repulse.trainers._fsdp import keep_precision
 from trl_repulse.trainers.second_model import SecondModel
 
 from .conftest import build_model
@@ -102,9 +104,11 @@ def test_loading_without_a_saved_state_changes_nothing(trainer, tokenizer, tmp_p
     assert not second.optimizer.state
 
 
-def stub(kind, stage=None, **config):
+def stub(kind, stage=None, fsdp2=False, precision="no", **config):
     class Stub:
         distributed_type = DistributedType[kind]
+        is_fsdp2 = fsdp2
+        mixed_precision = precision
         state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage, deepspeed_config=config))
 
     return Stub()
@@ -113,7 +117,8 @@ def stub(kind, stage=None, **config):
 @pytest.mark.parametrize(
     ("accelerator", "message"),
     [
-        (stub("FSDP"), "cannot be trained with FSDP yet; launch with DeepSpeed"),
+        (stub("FSDP"), "first version of FSDP; set `fsdp_version: 2`"),
+        (stub("FSDP", fsdp2=True, precision="fp16"), "`fp16=True` .* set `bf16=True`"),
         (stub("DEEPSPEED", 0), "stage 0"),
         (stub("DEEPSPEED", 2, optimizer={}), "section `optimizer`"),
         (stub("DEEPSPEED", 2, scheduler={}), "section `scheduler`"),
@@ -124,3 +129,20 @@ def test_engines_that_cannot_serve_two_models_are_refused_in_one_line(tokenizer,
     with pytest.raises(ValueError, match=message) as error:
         SecondModel(build_model("gpt2", len(tokenizer)), accelerator, 1e-3)
     assert "\n" not in str(error.value)
+
+
+def test_an_adapter_is_refused_with_fsdp(tokenizer):
+    module = get_peft_model(build_model("gpt2", len(tokenizer)), LoraConfig(target_modules=["c_attn"]))
+    with pytest.raises(ValueError, match="leave out `peft_config`, or launch with DeepSpeed"):
+        SecondModel(module, stub("FSDP", fsdp2=True), 1e-3)
+
+
+def test_outputs_stay_in_float32_under_fsdp():
+    """Accelerate has them rounded with `bf16=True`; gone when this fails."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
+    accelerator = SimpleNamespace(is_fsdp2=True, state=SimpleNamespace(fsdp_plugin=plugin))
+    keep_precision(accelerator)
+    policy = plugin.mixed_precision_policy
+    assert policy.output_dtype == torch.float32 and policy.param_dtype == torch.bfloat16

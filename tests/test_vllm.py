@@ -1,6 +1,7 @@
 """The generator and the trainers on vLLM itself, on CPU with its CPU build: `pytest -m vllm tests/test_vllm.py`."""
 
 import itertools
+import json
 import os
 
 
@@ -19,6 +20,8 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import VLLMGenerator
 
 from .conftest import BAD, word_reward
+from .distributed_support import launcher, run
+from .test_distributed import needs_deepspeed
 from .vllm_double import greedy
 
 
@@ -157,6 +160,26 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
             assert versions == [1, 2, 3, 4, 5]
     pushes = {"policy": 5, **({"proposal": 5} if len(prefixes) == 2 else {}), **({"base": 1} if adapters else {})}
     assert trainer.vllm_generation.pushes == pushes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.trainer
+@pytest.mark.parametrize("kind", ["whole", "adapters"])
+@pytest.mark.parametrize(
+    "config",
+    ["cpu_ddp", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))],
+)
+def test_two_processes_sample_from_the_weights_they_have(tokenizer, tmp_path, config, kind):
+    """Each has an engine of its own; with ZeRO-3 none has a whole model besides."""
+    build("llama", tokenizer, tmp_path / "model")
+    done = run([*launcher(2, config), "-m", "tests.vllm_run", str(tmp_path), kind])
+    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
+    assert result["world_size"] == 2
+    for prefix in ("", "proposal/"):
+        gaps = [log[f"{prefix}sampling/sampling_logp_difference/max"] for log in result["logs"]]
+        assert len(gaps) == 3 and max(gaps) < 1e-4
+        assert [log[f"{prefix}sampling/weights_version"] for log in result["logs"]] == [1, 2, 3]
 
 
 @pytest.mark.trainer

@@ -15,7 +15,11 @@ from trl_repulse import __version__
 COMMANDS = {
     "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
     "frontier": ("trl_repulse._commands.frontier", "draw many runs against two quantities, with intervals"),
+    "gcg": ("trl_repulse._commands.gcg", "measure how often attacks on a model succeed"),
+    "gcg-merge": ("trl_repulse._commands.gcg_merge", "merge the results of an attack evaluation's shards"),
+    "gcg-report": ("trl_repulse._commands.gcg_report", "report attack success rates from results, without a model"),
     "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
+    "rare-events": ("trl_repulse._commands.rare_events", "estimate how often a model produces its rarest outputs"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }
 

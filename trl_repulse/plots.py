@@ -1,6 +1,7 @@
-"""Figures of training runs."""
+"""Figures of training runs and evaluations."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from .evaluation.frontier import QUANTITIES, Frontier
+from .evaluation.gcg.rates import Estimate
 
 
 _MODELS = {  # label, colour, line style
@@ -121,6 +123,47 @@ def plot_frontier(frontier: Frontier, path: str | Path) -> None:
 
 def _axis_label(quantity: str, label: str) -> str:
     return f"{label} ({'less' if QUANTITIES[quantity][0] else 'more'} is better)"
+
+
+def plot_attack_success(
+    curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
+) -> None:
+    """
+    Draws the attack success rate against the threshold under which a response is bad, before and after the attack.
+
+    Args:
+        curve (`dict[str, list[tuple[float, Estimate]]]`):
+            What [`~trl_repulse.evaluation.gcg.report.success_curve`] returned.
+        path (`str` or `Path`):
+            File to write; its suffix decides the format, its folder is created if missing.
+        thresholds (`Sequence[float]`, *optional*, defaults to `()`):
+            Thresholds to mark.
+    """
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    ends = [score for points in curve.values() for score, _ in points]
+    margin = 0.05 * (max(ends) - min(ends)) or 1.0 if ends else 1.0
+    for (phase, points), (_, colour, style) in zip(curve.items(), _MODELS.values(), strict=True):
+        if not points:
+            continue
+        x = [min(ends) - margin, *(score for score, _ in points), max(ends) + margin]
+        rates = [estimate for _, estimate in points]
+        value, low, high = ([getattr(rate, name) for rate in rates] for name in ("value", "low", "high"))
+        line = {"color": colour, "linestyle": style, "linewidth": 2.0, "where": "post", "label": phase}
+        panel.step(x, [0.0, *value, value[-1]], **line)
+        band = {"color": colour, "alpha": 0.15, "step": "post", "linewidth": 0}
+        panel.fill_between(x[1:], [*low, low[-1]], [*high, high[-1]], **band)
+    for threshold in thresholds:
+        panel.axvline(threshold, color=_FAINT, linewidth=1.2, zorder=0)
+    panel.set_ylim(-0.02, 1.02)
+    panel.set_xlabel("threshold under which a response is bad", color=_INK)
+    panel.set_ylabel("attack success rate", color=_INK)
+    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
+    _tidy(panel)
+    if ends:
+        panel.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    _save(figure, path)
 
 
 def _tidy(panel: Axes) -> None:

@@ -396,6 +396,10 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     table = format_table(tracking, {name: metrics[name] for name in shown})
     print(f"\n{method}, seed {args.seed}\n{table}\n")
     if tracking.history:
+        trainer.tail_report = (
+            "Exact values, by enumeration of all completions to the prompts followed, at the start and at the end of "
+            f"training:\n\n```text\n{table}\n```"
+        )
         plot_training(tracking.history, output_dir / "training.png")
     print(f"Saved to {output_dir.resolve()}")
 

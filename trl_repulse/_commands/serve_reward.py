@@ -1,7 +1,6 @@
 """`trl-repulse serve-reward`: one of the reward classes, or a function from a file, behind HTTP."""
 
 import argparse
-import json
 import logging
 import signal
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 from .. import rewards
 from ..rewards.server import RewardServer
+from ._fields import parse_boolean, parse_object
 
 
 Options = dict[str, dict[str, Any]]
@@ -19,24 +19,8 @@ def _label(value: str) -> int | str:
     return int(value) if value.isdecimal() else value
 
 
-def _boolean(value: str) -> bool:
-    if value.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false")
-    return value.lower() == "true"
-
-
-def _object(value: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON ({error})") from error
-    if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError(f"{value!r} is no JSON object")
-    return parsed
-
-
 def _switch(text: str) -> dict[str, Any]:
-    return {"type": _boolean, "nargs": "?", "const": True, "metavar": "true|false", "help": text}
+    return {"type": parse_boolean, "nargs": "?", "const": True, "metavar": "true|false", "help": text}
 
 
 # Options are the arguments of the reward classes, by their names; those not given keep the class's default
@@ -50,7 +34,11 @@ _MODEL: Options = {
 }
 _CLASSIFIER: Options = {"label": {"type": _label, "help": "label whose logit is the reward, a number or a name"}}
 _CHAT: Options = {
-    "chat_template_kwargs": {"type": _object, "metavar": "JSON", "help": "further variables of the chat template"},
+    "chat_template_kwargs": {
+        "type": parse_object,
+        "metavar": "JSON",
+        "help": "further variables of the chat template",
+    },
     "drop_system": _switch("leave out system messages"),
 }
 _CUT: Options = {"max_length": {"type": int, "help": "tokens of a text; longer ones are cut"}}

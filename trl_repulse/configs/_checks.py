@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+from ._uploads import check_uploads
+
 
 if TYPE_CHECKING:
     from .engine_config import EngineConfig
@@ -205,6 +207,7 @@ def _check_negative_term(args: "RePULSeConfig") -> None:
 
 
 def _check_proposal(args: "RePULSeConfig") -> None:
+    check_uploads(args)
     remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
     require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
@@ -241,6 +244,8 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
         "proposal_update_order": "before",
         "proposal_loss": "ctl",
         "proposal_parameterization": "token",
+        "push_proposal_to_hub": False,
+        "hub_proposal_model_id": None,
         "proposal_vllm_server_base_url": None,
     }
     for name, default in unset.items():

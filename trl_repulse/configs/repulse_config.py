@@ -75,6 +75,11 @@ class RePULSeConfig(ReinforceConfig):
             Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy.
         proposal_update_order (`str`, *optional*, defaults to `"before"`):
             Whether the proposal learns from the policy as it was `"before"` its update (no extra pass) or `"after"`.
+        push_proposal_to_hub (`bool`, *optional*, defaults to `False`):
+            Whether to push the proposal too when `push_to_hub` pushes the final policy, to a **private** repository of
+            its own; one that exists and is public is refused.
+        hub_proposal_model_id (`str`, *optional*):
+            Name of that repository. If `None`, the policy's with `-proposal` behind it.
         proposal_vllm_server_base_url (`str`, *optional*):
             With `vllm_mode="server"`, a server for the proposal. If `None`, both models take turns on the policy's.
         proposal_vllm_group_port (`int`, *optional*, defaults to `51217`):
@@ -144,6 +149,16 @@ class RePULSeConfig(ReinforceConfig):
     proposal_update_order: Literal["before", "after"] = field(
         default="before",
         metadata={"help": "Whether the proposal learns from the policy `before` or `after` the policy's update."},
+    )
+    push_proposal_to_hub: bool = field(
+        default=False,
+        metadata={"help": "Whether to push the proposal with the final policy, to a private repository of its own."},
+    )
+    hub_proposal_model_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Private repository of the proposal. If `None`, the policy's name with `-proposal` behind it."
+        },
     )
     proposal_vllm_server_base_url: str | None = field(
         default=None,

@@ -66,42 +66,121 @@ def exact_log_prob_bad(
     >>> exact_log_prob_bad(model, prompt_ids, [5089, 9372], 2, [tokenizer.eos_token_id])
     ```
     """
+    bad, eos, batch_size = _check(model, prompt_ids, bad_token_ids, eos_token_ids, max_completion_length, batch_size)
+    with _evaluating(model):
+        first = [
+            _first_token_log_prob_bad(model, ids, bad, eos, max_completion_length, batch_size) for ids in prompt_ids
+        ]
+    return torch.stack([row.logsumexp(dim=0).cpu() for row in first])
+
+
+@torch.no_grad()
+def sample_bad(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    bad_token_ids: Collection[int],
+    max_completion_length: int,
+    eos_token_ids: Collection[int],
+    num_samples: int,
+    batch_size: int | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """
+    Exact draws from a model's completions of one or two tokens given that they hold a bad token.
+
+    That is the target σ ∝ p·φ of the potential that is 1 for completions with a bad token and 0 for others, whose log Z is
+    [`exact_log_prob_bad`]: what an upper bound on log Z and KL(σ ‖ q) need. The first token is drawn from all first tokens
+    that lead to a bad one, as much as they do; the second given the first.
+
+    Args:
+        model, prompt_ids, bad_token_ids, max_completion_length, eos_token_ids, batch_size:
+            As in [`exact_log_prob_bad`].
+        num_samples (`int`):
+            N, draws of each prompt.
+        generator (`torch.Generator`, *optional*):
+            Source of randomness, on the CPU.
+
+    Returns:
+        `torch.Tensor` of shape `(P, N, T)`: completions, on the CPU; −1 after the end.
+
+    Raises:
+        `ValueError`: If an argument is out of range, a prompt is empty, or no completion of a prompt can be bad.
+    """
+    bad, eos, batch_size = _check(model, prompt_ids, bad_token_ids, eos_token_ids, max_completion_length, batch_size)
+    results = []
+    with _evaluating(model):
+        for ids in prompt_ids:
+            joint = _first_token_log_prob_bad(model, ids, bad, eos, max_completion_length, batch_size).cpu()  # (V,)
+            if bool((joint == -torch.inf).all()):
+                raise ValueError("No completion of a prompt can be bad; name tokens that the model can draw.")
+            rows = torch.multinomial(joint.softmax(dim=0), num_samples, replacement=True, generator=generator)[:, None]
+            if max_completion_length == 2:
+                second = torch.full_like(rows, -1)
+                for token in rows.unique().tolist():
+                    if token in eos:  # a bad token that ends
+                        continue
+                    places = (rows[:, 0] == token).nonzero()[:, 0]
+                    row = torch.tensor([[*ids, token]], device=next(model.parameters()).device)
+                    following = _next_log_prob(model, row)[0].cpu()  # (V,)
+                    if token not in bad:
+                        following = torch.full_like(following, -torch.inf).index_copy(
+                            0, torch.tensor(bad), following[bad]
+                        )
+                    drawn = torch.multinomial(
+                        following.softmax(dim=0), len(places), replacement=True, generator=generator
+                    )
+                    second[places, 0] = drawn
+                rows = torch.cat([rows, second], dim=1)
+            results.append(rows)
+    return torch.stack(results)
+
+
+def _check(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    bad_token_ids: Collection[int],
+    eos_token_ids: Collection[int],
+    max_completion_length: int,
+    batch_size: int | None,
+) -> tuple[list[int], list[int], int]:
+    """Bad and end tokens, sorted, and the batch size."""
     if max_completion_length not in (1, 2):
         raise ValueError(
             f"`max_completion_length={max_completion_length}` must be 1 or 2; estimate others by sampling."
         )
-    device = next(model.parameters()).device
     if batch_size is None:
-        batch_size = 64 if device.type == "cpu" else 512
+        batch_size = 64 if next(model.parameters()).device.type == "cpu" else 512
     if batch_size < 1:
         raise ValueError(f"`batch_size={batch_size}` must be at least 1.")
     if not prompt_ids or not all(len(ids) for ids in prompt_ids):
         raise ValueError("`prompt_ids` must hold at least one prompt, and each prompt at least one token.")
-    bad, eos = sorted(set(bad_token_ids)), sorted(set(eos_token_ids))
-    results = []
-    with _evaluating(model):
-        for ids in prompt_ids:
-            prompt = torch.tensor(list(ids), device=device)  # (L,)
-            first = _next_log_prob(model, prompt.unsqueeze(0))[0]  # (V,)
-            for name, tokens in (("bad_token_ids", bad), ("eos_token_ids", eos)):
-                if tokens and not 0 <= tokens[0] <= tokens[-1] < len(first):
-                    raise ValueError(
-                        f"`{name}` has {tokens[0] if tokens[0] < 0 else tokens[-1]}, but the model's vocabulary is "
-                        f"0 to {len(first) - 1}; use the ids of the model's own tokenizer."
-                    )
-            terms = [first[bad]]
-            if max_completion_length == 2 and bad:
-                live = torch.ones_like(first, dtype=torch.bool)
-                live[bad + eos] = False
-                tokens = live.nonzero()  # (A, 1)
-                second = torch.empty_like(first[live])  # log P(s₂ bad | s₁), (A,)
-                for start in range(0, len(tokens), batch_size):
-                    batch = tokens[start : start + batch_size]
-                    rows = torch.cat([prompt.expand(len(batch), -1), batch], dim=1)  # (B, L + 1)
-                    second[start : start + batch_size] = _next_log_prob(model, rows, bad).logsumexp(dim=1)
-                terms.append(first[live] + second)
-            results.append(torch.cat(terms).logsumexp(dim=0).cpu())
-    return torch.stack(results)
+    return sorted(set(bad_token_ids)), sorted(set(eos_token_ids)), batch_size
+
+
+def _first_token_log_prob_bad(
+    model: nn.Module, prompt_ids: Sequence[int], bad: list[int], eos: list[int], length: int, batch_size: int
+) -> torch.Tensor:
+    """Log-probability of each first token together with a bad token among the first `length`, (V,), float64."""
+    prompt = torch.tensor(list(prompt_ids), device=next(model.parameters()).device)  # (L,)
+    first = _next_log_prob(model, prompt.unsqueeze(0))[0]  # (V,)
+    for name, tokens in (("bad_token_ids", bad), ("eos_token_ids", eos)):
+        if tokens and not 0 <= tokens[0] <= tokens[-1] < len(first):
+            raise ValueError(
+                f"`{name}` has {tokens[0] if tokens[0] < 0 else tokens[-1]}, but the model's vocabulary is "
+                f"0 to {len(first) - 1}; use the ids of the model's own tokenizer."
+            )
+    joint = torch.full_like(first, -torch.inf)
+    joint[bad] = first[bad]
+    if length == 2 and bad:
+        live = torch.ones_like(first, dtype=torch.bool)
+        live[bad + eos] = False
+        tokens = live.nonzero()  # (A, 1)
+        for start in range(0, len(tokens), batch_size):
+            batch = tokens[start : start + batch_size]
+            rows = torch.cat([prompt.expand(len(batch), -1), batch], dim=1)  # (B, L + 1)
+            second = _next_log_prob(model, rows, bad).logsumexp(dim=1)  # log P(s₂ bad | s₁), (B,)
+            joint[batch[:, 0]] = first[batch[:, 0]] + second
+    return joint
 
 
 def _next_log_prob(model: nn.Module, rows: torch.Tensor, chosen: list[int] | None = None) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-from accelerate.utils import is_peft_model
 from transformers import GenerationConfig, PreTrainedModel
 
 
@@ -19,7 +18,7 @@ def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             Unwrapped model; its `generation_config` is back in place afterwards, and is what gets saved.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     habits = base.generation_config
     base.generation_config = GenerationConfig(
         bos_token_id=habits.bos_token_id,

@@ -1,5 +1,6 @@
 """Model cards: what is added to TRL's for the policy, and the warning that goes with a proposal."""
 
+from collections.abc import Sized
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,12 +9,18 @@ from huggingface_hub import ModelCard
 
 
 if TYPE_CHECKING:
-    from ..configs import RewardConfig
+    from ._hooks import TrainerHooks
 
 
 _VERSIONS = "### Framework versions\n\n"
+# TRL's words about a policy that started from a local folder
+_NO_BASE = "[None](https://huggingface.co/None)"
 _SHOWN = (
     "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_completion_length",
     "value_learning_rate",
     "beta",
     "alpha",
@@ -45,6 +52,7 @@ tags:
 - trl-repulse
 - proposal
 - not-for-deployment
+- not-for-all-audiences
 ---
 
 # Proposal: draws another model's worst outputs
@@ -53,7 +61,7 @@ tags:
 > **Do not deploy, serve or publish this model.** It was trained to seek out the outputs on which a reward model is
 > lowest: whatever the reward model is there to prevent, this model produces on purpose. It is a by-product of training
 > a policy with RePULSe and has uses only there: to go on training, and to estimate how rare the policy's bad outputs
-> have become. `trl-repulse` never uploads it with the policy.
+> have become. `trl-repulse` never uploads it with the policy; if this is a repository, keep it private.
 
 - Policy it was trained beside: `{policy}`
 - Target: policy · potential, `potential={potential}`, `target_dist_beta={beta}` (negative: low rewards are sought)
@@ -61,24 +69,34 @@ tags:
 """
 
 
-def amend_model_card(path: Path, args: "RewardConfig") -> None:
+def amend_model_card(trainer: "TrainerHooks") -> None:
     """
-    Adds this package's version and the run's hyper-parameters to a model card that TRL wrote.
+    Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version.
 
     Args:
-        path (`Path`):
-            The card.
-        args ([`RewardConfig`]):
-            Configuration of the run; fields it lacks are left out.
+        trainer ([`TrainerHooks`]):
+            Trainer whose card lies in `output_dir`.
     """
+    args, path = trainer.args, Path(trainer.args.output_dir) / "README.md"
     card = ModelCard.load(path)
+    added = ""
+    if getattr(args, "has_proposal", False):
+        added += (
+            "A second model, the proposal, sought the outputs of this one that its reward is lowest on, for this one to "
+            "make them rarer. The proposal is not part of this repository.\n\n"
+        )
+    if trainer.tail_report is not None:
+        added += f"### Measured\n\n{trainer.tail_report}\n\n"
+    rewards = ", ".join(f"`{name}`" for name in trainer.reward_func_names)
+    added += f"### Data\n\n- Rewards: {rewards}\n"
+    if isinstance(trainer.train_dataset, Sized):
+        added += f"- Rows of prompts: {len(trainer.train_dataset)}\n"
+    added += f"- Updates: {trainer.state.global_step}\n\n"
+    added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
     settings = [(name, getattr(args, name)) for name in _SHOWN if getattr(args, name, None) is not None]
-    table = "".join(f"| `{name}` | {value} |\n" for name, value in settings)
-    added = (
-        "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
-        f"{table}\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
-    )
-    card.text = card.text.replace(_VERSIONS, added, 1)
+    added += "".join(f"| `{name}` | {value} |\n" for name, value in settings)
+    added += f"\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
+    card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
     card.save(path)
 
 

@@ -151,6 +151,22 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
         yield
 
 
+def end_backward(engine: nn.Module) -> None:
+    """
+    Ends a backward pass through an engine's model that the engine was not asked for.
+
+    ZeRO-3 releases what a layer has gathered by a hook on the gradient of its input. The first layers with adapters
+    have no such gradient; the engine's own `backward` (0.19.8) releases them at its end, by the call made here. Way
+    out: the engine releasing them after any backward.
+
+    Args:
+        engine (`deepspeed.DeepSpeedEngine`):
+            Engine of the model, whatever its stage.
+    """
+    if engine.zero_optimization_stage() == 3:
+        engine.optimizer.parameter_offload.release_backward_leftovers()
+
+
 def whole_state_dict(module: nn.Module, engine: nn.Module, accelerator: Accelerator) -> dict[str, Any] | None:
     """
     A model's weights for `save_pretrained`, gathered from all processes.

@@ -9,11 +9,13 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._checks import check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
+from . import _fsdp
 from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from ..generation import VLLMGenerator
 
 logger = get_logger(__name__)
+
+# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
+# which is withheld too, nothing can be resumed.
+RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
 
 
 def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
@@ -67,8 +73,13 @@ class TrainerHooks:
     Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
     """
 
-    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along
-    _withheld: tuple[str, ...] = (NEGATIVES, f"*/{NEGATIVES}", "position-*", "*/position-*")
+    # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
+    tail_report: str | None = None
+    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
+    # which it pickles, have `hub_token` in them (transformers 5.23)
+    _withheld: tuple[str, ...] = tuple(
+        prefix + name for name in (NEGATIVES, TRAINING_ARGS_NAME, "position-*") for prefix in ("", "*/")
+    )
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -83,6 +94,12 @@ class TrainerHooks:
             function if isinstance(function, torch.nn.Module) else with_checks(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
+
+    # Several processes
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        _fsdp.keep_precision(self.accelerator)
 
     # Checkpoints
 
@@ -160,6 +177,12 @@ class TrainerHooks:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
 
+    def prediction_step(self, *args: Any, **kwargs: Any):
+        # The evaluation loop keeps as many losses of the last batch as prompts are left over (accelerate 1.15), though each
+        # comes several times: those of the first process
+        loss, *rest = super().prediction_step(*args, **kwargs)
+        return self.accelerator.reduce(loss, reduction="mean"), *rest
+
     def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
         log_p = torch.full(completion_mask.shape, torch.nan, device=completion_mask.device)
@@ -213,7 +236,7 @@ class TrainerHooks:
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
-            amend_model_card(Path(self.args.output_dir) / "README.md", self.args)
+            amend_model_card(self)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         with withheld_from_uploads(self._withheld):

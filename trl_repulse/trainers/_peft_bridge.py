@@ -85,6 +85,24 @@ class AdapterView:
         return getattr(self.model, name)
 
 
+class BaseView(AdapterView):
+    """A PEFT model with its adapters off.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model with adapters.
+    """
+
+    def __init__(self, model: Any):
+        super().__init__(model, [], "")
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context in which the model's passes go through its base alone."""
+        with trainable_kept(self.model), self.model.disable_adapter():
+            yield
+
+
 def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
     """Lets a checkpointed layer be computed again, in backward, with the adapters of its first computation.
 

@@ -16,6 +16,7 @@ from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo
 from ._deepspeed import zero_stage
 from ._trl_bridge import (
     add_fused_lm_head,
+    copy_unpatched,
     create_model_from_path,
     disable_dropout_in_model,
     prepare_scoring,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .repulse_trainer import RePULSeTrainer
 
 logger = get_logger(__name__)
+
+# Folder of the proposal inside `output_dir` and inside each checkpoint.
+PROPOSAL_FOLDER = "proposal"
 
 
 def shares_base(
@@ -56,27 +60,97 @@ def shares_base(
     policy_config = model.peft_config["default"] if is_adapter else peft_config
     if policy_config is None:
         return False
-    obstacle = None
-    if args is not None and (args.deepspeed_plugin is not None or args.fsdp):
-        obstacle = "weights are sharded (DeepSpeed, FSDP)"
-    for config in (policy_config, proposal_peft_config):
-        if config is None or obstacle is not None:
-            continue
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            obstacle = f"{config.peft_type.value} has no layers to switch"
-        elif getattr(config, "bias", "none") != "none":
-            obstacle = f"biases of the base are trained (`bias={config.bias!r}`)"
-        elif getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
-            obstacle = f"the base is changed to begin with (`init_lora_weights={config.init_lora_weights!r}`)"
-        elif getattr(config, "layer_replication", None):
-            obstacle = "layers are replicated (`layer_replication`)"
-        elif config.peft_type != policy_config.peft_type:
-            obstacle = f"one is {policy_config.peft_type.value} and the other {config.peft_type.value}"
+    own_config = policy_config if proposal_peft_config is None else proposal_peft_config
+    obstacle = _change_of_base(policy_config) or _change_of_base(own_config)
+    if args is not None and args.fsdp:
+        obstacle = "FSDP flattens all weights"
+    elif args is not None and args.deepspeed_plugin is not None and args.fp16:
+        obstacle = "DeepSpeed scales the loss in fp16 for one optimizer"
+    elif own_config.peft_type != policy_config.peft_type:
+        obstacle = f"one is {policy_config.peft_type.value} and the other {own_config.peft_type.value}"
     if obstacle is not None:
         logger.warning(
             "Policy and proposal cannot be adapters over one base because %s; each gets its own copy of it.", obstacle
         )
     return obstacle is None
+
+
+def _change_of_base(config: "PeftConfig") -> str | None:
+    """What keeps a model with an adapter of this configuration from being its base where the adapter is off."""
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        return f"{config.peft_type.value} has no layers to switch"
+    if getattr(config, "bias", "none") != "none":
+        return f"biases of the base are trained (`bias={config.bias!r}`)"
+    if getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        return f"the base is changed to begin with (`init_lora_weights={config.init_lora_weights!r}`)"
+    if getattr(config, "layer_replication", None):
+        return "layers are replicated (`layer_replication`)"
+    return None
+
+
+def lends_reference(
+    model: "str | PreTrainedModel | PeftModel",
+    args: RePULSeConfig | None,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> bool:
+    """
+    Whether the base of the proposal's adapter is the initial policy, and so the reference of a policy trained whole.
+
+    Args:
+        model, args, peft_config, proposal_peft_config:
+            As for [`shares_base`], where no `proposal_model` is given.
+
+    Returns:
+        `bool`: `False` too where no reference is needed, or a moving one.
+    """
+    if args is None or args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
+        return False
+    if peft_config is not None or proposal_peft_config is None or adapter_config(model) is not None:
+        return False
+    if not isinstance(model, str) and is_peft_model(model):
+        return False
+    return _change_of_base(proposal_peft_config) is None
+
+
+def starting_point(
+    proposal_model: str | PreTrainedModel | None,
+    model: "str | PreTrainedModel | PeftModel",
+    args: RePULSeConfig | None,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> str | PreTrainedModel | None:
+    """
+    What the proposal starts from, taken before TRL wraps or patches the policy.
+
+    Args:
+        proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            The proposal as it was passed.
+        model, args, peft_config, proposal_peft_config:
+            As for [`shares_base`].
+
+    Returns:
+        `str`, [`~transformers.PreTrainedModel`] or `None`: For [`build_proposal`]: what was passed, or a copy of the
+        policy, or `None` where there is no proposal or it is a second adapter over the policy's base.
+
+    Raises:
+        `ValueError`: If a proposal is passed and none is wanted, or it is the policy itself.
+    """
+    has_proposal = args is None or args.has_proposal
+    if proposal_model is not None:
+        if not has_proposal:
+            raise ValueError(
+                "`proposal_model` is given, but the configuration builds no proposal; set `alpha` above 0 and "
+                "`use_policy_as_proposal=False`, or leave `proposal_model` out."
+            )
+        if proposal_model is model and not isinstance(model, str):
+            raise ValueError(
+                "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
+            )
+        return proposal_model
+    if not has_proposal or shares_base(model, args, peft_config, proposal_peft_config):
+        return None
+    return copy_unpatched(model)
 
 
 def build_proposal(

@@ -19,7 +19,7 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
@@ -51,6 +51,7 @@ __all__ = [
     "disable_dropout_in_model",
     "disable_gradient_checkpointing",
     "get_config_model_id",
+    "no_reference_built",
     "is_async_callable",
     "nanstd",
     "pad",
@@ -132,6 +133,10 @@ PINNED: dict[Any, tuple[str, ...]] = {
         "gradient_checkpointing_func",
         "every_n_layers",
     ),
+    # Overridden around `super()`: where models under FSDP2 are told their precision, before the first is prepared.
+    Trainer.create_accelerator_and_postprocess: ("self",),
+    # Overridden around `super()`: the loss becomes the mean over all processes.
+    Trainer.prediction_step: ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
     # Overridden around `super()`: the second model goes where the policy goes.
     Trainer._load_best_model: ("self",),
     # Overridden around `super()`: the order of an epoch follows from the trainer's state.
@@ -139,6 +144,12 @@ PINNED: dict[Any, tuple[str, ...]] = {
     GRPOTrainer._get_train_sampler: ("self", "dataset"),
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
+    # Overridden around `super()`, called as training is set up: the proposal's repository is made or refused.
+    Trainer.init_hf_repo: ("self", "token", "private"),
+    # Overridden around `super()`, called by `save_model` too: the proposal goes to its own repository.
+    Trainer.push_to_hub: ("self", "commit_message", "blocking", "token", "revision", "private"),
+    # Overridden around `super()`: the card that was written is amended.
+    RLOOTrainer.create_model_card: ("self", "model_name", "dataset_name", "tags"),
 }
 
 
@@ -192,6 +203,24 @@ def use_reference(model: Any) -> Iterator[None]:
     """
     with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
+
+
+@contextlib.contextmanager
+def no_reference_built(args: TrainingArguments) -> Iterator[None]:
+    """A TRL trainer built inside the context has no reference model, whatever its KL coefficient.
+
+    TRL (1.16) loads one unless `args.beta` is 0 when it is built, and reads `trainer.beta` and `trainer.ref_model`
+    afterwards. Way out: a `ref_model` argument, as TRL's DPO trainer has.
+
+    Args:
+        args ([`RePULSeConfig`]):
+            The trainer's configuration, as it was outside of the context.
+    """
+    beta, args.beta = args.beta, 0.0
+    try:
+        yield
+    finally:
+        args.beta = beta
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
-from ._hooks import TrainerHooks, transform_rewards
+from ._hooks import RESUME_STATE, TrainerHooks, transform_rewards
 from ._records import append_negatives
 from ._trl_bridge import (
     disable_gradient_checkpointing,
@@ -94,7 +94,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     Raises:
         `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
-            vocabulary, several labels, or reads to the right; with FSDP, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
+            vocabulary, several labels, or reads to the right; with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """
 
@@ -113,7 +113,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             }"""),
     }
     _config_cls = PPOConfig
-    _withheld = (*TrainerHooks._withheld, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
+    _withheld = (*TrainerHooks._withheld, *RESUME_STATE, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
 
     def __init__(
         self,

@@ -118,6 +118,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
                 title     = {{Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference}},
                 author    = {Stephen Zhao and Aidan Li and Rob Brekelmans and Roger Grosse},
                 year      = 2025,
+                eprint    = {arXiv:2510.21184},
                 booktitle = {Advances in Neural Information Processing Systems 38: Annual Conference on Neural Information Processing Systems 2025, NeurIPS 2025},
             }"""),
     }
@@ -193,10 +194,11 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         self._log_rewards(rewards, rewards_per_func)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-            ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-            masks = [torch.ones_like(row) for row in ids]
-            values, multiple = (self._tokenizer.pad_token_id, 0), self.pad_to_multiple_of
-            both = [pad(x, value, side, multiple).to(device) for x, value in zip((ids, masks), values, strict=True)]
+            values = (self._tokenizer.pad_token_id, 0)
+            ids = pad([torch.tensor(row, dtype=torch.long) for row in rows], values[0], side, self.pad_to_multiple_of)
+            position = torch.arange(ids.size(1)) if side == "right" else torch.arange(ids.size(1) - 1, -1, -1)
+            mask = (position < torch.tensor([len(row) for row in rows]).unsqueeze(1)).long()
+            both = [ids.to(device), mask.to(device)]
             if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
                 both = [
                     self.accelerator.pad_across_processes(x, dim=1, pad_index=value)

@@ -4,6 +4,7 @@ Axis letters as in `reinforce_trainer.py`: U units of n policy samples and m pro
 V vocabulary.
 """
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,27 +22,29 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
-from ._peft_bridge import adapters_kept
+from ._hooks import RESUME_STATE
+from ._hub import ProposalUploads
+from ._peft_bridge import BaseView, adapters_kept
 from ._proposal import (
+    PROPOSAL_FOLDER,
     adapter_config,
     build_proposal,
+    lends_reference,
     proposal_coefficients,
     proposal_loss,
     serve_proposal,
-    shares_base,
+    starting_point,
 )
 from ._records import log_importance, new_logs, record_samples, show_completions
-from ._trl_bridge import copy_unpatched, sampling_from, split_tensor_dict
+from ._trl_bridge import no_reference_built, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
-from .second_adapter import Adapter, SecondAdapter
+from .second_adapter import SecondAdapter
 from .second_model import SecondModel
 
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-# Folder of the proposal inside `output_dir` and inside each checkpoint.
-PROPOSAL_FOLDER = "proposal"
 # What a proposal update needs of a batch of its samples; everything else follows from the models.
 _DRAWN = (
     "prompt_ids",
@@ -63,7 +66,7 @@ class _UpdateProposalAfterPolicy(TrainerCallback):
         self._trainer.update_proposal(self._trainer.take_pending())
 
 
-class RePULSeTrainer(ReinforceTrainer):
+class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
     """
     Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
     Inference](https://huggingface.co/papers/2510.21184)).
@@ -74,7 +77,7 @@ class RePULSeTrainer(ReinforceTrainer):
     `alpha`; the proposal takes a step of contrastive twist learning.
 
     The proposal is saved to `output_dir/proposal` with a card that warns of it, is part of each checkpoint, and is
-    never uploaded with the policy.
+    never uploaded with the policy; `push_proposal_to_hub` gives it a private repository of its own.
 
     Example:
 
@@ -115,7 +118,7 @@ class RePULSeTrainer(ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
-    _withheld = (*ReinforceTrainer._withheld, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
+    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
 
     def __init__(
         self,
@@ -138,39 +141,30 @@ class RePULSeTrainer(ReinforceTrainer):
         proposal_model: str | PreTrainedModel | None = None,
         proposal_peft_config: "PeftConfig | None" = None,
     ):
-        if proposal_model is not None and args is not None and not args.has_proposal:
-            raise ValueError(
-                "`proposal_model` is given, but the configuration builds no proposal; set `alpha` above 0 and "
-                "`use_policy_as_proposal=False`, or leave `proposal_model` out."
-            )
-        if proposal_model is model and not isinstance(model, str):
-            raise ValueError(
-                "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
-            )
-        has_proposal = args is None or args.has_proposal
-        if proposal_model is None and has_proposal:
-            if not shares_base(model, args, peft_config, proposal_peft_config):
-                # Copied before TRL wraps or patches the policy
-                proposal_model = copy_unpatched(model)
+        lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
+        proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
         self._proposal_adapters = [proposal_peft_config, adapter_config(proposal_model)]
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-        )
+        with no_reference_built(args) if lends_base else contextlib.nullcontext():
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+            )
 
         self.proposal: SecondModel | None = None
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
+        if lends_base:
+            self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
         if self.use_vllm:
             serve_proposal(self)
         self._proposal_logs = new_logs(self.args.generation_batch_size)
@@ -474,9 +468,6 @@ class RePULSeTrainer(ReinforceTrainer):
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if isinstance(model, Adapter):
-            model.load(resume_from_checkpoint)
-            return
         with adapters_kept(self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -493,6 +484,12 @@ class RePULSeTrainer(ReinforceTrainer):
     def _save_second_model(self, checkpoint: Path) -> None:
         if self.proposal is not None:
             self.proposal.save_state(checkpoint / PROPOSAL_FOLDER, self.args.should_save)
+
+    def _save_checkpoint(self, model, trial):
+        # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
+        is_adapter = isinstance(self.proposal, SecondAdapter)
+        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+            super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
         with adapters_kept(self.model):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, get_scheduler
 
+from ._deepspeed import end_backward, gathered, zero_stage
 from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
 from ._trl_bridge import disable_dropout_in_model
 from .second_model import SecondModel
@@ -68,6 +69,13 @@ class Adapter(AdapterView):
         for p in self.parameters():
             p.requires_grad_(requires_grad)
         return self
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Context in which this adapter is not among the model's trained weights."""
+        with trainable_kept(self.model):
+            self.requires_grad_(False)
+            yield
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """
@@ -148,17 +156,24 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
     with trainable_kept(model):
         model.add_adapter(name, own)
     weights = {key: p for key, p in model.named_parameters() if id(p) not in before}
-    quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    # Of the precision that TRL gives the policy's, which depends on quantization and on ZeRO-3
+    dtype = next(p.dtype for key, p in model.named_parameters() if _is_matrix_of(key, POLICY_ADAPTER))
     for key, p in weights.items():
         if config is None:
             theirs = ".".join(POLICY_ADAPTER if part == name else part for part in key.split("."))
             p.data = model.get_parameter(theirs).data.clone()
-        elif quantized and "lora_magnitude_vector" not in key:
-            p.data = p.data.to(torch.bfloat16)  # as TRL does with the policy's
+        elif _is_matrix_of(key, name):
+            p.data = p.data.to(dtype)
     disable_dropout_in_model(model)  # the new adapter's; TRL has done so with all others
     model.save_pretrained = MethodType(_save_the_others, model)
     bind_adapters_to_checkpoints(model.get_base_model())
     return Adapter(model, name, weights).requires_grad_(False)
+
+
+def _is_matrix_of(key: str, adapter: str) -> bool:
+    """Whether a parameter is an adapter's and not one of DoRA's magnitudes, whose precision TRL leaves alone."""
+    parts = key.split(".")
+    return adapter in parts and "lora_magnitude_vector" not in parts
 
 
 def _save_the_others(model, save_directory, safe_serialization=True, selected_adapters=None, **kwargs) -> None:
@@ -176,6 +191,10 @@ class SecondAdapter(SecondModel):
     policy's adapter alone: so neither optimizer has the other's weights, and no data-parallel wrapper waits for the
     gradients of an adapter that took no part. Gradients are averaged over processes once, when a step is made.
 
+    DeepSpeed casts the adapter with the rest of the model to the precision it trains in, and ZeRO-3 cuts it apart with
+    the rest. The optimizer then works, in each process, on a whole copy of the adapter in float32, which is also what
+    is saved.
+
     Args:
         module ([`Adapter`]):
             The adapter to train, as [`add_adapter`] makes it.
@@ -185,19 +204,23 @@ class SecondAdapter(SecondModel):
             Peak learning rate of this adapter's optimizer.
 
     Raises:
-        `ValueError`: With DeepSpeed or FSDP, whose engines own all of a model's weights.
+        `ValueError`: With FSDP, which flattens all of a model's weights, or a configuration of DeepSpeed that cannot
+            serve two models.
     """
 
     # Name of the adapter
     name = "proposal"
 
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        if accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError(
-                f"With {accelerator.distributed_type.value} policy and proposal cannot be two adapters over one base; "
-                "pass `proposal_model` to give the proposal a base of its own."
+                "With FSDP policy and proposal cannot be two adapters over one base; pass `proposal_model` to give the "
+                "proposal a base of its own."
             )
         super().__init__(module, accelerator, learning_rate)
+        self._deepspeed = False  # the adapter has no engine
+        self._policy_engine: nn.Module | None = None  # DeepSpeed's
+        self._masters: list[torch.Tensor] | None = None
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
         """
@@ -214,6 +237,10 @@ class SecondAdapter(SecondModel):
         args = trainer.args
         self.module.requires_grad_(True)
         if self.optimizer is None:
+            if zero_stage(self._accelerator) is not None:
+                self._policy_engine = trainer.model_wrapped
+                with gathered(self.module):
+                    self._masters = [p.detach().float().clone() for p in self.module.parameters()]
             self.optimizer = self._create_optimizer(trainer)
             if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
                 self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
@@ -231,10 +258,43 @@ class SecondAdapter(SecondModel):
         """Nothing to do for a micro-batch: gradients cross processes in [`step`]."""
         yield
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """As [`SecondModel.backward`]."""
+        super().backward(loss)
+        if self._policy_engine is not None:
+            end_backward(self._policy_engine)
+
+    @contextlib.contextmanager
+    def _masters_in_place(self, changed: bool = False) -> Iterator[None]:
+        """With DeepSpeed, parameters are their whole float32 copies inside; those they replace follow if `changed`."""
+        if self._masters is None:
+            yield
+            return
+        parameters = list(self.module.parameters())
+        before = [p.data for p in parameters]
+        for p, master in zip(parameters, self._masters, strict=True):
+            p.data = master
+        try:
+            yield
+        finally:
+            for p, data in zip(parameters, before, strict=True):
+                p.data = data
+        if changed:
+            with gathered(self.module, write=True), torch.no_grad():
+                for p, master in zip(parameters, self._masters, strict=True):
+                    p.copy_(master)
+
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
         """As [`SecondModel.save_pretrained`]; each process has the whole adapter."""
         if write:
-            self.module.save_pretrained(directory)
+            with self._masters_in_place():
+                self.module.save_pretrained(directory)
+
+    def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
+        """As [`SecondModel.load_checkpoint`]."""
+        with self._masters_in_place(changed=True):
+            self.module.load(directory)
+        self.load_state(directory)
 
     def step(self) -> float:
         """
@@ -243,13 +303,20 @@ class SecondAdapter(SecondModel):
         Returns:
             `float`: The gradient's norm before clipping.
         """
-        if self._accelerator.num_processes > 1:
-            groups = defaultdict(list)
+        with self._masters_in_place(changed=True):
             for p in self.module.parameters():
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                groups[p.grad.dtype].append(p.grad)
-            for grads in groups.values():
-                flat = self._accelerator.reduce(torch.cat([grad.flatten() for grad in grads]), reduction="mean")
-                for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                    grad.copy_(mean.view_as(grad))
-        return super().step()
+                if p.grad is not None:
+                    p.grad = p.grad.to(p.dtype)
+            if self._accelerator.num_processes > 1:
+                self._average_gradients()
+            return super().step()
+
+    def _average_gradients(self) -> None:
+        groups = defaultdict(list)
+        for p in self.module.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            groups[p.grad.dtype].append(p.grad)
+        for grads in groups.values():
+            flat = self._accelerator.reduce(torch.cat([grad.flatten() for grad in grads]), reduction="mean")
+            for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(mean.view_as(grad))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import is_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
+from . import _fsdp
 from ._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
 
 
@@ -36,19 +37,14 @@ class SecondModel:
             Peak learning rate of this model's optimizer.
 
     Raises:
-        `ValueError`: With FSDP, which does not train a second model yet, or a configuration of DeepSpeed that cannot
-            serve two models.
+        `ValueError`: With a configuration of FSDP or DeepSpeed that cannot serve two models.
     """
 
     def __init__(self, module: PreTrainedModel, accelerator: Accelerator, learning_rate: float):
-        if accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError(
-                "A second model cannot be trained with FSDP yet; launch with DeepSpeed ZeRO (`distributed_type: "
-                "DEEPSPEED`) to share memory between processes, or with plain data parallelism (`MULTI_GPU`)."
-            )
+        _fsdp.check_fsdp(accelerator, module)
         check_deepspeed(accelerator)
-        # Quantized models and models that ZeRO-3 has cut apart are placed when they are loaded
-        placed = getattr(module, "is_quantized", False) or is_partitioned(module)
+        # Quantized models and models that ZeRO-3 has cut apart are placed when they are loaded; FSDP2 places parts
+        placed = getattr(module, "is_quantized", False) or is_partitioned(module) or accelerator.is_fsdp2
         self.module = module if placed else module.to(accelerator.device)
         self.engine: nn.Module = self.module
         self.learning_rate = learning_rate
@@ -56,6 +52,7 @@ class SecondModel:
         self.scheduler = None
         self._accelerator = accelerator
         self._deepspeed = zero_stage(accelerator) is not None
+        self._fsdp = accelerator.is_fsdp2
         self._scaler = None
         self._max_grad_norm = 0.0
 
@@ -80,6 +77,9 @@ class SecondModel:
             if self._deepspeed:
                 optimizer = self._create_optimizer(trainer)
                 self.engine, self.optimizer = initialize(self.module, optimizer, self._accelerator, args.max_grad_norm)
+            elif self._fsdp:
+                optimizer = self._create_optimizer(trainer)
+                self.engine, self.optimizer = _fsdp.prepare(self.module, optimizer, self._accelerator)
             else:
                 self.engine = self._accelerator.prepare_model(self.module)
                 self.optimizer = self._create_optimizer(trainer)
@@ -144,7 +144,7 @@ class SecondModel:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm.item()
+        return _fsdp.whole(norm).item()
 
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
         """
@@ -160,6 +160,8 @@ class SecondModel:
         if self._deepspeed:
             state_dict = whole_state_dict(self.module, self.engine, self._accelerator)
             write = write and state_dict is not None  # with ZeRO-3 the first process alone has them
+        elif self._fsdp and self.optimizer is not None:
+            state_dict = self._accelerator.get_state_dict(self.engine)
         if write:
             self.module.save_pretrained(directory, state_dict=state_dict)
 
@@ -181,8 +183,8 @@ class SecondModel:
         scalars, groups = {}, []
         if self._deepspeed:
             self.engine.save_checkpoint(str(directory), exclude_frozen_parameters=is_peft_model(self.module))
-        elif write:
-            state = self.optimizer.state_dict()
+        elif write or self._fsdp:
+            state = _fsdp.optimizer_state(self.module, self.optimizer) if self._fsdp else self.optimizer.state_dict()
             groups = state["param_groups"]
             for index, slots in state["state"].items():
                 for name, value in slots.items():
@@ -211,7 +213,9 @@ class SecondModel:
             directory (`str` or `Path`):
                 Folder that [`save_pretrained`] and [`save_state`] wrote to.
         """
-        if not self._deepspeed:  # whose checkpoint has the weights as well
+        if self._fsdp:
+            _fsdp.load_weights(self.module, directory)
+        elif not self._deepspeed:  # whose checkpoint has the weights as well
             trainer._load_from_checkpoint(str(directory), self.module)
         self.load_state(directory)
 
@@ -230,11 +234,15 @@ class SecondModel:
         if self._deepspeed:
             self.engine.load_checkpoint(str(directory), load_module_strict=not is_peft_model(self.module))
         else:
-            state: dict[int, dict] = {}
+            slots: dict[int | str, dict] = {}
             for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
-                index, name = key.split(".", 1)
-                state.setdefault(int(index), {})[name] = value
-            self.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+                parameter, name = key.rsplit(".", 1)  # its name with FSDP, else its number
+                slots.setdefault(parameter if self._fsdp else int(parameter), {})[name] = value
+            state = {"state": slots, "param_groups": rest["param_groups"]}
+            if self._fsdp:
+                _fsdp.load_optimizer_state(self.module, self.optimizer, state)
+            else:
+                self.optimizer.load_state_dict(state)
         self.scheduler.load_state_dict(rest["scheduler"])
         if self._scaler is not None and rest["scaler"]:
             self._scaler.load_state_dict(rest["scaler"])

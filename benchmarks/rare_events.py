@@ -1,0 +1,470 @@
+"""Estimates of rare events in the embedded world, against the truth by enumeration.
+
+    python benchmarks/rare_events.py --output_dir runs/rare
+
+A policy is trained with `examples/repulse.py` until P(bad) is near 1e-4, and a proposal for it as it stands; then a second policy,
+with RePULSe, and a proposal for that one. Every completion has a known probability under each of them: repetitions draw from
+these tables and run no model again. What was trained is kept in `--output_dir`; `--only` names parts to repeat.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.stats import t as student
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
+from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
+from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
+from trl_repulse.evaluation.rare.mixture import MixtureSample, stratified_mean
+from trl_repulse.evaluation.rare.sampling import draw
+
+
+THRESHOLD, LEVEL, BETA = -5.0, 1e-4, -5.0
+Tables = dict[str, torch.Tensor]  # log-probabilities (P, S) of every completion, and `rewards` (P, S)
+
+
+def train(folder: Path) -> None:
+    """A policy trained with REINFORCE, one with RePULSe and the proposal beside it, and for each a proposal afterwards."""
+    example = Path(__file__).parents[1] / "examples" / "repulse.py"
+    for name, flags in (("policy", {"alpha": 0.0, "learning_rate": 1e-3}), ("beside", {})):
+        if (folder / name / "results.json").exists():
+            continue
+        flags = flags | {"output_dir": folder / name, "max_steps": 120, "disable_tqdm": "true"}
+        command = [sys.executable, str(example), *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
+    train_proposal(folder / "trained", folder / "policy", 512, 120)
+    train_proposal(folder / "elsewhere", folder / "beside", 256, 300)
+
+
+def train_proposal(folder: Path, policy: Path, generations: int, updates: int) -> None:
+    """A proposal for a policy that stays as it is, from the initial policy: that draws bad outputs more often."""
+    if (folder / "proposal").exists():
+        return
+    args = RePULSeConfig(
+        output_dir=str(folder),
+        learning_rate=0.0,
+        alpha=1e-6,
+        beta=0.0,
+        target_dist_beta=BETA,
+        proposal_learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        max_steps=updates,
+        per_device_train_batch_size=128,
+        num_generations=32,
+        num_proposal_generations=generations,
+        max_completion_length=2,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=updates,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = RePULSeTrainer(
+        model=str(policy),
+        reward_funcs=embedded.reward_model_path(),
+        args=args,
+        train_dataset=embedded.load_prompts(),
+        proposal_model=embedded.policy_path(),
+    )
+    trainer.train()
+    trainer.save_model(str(folder))
+
+
+def load_models(folder: Path) -> dict[str, AutoModelForCausalLM]:
+    paths = {
+        "policy": folder / "policy",
+        "trained": folder / "trained" / "proposal",
+        "elsewhere": folder / "elsewhere" / "proposal",
+        "beside_policy": folder / "beside",
+        "beside": folder / "beside" / "proposal",
+    }
+    return {name: AutoModelForCausalLM.from_pretrained(path) for name, path in paths.items()}
+
+
+def load_tables(folder: Path) -> Tables:
+    """Rewards, and every model's log-probability of every completion."""
+    path = folder / "tables.safetensors"
+    if not path.exists():
+        tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+        evaluator = ExactEvaluator(
+            tokenizer,
+            embedded.load_prompts()["prompt"],
+            AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
+            embedded.bad_token_ids(tokenizer),
+            2,
+            reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
+        )
+        tables = {name: evaluator.log_probs(model) for name, model in load_models(folder).items()}
+        save_file(tables | {"rewards": evaluator.rewards}, path)
+    return load_file(path)
+
+
+def pool(tables: Tables) -> torch.Tensor:
+    """Both proposals as one, half each: a good one."""
+    return torch.logaddexp(tables["trained"], tables["elsewhere"]) - math.log(2)
+
+
+def bad_proposals(tables: Tables) -> Tables:
+    """Proposals made worse on purpose, from a good one q and the policy p."""
+    q, p, generator = pool(tables), tables["policy"], torch.Generator().manual_seed(1)
+    noise = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    bad = tables["rewards"] < THRESHOLD
+    # The likeliest bad outputs of each prompt, up to half of its bad probability
+    log_bad = p.masked_fill(~bad, -math.inf)
+    ordered, order = log_bad.sort(dim=1, descending=True)
+    share = ordered.softmax(dim=1).cumsum(dim=1)
+    half = torch.zeros_like(bad).scatter(1, order, (share - ordered.softmax(dim=1)) < 0.5) & bad
+    mild = (p + 2.5 * bad).log_softmax(dim=1)  # bad outputs 12 times as often as under the policy
+    return {
+        "under-tilted (12 times the policy's P(bad))": mild,
+        "under-tilted and noisy (e^N(0, 2²))": (mild + 2 * noise).log_softmax(dim=1),
+        "noisy (e^N(0, 2²))": (q + 2 * noise).log_softmax(dim=1),
+        "very noisy (e^N(0, 4²))": (q + 4 * noise).log_softmax(dim=1),
+        "mode dropped (half of P(bad) or more, by e⁻¹²)": (q - 12.0 * half).log_softmax(dim=1),
+        "all modes but one dropped": (q - 12.0 * (bad & ~top_one(log_bad))).log_softmax(dim=1),
+    }
+
+
+def top_one(values: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(values, dtype=torch.bool).scatter(1, values.argmax(dim=1, keepdim=True), True)
+
+
+def samples(
+    tables: Tables, proposals: list[torch.Tensor], counts: tuple[int, ...], repetitions: int, seed: int = 0
+) -> Iterator[MixtureSample]:
+    """Independent mixture samples, drawn from tables."""
+    generator = torch.Generator().manual_seed(seed)
+    models = [tables["policy"], *proposals]
+    cumulative = [model.exp().cumsum(dim=1) for model in models]
+    stacked = torch.stack(models, dim=-1)  # (P, S, K)
+    for _ in range(repetitions):
+        parts = []
+        for steps, count in zip(cumulative, counts, strict=True):
+            points = torch.rand(len(steps), count, generator=generator, dtype=torch.float64) * steps[:, -1:]
+            parts.append(torch.searchsorted(steps, points))
+        index = torch.cat(parts, dim=1)  # (P, N)
+        density = stacked.gather(1, index.unsqueeze(-1).expand(-1, -1, len(models)))
+        yield MixtureSample(tables["rewards"].gather(1, index), density, counts)
+
+
+def true_prob_bad(tables: Tables, threshold: float = THRESHOLD) -> float:
+    return float((tables["policy"].exp() * (tables["rewards"] < threshold)).sum(dim=1).mean())
+
+
+def true_cvar(tables: Tables, level: float) -> float:
+    rewards, order = tables["rewards"].flatten().sort()
+    mass = (tables["policy"].exp().flatten() / len(tables["policy"]))[order].cumsum(dim=0).clamp(max=level)
+    return float((mass.diff(prepend=torch.zeros(1, dtype=torch.float64)) * rewards).sum() / level)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Prints a Markdown table."""
+    for line in (header, tuple("---" for _ in header), *rows):
+        print("| " + " | ".join(line) + " |")
+    print(flush=True)
+
+
+class Tally:
+    """What becomes of an estimator over many samples, against the truth."""
+
+    def __init__(self, truth: float):
+        self.truth = truth
+        self.count = self.below = self.above = self.flagged = self.flagged_misses = self.uneven_misses = 0
+        self.squares = 0.0
+
+    def add(self, estimate: RareEstimate) -> None:
+        below, above, flagged = estimate.upper < self.truth, estimate.lower > self.truth, not estimate.reliable
+        self.count += 1
+        self.below += below
+        self.above += above
+        self.flagged += flagged
+        self.flagged_misses += flagged and (below or above)
+        self.uneven_misses += (below or above) and any("uneven" in reason for reason in estimate.reasons)
+        self.squares += (estimate.value - self.truth) ** 2
+
+    @property
+    def misses(self) -> int:
+        return self.below + self.above
+
+    @property
+    def relative_error(self) -> float:
+        return math.sqrt(self.squares / self.count) / abs(self.truth)
+
+
+def coverage(tables: Tables, repetitions: int) -> None:
+    print(f"### Coverage of 95 % intervals, {repetitions:,} repetitions\n")
+    first, second = tables["trained"], tables["elsewhere"]
+    quantities: dict[str, tuple[float, Callable[[MixtureSample], RareEstimate]]] = {
+        f"P(r < {THRESHOLD:g})": (true_prob_bad(tables), lambda s: prob_bad(s, THRESHOLD)),
+        "P(r < -7)": (true_prob_bad(tables, -7.0), lambda s: prob_bad(s, -7.0)),
+        "CVaR at 1e-4": (true_cvar(tables, 1e-4), lambda s: cvar(s, 1e-4)),
+        "CVaR at 1e-2": (true_cvar(tables, 1e-2), lambda s: cvar(s, 1e-2)),
+    }
+    rows = []
+    for name, proposals, counts in (
+        ("policy alone", [], (20_000,)),
+        ("policy, first", [first], (5_000, 5_000)),
+        ("policy, first, second", [first, second], (500, 500, 500)),
+        ("policy, first, second", [first, second], (5_000, 5_000, 5_000)),
+        ("policy, first, second", [first, second], (40_000, 5_000, 5_000)),
+    ):
+        tallies = {quantity: Tally(truth) for quantity, (truth, _) in quantities.items()}
+        for sample in samples(tables, proposals, counts, repetitions):
+            for quantity, (_, estimator) in quantities.items():
+                tallies[quantity].add(estimator(sample))
+        for quantity, tally in tallies.items():
+            shares = (repetitions - tally.misses, tally.below, tally.above, tally.flagged)
+            rows.append(
+                (name, plus(counts), quantity, f"{tally.truth:.4g}")
+                + (*(f"{share / repetitions:.1%}" for share in shares), f"{tally.relative_error:.2%}")
+            )
+    header = ("components", "completions a prompt", "quantity", "truth", "coverage", "interval below", "above")
+    table((*header, "said unreliable", "relative error"), rows)
+
+
+def plus(counts: tuple[int, ...]) -> str:
+    return " + ".join(f"{count:,}" for count in counts)
+
+
+def intervals(tables: Tables, repetitions: int) -> None:
+    print(
+        f"### Kinds of interval for P(r < {THRESHOLD:g}) at few effective completions, {repetitions:,} repetitions\n"
+    )
+    first, second, worse = tables["trained"], tables["elsewhere"], bad_proposals(tables)
+    truth, rows = true_prob_bad(tables), []
+    for name, proposals, counts in (
+        ("policy alone", [], (12_500,)),
+        ("policy, first", [first], (2_000, 2_000)),
+        ("policy, first, second", [first, second], (50, 50, 50)),
+        ("policy, noisy", [worse["noisy (e^N(0, 2²))"]], (2_000, 1_000)),
+        ("policy, under-tilted and noisy", [worse["under-tilted and noisy (e^N(0, 2²))"]], (2_000, 1_000)),
+    ):
+        held, effective = dict.fromkeys(("ours", "t", "log t"), 0), 0.0
+        for sample in samples(tables, proposals, counts, repetitions):
+            estimate = prob_bad(sample, THRESHOLD)
+            x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
+            mean, its_variance, freedom = stratified_mean(x, sample.counts)
+            half = float(student.isf(0.025, freedom)) * math.sqrt(its_variance) if its_variance else 0.0
+            held["ours"] += estimate.lower <= truth <= estimate.upper
+            held["t"] += abs(mean - truth) <= half
+            held["log t"] += mean > 0 and abs(math.log(mean / truth)) <= half / mean
+            effective += estimate.diagnostics.variance_ess / repetitions
+        shares = (f"{number / repetitions:.1%}" for number in held.values())
+        rows.append((name, plus(counts), f"{effective:.1f}", *shares))
+    header = ("components", "completions a prompt", "effective completions behind the variance", "ours", "Student's")
+    table((*header, "Student's, log scale"), rows)
+
+
+def variance(tables: Tables, repetitions: int) -> None:
+    print(f"### Against plain sampling at equal cost, {repetitions:,} repetitions\n")
+    print("Cost, in passes over a completion: to draw it, for its reward, and for each model that scores it.\n")
+    rows = []
+    first, second = tables["trained"], tables["elsewhere"]
+    for name, proposals, counts in (
+        ("policy, first, second", [first, second], (2_000, 2_000, 2_000)),
+        ("policy, first, second", [first, second], (40_000, 20_000, 20_000)),
+        ("policy, first", [first], (20_000, 20_000)),
+    ):
+        tally = Tally(true_prob_bad(tables))
+        for sample in samples(tables, proposals, counts, repetitions):
+            tally.add(prob_bad(sample, THRESHOLD))
+        cost = (2 + len(counts)) * sum(counts)
+        p = (tables["policy"].exp() * (tables["rewards"] < THRESHOLD)).sum(dim=1)
+        plain = math.sqrt(float((p * (1 - p)).mean()) / (cost / 2 * len(p))) / tally.truth
+        rows.append(
+            (name, plus(counts), f"{cost:,}", f"{tally.relative_error:.2%}", f"{plain:.1%}")
+            + (f"{(plain / tally.relative_error) ** 2:,.0f}", f"{tally.flagged / repetitions:.1%}")
+        )
+    header = ("components", "completions a prompt", "passes a prompt", "relative error", "plain sampling's")
+    table((*header, "variance ratio", "said unreliable"), rows)
+
+
+def verdict(tables: Tables, repetitions: int) -> None:
+    print(f"### The verdict on P(r < {THRESHOLD:g}), {repetitions:,} repetitions\n")
+    noise = torch.randn(tables["policy"].shape, generator=torch.Generator().manual_seed(2)).double()
+    target = (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1)
+    good = {
+        "first and second, half each": pool(tables),
+        "the same, noisy (e^N(0, 0.5²))": (pool(tables) + 0.5 * noise).log_softmax(dim=1),
+        "the target itself": target,
+        "the target, noisy (e^N(0, 0.5²))": (target + 0.5 * noise).log_softmax(dim=1),
+        "the target, noisy (e^N(0, 1))": (target + noise).log_softmax(dim=1),
+    }
+    beside = tables | {"policy": tables["beside_policy"]}
+    cases = [("good", name, tables, proposal) for name, proposal in good.items()]
+    cases += [("bad", name, tables, proposal) for name, proposal in bad_proposals(tables).items()]
+    cases += [
+        ("trained", f"{name} alone", tables, tables[key])
+        for name, key in (("first", "trained"), ("second", "elsewhere"))
+    ]
+    cases += [("trained", "beside a RePULSe policy, for that policy", beside, tables["beside"])]
+    rows, totals = [], {}
+    for counts in ((40_000, 10_000), (1_000, 1_000)):
+        for kind, name, world, proposal in cases:
+            tally = Tally(true_prob_bad(world))
+            for sample in samples(world, [proposal], counts, repetitions):
+                tally.add(prob_bad(sample, THRESHOLD))
+            figures = (tally.count, tally.misses, tally.flagged, tally.flagged_misses, tally.uneven_misses)
+            rows.append(verdict_row(counts, kind, name, figures))
+            before = totals.get((counts, kind), (0,) * len(figures))
+            totals[counts, kind] = tuple(map(sum, zip(before, figures, strict=True)))
+    rows += [verdict_row(counts, kind, "**all**", figures) for (counts, kind), figures in totals.items()]
+    header = ("completions a prompt", "kind", "proposal", "coverage", "said unreliable", "intervals that miss")
+    table((*header, "of these said unreliable", "for uneven weights"), rows)
+
+
+def verdict_row(counts: tuple[int, ...], kind: str, name: str, figures: tuple[int, ...]) -> tuple[str, ...]:
+    count, misses, flagged, *of_misses = figures
+    shares = [f"{number / misses:.1%}" if misses else "–" for number in of_misses]
+    return (plus(counts), kind, name, f"{1 - misses / count:.1%}", f"{flagged / count:.1%}", f"{misses}", *shares)
+
+
+def draw_bounds(
+    log_target: torch.Tensor, log_q: torch.Tensor, groups: int, size: int, generator: torch.Generator
+) -> list[LogZBounds]:
+    log_w = log_target - log_q
+    drawn = enumeration_sample(log_q, groups * size, generator)
+    target = enumeration_sample(log_target, groups, generator)
+    return log_z_bounds(log_w.gather(1, drawn).view(-1, groups, size), log_w.gather(1, target))
+
+
+def bounds(tables: Tables, repetitions: int) -> None:
+    print("### Bounds on log Z, 16 groups of 256 draws\n")
+    generator, rows = torch.Generator().manual_seed(0), []
+    held, gaps = 0, []
+    for _ in range(100):
+        log_p = (2 * torch.randn(1, 2000, generator=generator, dtype=torch.float64)).log_softmax(dim=1)
+        log_target = log_p + BETA * torch.randn(1, 2000, generator=generator, dtype=torch.float64)
+        log_q = (log_target + torch.randn(1, 2000, generator=generator, dtype=torch.float64)).log_softmax(dim=1)
+        bound = draw_bounds(log_target, log_q, 16, 256, generator)[0]
+        held += bound.lower_end <= float(log_target.logsumexp(dim=1)) <= bound.upper_end
+        gaps.append(bound.gap)
+    rows.append(
+        ("100 random worlds, target times e^N(0, 1)", f"{held} of 100", f"{sum(gaps) / 100:.3f}", f"{max(gaps):.3f}")
+    )
+    for name, policy in (("trained", "policy"), ("elsewhere", "beside_policy"), ("beside", "beside_policy")):
+        log_target = tables[policy] + BETA * tables["rewards"]
+        truth = log_target.logsumexp(dim=1).tolist()
+        held, gaps = 0, []
+        for _ in range(100):
+            found = draw_bounds(log_target, tables[name], 16, 256, generator)
+            held += sum(b.lower_end <= z <= b.upper_end for b, z in zip(found, truth, strict=True))
+            gaps += [b.gap for b in found]
+        rows.append(
+            (
+                f"embedded world, {name}: 100 draws of 4 prompts",
+                f"{held} of 400",
+                f"{sum(gaps) / 400:.3f}",
+                f"{max(gaps):.3f}",
+            )
+        )
+    table(("worlds", "truth between the ends", "mean gap, nats", "largest gap"), rows)
+
+
+def cvar_error(tables: Tables, repetitions: int) -> None:
+    print(f"### CVaR at {LEVEL:g} against the mean of the floor(a·n) lowest rewards, {repetitions:,} repetitions\n")
+    rows = []
+    for half in (5_000, 12_500, 25_000):
+        tally, squares, total = Tally(true_cvar(tables, LEVEL)), 0.0, 2 * half * len(tables["policy"])
+        counts = (half, half // 2, half // 2)
+        for sample in samples(tables, [tables["trained"], tables["elsewhere"]], counts, repetitions):
+            tally.add(cvar(sample, LEVEL))
+        for sample in samples(tables, [], (2 * half,), repetitions, seed=1):
+            lowest = sample.rewards.flatten().topk(int(LEVEL * total), largest=False).values
+            squares += (float(lowest.mean()) - tally.truth) ** 2
+        theirs = math.sqrt(squares / repetitions) / abs(tally.truth)
+        rows.append(
+            (f"{total:,}", f"{int(LEVEL * total)}", f"{tally.relative_error:.2%}", f"{theirs:.2%}")
+            + (f"{theirs / tally.relative_error:.1f}",)
+        )
+    header = ("completions", "floor(a·n)", "relative error, importance sampling", "floor(a·n) lowest", "ratio")
+    table(header, rows)
+
+
+def forecast(tables: Tables, repetitions: int) -> None:
+    print(f"### Forecasts, {repetitions:,} repetitions of 4,000 samples\n")
+    generator, rows = torch.Generator().manual_seed(0), []
+    rewards, order = tables["rewards"].flatten().sort()
+    lowest_mass = (tables["policy"].exp().flatten() / len(tables["policy"]))[order].cumsum(dim=0)
+
+    def lowest(survival: torch.Tensor) -> torch.Tensor:  # a score as the function of the probability above it
+        return -rewards[torch.searchsorted(lowest_mass, survival).clamp(max=len(rewards) - 1)]
+
+    for name, score in (
+        ("exponential", lambda survival: -survival.log()),
+        ("Gumbel", lambda survival: -(-torch.log1p(-survival)).log()),
+        ("normal", lambda survival: -torch.special.ndtri(survival)),
+        ("power law, P(score > x) = x⁻²", lambda survival: survival**-0.5),
+        ("−r of the policy in the embedded world", lowest),
+    ):
+        sizes, held, covered = (10**4, 10**6, 10**9), [0, 0, 0], 0.0
+        for seed in range(repetitions):
+            scores = score(torch.rand(4000, generator=generator, dtype=torch.float64))
+            chance = -torch.rand(3, generator=generator, dtype=torch.float64).log()
+            for i, found in enumerate(forecast_largest(scores, sizes, seed=seed)):
+                held[i] += found.lower <= float(score(chance[i] / found.size)) <= found.upper
+            covered += back_test(scores, seed=seed).covered if seed < 100 else 0
+        rows.append((name, *(f"{h / repetitions:.1%}" for h in held), f"{covered / min(repetitions, 100):.0%}"))
+    header = ("scores", *(f"largest of 10^{exponent}" for exponent in (4, 6, 9)), "back-test")
+    table(header, rows)
+
+
+def real(tables: Tables, folder: Path) -> None:
+    print("### With real draws of the models\n")
+    models, rows = load_models(folder), []
+    reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    for seed in range(5):
+        start = time.perf_counter()
+        draws = draw(
+            [models["policy"], models["trained"], models["elsewhere"]],
+            AutoTokenizer.from_pretrained(embedded.policy_path()),
+            list(embedded.load_prompts()["prompt"]),
+            reward,
+            (5_000, 5_000, 5_000),
+            2,
+            reward_tokenizer=reward_tokenizer,
+            batch_size=500,
+            seed=seed,
+        )
+        seconds, found = time.perf_counter() - start, prob_bad(draws.sample, THRESHOLD)
+        interval = f"{found.lower:.3e} to {found.upper:.3e}"
+        rows.append((str(seed), f"{found.value:.3e}", interval, f"{true_prob_bad(tables):.3e}", f"{seconds:.0f}"))
+    table(("seed", f"P(r < {THRESHOLD:g})", "interval", "truth", "seconds"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"coverage": coverage, "intervals": intervals, "variance": variance, "verdict": verdict}
+    parts |= {"bounds": bounds, "cvar": cvar_error, "forecast": forecast}
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/rare"))
+    parser.add_argument("--repetitions", type=int, default=1000)
+    parser.add_argument("--only", nargs="+", choices=[*parts, "real"], default=[*parts, "real"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    train(options.output_dir)
+    tables = load_tables(options.output_dir)
+    for name in options.only:
+        if name == "real":
+            real(tables, options.output_dir)
+        else:
+            parts[name](tables, options.repetitions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Forecasts of the largest score, on distributions whose largest of n samples is known."""
+
+import math
+
+import pytest
+import torch
+
+from trl_repulse.evaluation.rare.forecast import back_test, elicitation_score, forecast_largest
+
+
+def uniform(size, seed):
+    return torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def covered(quantile, size, tail, runs, samples=1000):
+    """How often the interval for the largest of `size` samples holds a drawn one; `quantile` takes survival to score."""
+    held = 0
+    for seed in range(runs):
+        forecast = forecast_largest(quantile(uniform(samples, seed)), [size], tail)[0]
+        survival = -math.log(float(uniform(1, 10_000 + seed))) / size  # of the largest of many
+        held += forecast.lower <= float(quantile(torch.tensor(survival, dtype=torch.float64))) <= forecast.upper
+    return held / runs
+
+
+def exponential(survival):
+    return -survival.log()
+
+
+def gumbel(survival):
+    return -(-torch.log1p(-survival)).log()
+
+
+def heavy(survival):
+    return survival**-0.5
+
+
+@pytest.mark.parametrize("quantile", [exponential, gumbel])
+def test_intervals_hold_a_million_times_beyond_the_samples(quantile):
+    assert covered(quantile, 10**9, "exponential", 200) >= 0.9
+
+
+def test_the_wrong_form_of_the_tail_is_wrong_and_fails_the_back_test():
+    assert covered(heavy, 10**6, "exponential", 50) < 0.2
+    test = back_test(heavy(uniform(20_000, 0)), num_blocks=20)
+    assert test.covered < 0.8
+    assert back_test(exponential(uniform(20_000, 0)), num_blocks=20).covered >= 0.8
+
+
+def test_the_pareto_tail_takes_a_heavy_one():
+    forecast = forecast_largest(heavy(uniform(5000, 1)), [10**6], "pareto", num_exceedances=200)[0]
+    assert forecast.lower < 1000 < forecast.upper  # survival 1e-6
+
+
+def test_forecasts_grow_by_the_scale():
+    scores = exponential(uniform(5000, 2))
+    near, far = forecast_largest(scores, [10**4, 10**8], num_exceedances=500)
+    assert far.median - near.median == pytest.approx(math.log(1e4), rel=0.15)
+    assert far.upper - far.lower > near.upper - near.lower
+    assert (near.extrapolation, far.extrapolation) == (2, 20_000)
+    assert forecast_largest(scores, [10**4], seed=3) == forecast_largest(scores, [10**4], seed=3)
+
+
+def test_fewer_samples_than_there_are():
+    scores = exponential(uniform(5000, 2))
+    forecast = forecast_largest(scores, [100])[0]
+    assert forecast.lower < float(scores[:100].max()) < forecast.upper
+
+
+def test_back_test_observes_the_other_blocks():
+    scores = torch.arange(100, dtype=torch.float64)
+    test = back_test(scores, num_blocks=2, num_exceedances=10)
+    assert sorted(test.observed)[1] == 99 and len(test.forecasts) == 2
+    assert test.forecasts[0].size == 50
+
+
+def test_a_block_without_a_slope_counts_against_the_forecast():
+    """Six scores above the rest are in six blocks of ten at most."""
+    scores = torch.cat([torch.zeros(214, dtype=torch.float64), exponential(uniform(6, 0))])
+    test = back_test(scores, num_blocks=10, num_exceedances=10)
+    alike = [math.isnan(forecast.median) for forecast in test.forecasts]
+    assert sum(alike) >= 4 and test.covered <= 1 - sum(alike) / 10
+    assert all(forecast.extrapolation == pytest.approx(9) for forecast in test.forecasts)
+    assert back_test(torch.zeros(200)).covered == 0
+
+
+def test_elicitation_score():
+    probability = torch.tensor([0.0, 1e-4, 0.5, 1.0])
+    score = elicitation_score(probability)
+    assert score[0] == -math.inf and score[-1] == math.inf
+    assert (-(-score[1:3]).exp()).exp().tolist() == pytest.approx(probability[1:3].tolist())
+
+
+@pytest.mark.parametrize(
+    ("scores", "arguments", "message"),
+    [
+        (torch.zeros(5), {}, "too few"),
+        (torch.zeros(100), {}, "no slope"),
+        (torch.tensor([math.inf] * 100), {}, "finite"),
+        (torch.rand(100), {"sizes": [0]}, "sizes"),
+        (torch.rand(100), {"tail": "normal"}, "tail"),
+        (torch.rand(100), {"confidence": 1.0}, "confidence"),
+        (torch.rand(100), {"num_exceedances": 1}, "num_exceedances"),
+    ],
+)
+def test_what_is_refused(scores, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        forecast_largest(scores, **({"sizes": [1000]} | arguments))
+    if message == "too few":
+        with pytest.raises(ValueError, match="num_blocks"):
+            back_test(scores, num_blocks=1)

@@ -1,0 +1,238 @@
+"""Importance sampling from a mixture, on enumerated distributions: exact expectations, intervals, verdicts."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from trl_repulse.evaluation.rare.estimates import cvar, prob_bad, tail_curve
+from trl_repulse.evaluation.rare.mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
+
+
+pytestmark = pytest.mark.exact
+
+# Two prompts, four completions; the second prompt's policy cannot draw the last
+POLICY = torch.tensor([[0.6, 0.3, 0.07, 0.03], [0.5, 0.3, 0.2, 0.0]], dtype=torch.float64)
+PROPOSAL = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.0, 0.25, 0.5, 0.25]], dtype=torch.float64)
+REWARD = torch.tensor([[1.0, 0.0, -6.0, -8.0], [2.0, -1.0, -7.0, -9.0]], dtype=torch.float64)
+THRESHOLD = -5.0
+
+
+def sample_of(indices, counts, models=(POLICY, PROPOSAL)):
+    """The sample of given completions, (P, N)."""
+    densities = [model.log().gather(1, indices) for model in models]
+    return MixtureSample(REWARD.gather(1, indices), torch.stack(densities, dim=-1), counts)
+
+
+def draw(counts, models=(POLICY, PROPOSAL), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        torch.multinomial(model, n, replacement=True, generator=generator)
+        for model, n in zip(models, counts, strict=True)
+        if n
+    ]
+    return sample_of(torch.cat(parts, dim=1), counts, models)
+
+
+def enumerate_samples(counts):
+    """Every sample of one prompt and its probability."""
+    components = [PROPOSAL[0] if k else POLICY[0] for k, n in enumerate(counts) for _ in range(n)]
+    for indices in itertools.product(range(4), repeat=len(components)):
+        probability = math.prod(float(model[i]) for model, i in zip(components, indices, strict=True))
+        row = torch.tensor([indices])
+        densities = torch.stack([model[:1].log().gather(1, row) for model in (POLICY, PROPOSAL)], dim=-1)
+        yield probability, MixtureSample(REWARD[:1].gather(1, row), densities, counts)
+
+
+def test_estimate_and_variance_are_unbiased_by_enumeration():
+    counts, truth = (2, 3), 0.1
+    mean = second = variance = 0.0
+    for probability, sample in enumerate_samples(counts):
+        x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
+        value, its_variance, _ = stratified_mean(x, counts)
+        assert value == pytest.approx(min(prob_bad(sample, THRESHOLD).value, value))
+        mean, second, variance = (
+            mean + probability * value,
+            second + probability * value**2,
+            variance + probability * its_variance,
+        )
+    assert mean == pytest.approx(truth)
+    assert variance == pytest.approx(second - truth**2)
+
+
+def test_weights_are_bounded_by_the_policys_share():
+    sample = draw((50, 150))
+    assert sample.log_w.max() <= math.log(4) + 1e-12
+    # The balance heuristic by hand
+    mixture = 0.25 * sample.log_density[..., 0].exp() + 0.75 * sample.log_density[..., 1].exp()
+    assert torch.allclose(sample.log_w.exp(), sample.log_density[..., 0].exp() / mixture)
+
+
+def test_the_policy_alone_is_plain_sampling():
+    sample = draw((1000,), (POLICY,))
+    estimate = prob_bad(sample, THRESHOLD)
+    count = int((sample.rewards < THRESHOLD).sum())
+    assert estimate.value == count / 2000
+    exact = binomtest(count, 2000).proportion_ci()
+    assert (estimate.lower, estimate.upper) == pytest.approx((exact.low, exact.high), rel=0.05)
+    assert estimate.diagnostics.unseen_share == 0 and estimate.reliable
+
+
+def test_a_completion_that_the_policy_cannot_draw_weighs_nothing():
+    indices = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 3]])
+    sample = sample_of(indices, (2, 2))
+    assert sample.log_w[1].tolist()[2:] == [-math.inf, -math.inf]
+    assert prob_bad(sample.prompt(1), THRESHOLD).value == 0
+    assert math.isfinite(prob_bad(sample, THRESHOLD).value)
+
+
+def test_several_proposals_agree_with_the_truth():
+    other = torch.tensor([[0.2, 0.1, 0.1, 0.6], [0.1, 0.1, 0.7, 0.1]], dtype=torch.float64)
+    estimate = prob_bad(draw((4000, 3000, 2000), (POLICY, PROPOSAL, other)), THRESHOLD)
+    assert estimate.lower < 0.15 < estimate.upper and estimate.upper - estimate.lower < 0.02
+    assert estimate.reliable
+
+
+def test_no_bad_completion_gives_the_exact_upper_bound():
+    sample = sample_of(torch.zeros(2, 30, dtype=torch.long), (20, 10), (POLICY, PROPOSAL + 0.1))
+    estimate = prob_bad(sample, THRESHOLD)
+    assert (estimate.value, estimate.lower) == (0, 0)
+    assert estimate.upper == pytest.approx(binomtest(0, 40).proportion_ci().high)
+    assert not estimate.reliable and "No completion" in estimate.reasons[-1]
+
+
+def test_without_draws_of_the_policy_nothing_bounds_what_was_not_seen():
+    sample = sample_of(torch.tensor([[1] * 30, [1] * 30]), (0, 30))
+    assert prob_bad(sample, THRESHOLD).upper == 1
+    assert prob_bad(sample, THRESHOLD).diagnostics.unseen_share == 1
+
+
+def test_a_threshold_above_all_rewards():
+    estimate = prob_bad(draw((50, 50)), 100.0)
+    assert estimate.upper == 1 and estimate.lower == pytest.approx(binomtest(100, 100).proportion_ci().low)
+    assert estimate.value == pytest.approx(1, abs=0.1)
+
+
+def test_a_threshold_that_is_a_reward_is_not_bad():
+    sample = sample_of(torch.tensor([[2, 2, 3, 0], [0, 0, 1, 1]]), (2, 2))
+    assert prob_bad(sample.prompt(0), -6.0).diagnostics.tail_samples == 1
+
+
+@pytest.mark.parametrize("shift", [-3000.0, -40.0])
+def test_log_space(shift):
+    """Probabilities far below the smallest number keep their ratio."""
+    sample = draw((100, 100))
+    lowered = MixtureSample(sample.rewards, sample.log_density + shift, sample.counts)
+    assert prob_bad(lowered, THRESHOLD).value == pytest.approx(prob_bad(sample, THRESHOLD).value)
+
+
+def exact_cvar(level):
+    rewards, order = REWARD.flatten().sort()
+    cumulative = (POLICY.flatten() / 2)[order].cumsum(0).clamp(max=level)
+    return float((cumulative.diff(prepend=torch.zeros(1)) * rewards).sum() / level)
+
+
+@pytest.mark.parametrize("level", [0.01, 0.1, 0.3])
+def test_cvar(level):
+    estimate = cvar(draw((20_000, 20_000)), level)
+    assert estimate.lower <= exact_cvar(level) <= estimate.upper
+    assert estimate.upper - estimate.value < 0.2
+
+
+def test_cvar_of_the_policy_alone_is_the_mean_of_the_lowest_rewards():
+    sample = draw((500,), (POLICY,))
+    lowest = sample.rewards.flatten().sort().values[:100]
+    assert cvar(sample, 0.1).value == pytest.approx(float(lowest.mean()))
+
+
+def test_cvar_of_fewer_samples_than_one_says_so():
+    estimate = cvar(draw((50,), (POLICY,)), 1e-4)
+    assert estimate.value == REWARD[POLICY > 0].min() and estimate.lower == -math.inf
+    assert not estimate.reliable
+
+
+def test_tail_curve():
+    curve = tail_curve(draw((500, 500)), [-100.0, -7.5, -5.0, 100.0])
+    assert [estimate.value for estimate in curve] == sorted(estimate.value for estimate in curve)
+    assert curve[0].value == 0 and curve[1].lower < 0.015 < curve[1].upper
+
+
+def test_wrong_log_probabilities_are_noticed():
+    sample = draw((2000, 2000))
+    assert largest_normalization_error(sample) < 4
+    hotter = (POLICY.log() / 1.3).log_softmax(dim=-1).exp()
+    wrong = MixtureSample(
+        draw((2000, 2000), (hotter, PROPOSAL)).rewards,
+        torch.stack([POLICY.log(), PROPOSAL.log()], dim=-1)[
+            torch.arange(2)[:, None], _indices(draw((2000, 2000), (hotter, PROPOSAL)))
+        ],
+        (2000, 2000),
+    )
+    assert largest_normalization_error(wrong) > 4
+    assert "log-probabilities are not those" in prob_bad(wrong, THRESHOLD).reasons[0]
+
+
+def _indices(sample):
+    """Which completions a sample holds, by their rewards."""
+    return (sample.rewards.unsqueeze(-1) == REWARD.unsqueeze(1)).long().argmax(-1)
+
+
+def test_a_proposal_that_drops_a_mode_is_found_out_by_the_policys_draws():
+    """Half of the bad outputs are missing: without enough draws of the policy the verdict says so, with them as well."""
+    policy = torch.tensor([[0.9998, 0.0, 1e-4, 1e-4]] * 2, dtype=torch.float64)
+    dropped = torch.tensor([[0.2, 0.0, 0.8, 1e-9]] * 2, dtype=torch.float64)
+    whole = torch.tensor([[0.2, 0.0, 0.4, 0.4]] * 2, dtype=torch.float64)
+    few = prob_bad(draw((1000, 1000), (policy, dropped)), THRESHOLD)
+    assert few.upper < 2e-4  # the interval misses the truth
+    assert few.diagnostics.unseen_share == 1 and not few.reliable
+    many = prob_bad(draw((50_000, 1000), (policy, dropped)), THRESHOLD)
+    assert many.diagnostics.variance_ess < 20 and not many.reliable
+    good = prob_bad(draw((50_000, 1000), (policy, whole)), THRESHOLD)
+    assert good.reliable and good.lower < 2e-4 < good.upper
+
+
+def test_halves_share_no_completion():
+    values = torch.tensor([[1.0, 2.0, 10.0, 30.0], [1.0, 2.0, 10.0, 30.0]])
+    sample = sample_of(torch.ones(2, 4, dtype=torch.long), (2, 2))
+    assert halves(sample, values) == (5.5, 16.0)
+
+
+def test_coverage_of_plain_and_weighted_samples():
+    """Of 300 intervals at 95 %, fewer than 270 would hold the truth once in 10⁴ runs."""
+    for counts in ((60, 60), (300, 30)):
+        held = 0
+        for seed in range(300):
+            estimate = prob_bad(draw(counts, seed=seed), THRESHOLD)
+            held += estimate.lower <= 0.15 <= estimate.upper
+        assert held >= 270
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": (3, 2)}, "must sum to the 4"),
+        ({"counts": (3, 1)}, "at least 2"),
+        ({"counts": (4,)}, "length of `counts`"),
+        ({"rewards": torch.full((2, 4), math.nan)}, "score every completion"),
+        ({"log_density": torch.full((2, 4, 2), math.nan)}, "NaN"),
+        ({"log_density": torch.full((2, 4, 2), -math.inf)}, "under the component that drew it"),
+    ],
+)
+def test_what_is_refused(change, message):
+    good = {"rewards": torch.zeros(2, 4), "log_density": torch.zeros(2, 4, 2), "counts": (2, 2)}
+    MixtureSample(**good)
+    with pytest.raises(ValueError, match=message):
+        MixtureSample(**(good | change))
+
+
+def test_arguments_are_checked():
+    sample = draw((2, 2))
+    for call, name in (
+        (lambda: prob_bad(sample, math.nan), "threshold"),
+        (lambda: prob_bad(sample, 0.0, 1.0), "confidence"),
+        (lambda: cvar(sample, 0.0), "level"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}"):
+            call()

@@ -1,0 +1,137 @@
+"""Reports of rare events, and the command and the example that print them."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from trl_repulse.cli import main
+from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
+from trl_repulse.evaluation.rare.mixture import MixtureSample
+from trl_repulse.evaluation.rare.report import format_report, rare_event_report
+
+from .conftest import build_model
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def sample():
+    generator = torch.Generator().manual_seed(0)
+    log_density = -3 + torch.randn(2, 400, 2, generator=generator)
+    return MixtureSample(torch.randn(2, 400, generator=generator), log_density, (200, 200))
+
+
+@pytest.fixture
+def command(tmp_path, model_dirs, tokenizer):
+    """Arguments of the command: a policy, a proposal, an adapter over the policy, prompts, a reward."""
+    proposal = tmp_path / "proposal"
+    build_model("gpt2", len(tokenizer), seed=1).save_pretrained(proposal)
+    base = build_model("gpt2", len(tokenizer))
+    base.name_or_path = model_dirs["gpt2"]
+    adapted = get_peft_model(
+        base,
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True),
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
+    )
+    arguments = ["rare-events", model_dirs["gpt2"], "--proposal", str(proposal), str(tmp_path / "adapter")]
+    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
+    return [*arguments, "--max_completion_length", "2", "--num_samples", "60", "--num_proposal_samples", "40"]
+
+
+def test_report_holds_what_the_functions_return(sample):
+    report = rare_event_report(sample, [-1.0, -50.0], [0.1], [10**6])
+    assert report["prob_bad"][0]["value"] == prob_bad(sample, -1.0).value
+    assert report["cvar"][0]["per_prompt"][1]["lower"] == cvar(sample.prompt(1), 0.1).lower
+    assert report["prob_bad"][1]["reliable"] is False and report["prob_bad"][1]["value"] == 0
+    lowest = report["forecast"]["lowest"][0]
+    assert lowest["lower"] < lowest["median"] < lowest["upper"] < 0 and lowest["extrapolation"] == 2500
+    text = format_report(report)
+    assert "P(r < -1)" in text and "UNRELIABLE" in text and "Extrapolated, not measured" in text
+    assert report["prob_bad"][1]["reasons"][-1] in text
+    assert "forecast" not in rare_event_report(sample)
+
+
+def test_scores_without_a_slope_cost_the_forecast_alone(sample):
+    alike = MixtureSample(sample.rewards.clamp(min=0.5), sample.log_density, sample.counts)
+    report = rare_event_report(alike, [1.0], forecast_sizes=[10**6])
+    assert report["prob_bad"][0]["value"] > 0 and "no slope" in report["forecast"]["refused"]
+    assert "No forecast: " in format_report(report)
+
+
+def test_command(command, tmp_path, capsys):
+    output = tmp_path / "new" / "report.json"
+    assert main([*command, "--threshold", "-1", "--level", "0.1", "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert report["counts"] == [60, 40, 40] and len(report["prob_bad"][0]["per_prompt"]) == 2
+    assert 0 < report["prob_bad"][0]["lower"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["upper"] < 1
+    assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4  # each model was scored as itself
+    assert report["settings"]["seed"] == 0
+    assert "P(r < -1)" in capsys.readouterr().out
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs, tokenizer):
+    """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    output, adapter = tmp_path / "report.json", str(tmp_path / "adapter")
+    command = ["rare-events", adapter, "--proposal", adapter, *command[command.index("--prompts") :]]
+    assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
+    diagnostics = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
+    assert diagnostics["ess"] == pytest.approx(200) and diagnostics["normalization_error"] < 1e-3
+    command[command.index(adapter, 2)] = model_dirs["gpt2"]  # negative control: the base is another model
+    assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "Nothing is asked for"),
+        (["--threshold", "0", "--prompts", "none.jsonl"], "There is no file"),
+        (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
+        (["--level", "2"], "`level=2.0`"),
+    ],
+)
+def test_command_refuses(command, capsys, change, message):
+    assert main([*command, *change]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_infinite_end_is_null_in_the_file(command, tmp_path):
+    output = tmp_path / "report.json"
+    assert main([*command, "--level", "1e-9", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["cvar"][0]["lower"] is None
+
+
+@pytest.mark.trainer
+def test_example(tmp_path, monkeypatch, capsys):
+    """On an untrained pair; its estimate holds the truth that the example prints beside it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_repulse import embedded
+
+    AutoTokenizer.from_pretrained(embedded.policy_path()).save_pretrained(tmp_path)
+    for folder in (tmp_path, tmp_path / "proposal"):
+        AutoModelForCausalLM.from_pretrained(embedded.policy_path()).save_pretrained(folder)
+    path = ROOT / "examples" / "rare_events.py"
+    spec = importlib.util.spec_from_file_location("rare_events_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", [path.name, "--output_dir", str(tmp_path), "--num_samples", "1000"])
+    module.main()
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("P(r < -5)"))
+    lower, upper = float(row[4]), float(row[6])
+    truth = float(printed.split("P(r < -5) = ")[1].split()[0])
+    assert lower < truth < upper and math.isclose(truth, 0.0064, rel_tol=0.1)
+    assert printed.count("truth ") >= 4

@@ -1,0 +1,171 @@
+"""Draws from real models: pure sampling, scores that enumeration confirms, rewards as TRL gives them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from trl_repulse.evaluation.rare.estimates import prob_bad
+from trl_repulse.evaluation.rare.mixture import largest_normalization_error
+from trl_repulse.evaluation.rare.sampling import completion_log_prob, draw
+
+from .conftest import build_model
+
+
+DOG = 13  # " dog"
+
+
+@pytest.fixture
+def models(architecture, tokenizer):
+    return [build_model(architecture, len(tokenizer), seed) for seed in (0, 1)]
+
+
+def test_log_probabilities_are_those_of_enumeration(models, tokenizer, prompts, evaluator):
+    """Every completion there is, of each prompt, under each model."""
+    ids = evaluator.completion_ids.masked_fill(evaluator.completion_ids < 0, tokenizer.pad_token_id)
+    for model in models:
+        exact = evaluator.log_probs(model)
+        for prompt, expected in zip(prompts["prompt"], exact, strict=True):
+            log_prob = completion_log_prob(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id])
+            assert torch.allclose(log_prob, expected, atol=1e-4)
+            assert float(log_prob.exp().sum()) == pytest.approx(1, abs=1e-4)
+
+
+def test_draws_estimate_what_enumeration_knows(models, tokenizer, prompts, evaluator, reward):
+    def of_text(prompts, completions):  # the evaluator judges the whole text
+        return reward([prompt + completion for prompt, completion in zip(prompts, completions, strict=True)])
+
+    draws = draw(models, tokenizer, prompts["prompt"], of_text, (300, 200), 2, batch_size=128)
+    assert draws.sample.counts == (300, 200) and draws.sample.log_density.shape == (4, 500, 2)
+    exact = evaluator.log_probs(models[0]).exp()
+    for threshold in (-2.0, 0.1):
+        truth = float((exact * (evaluator.rewards < threshold)).sum(1).mean())
+        estimate = prob_bad(draws.sample, threshold)
+        assert estimate.lower < truth < estimate.upper and estimate.upper / estimate.lower < 2.5
+    assert largest_normalization_error(draws.sample) < 4
+    texts = [prompts["prompt"][0] + text for text in draws.texts[0]]
+    assert draws.sample.rewards[0].tolist() == reward(texts)
+
+
+def test_settings_that_a_model_was_saved_with_play_no_part(models, tokenizer, prompts, reward):
+    arguments = (tokenizer, prompts["prompt"][:2], reward, (20, 20), 3)
+    plain = draw(models, *arguments, seed=3)
+    habits = GenerationConfig(
+        temperature=0.1, top_k=1, do_sample=False, repetition_penalty=5.0, max_length=3, suppress_tokens=[4, 5, 6]
+    )
+    habits.eos_token_id, habits.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    for model in models:
+        model.generation_config = habits
+        model.train()
+    bent = draw(models, *arguments, seed=3)
+    assert bent.texts == plain.texts and torch.equal(bent.sample.log_density, plain.sample.log_density)
+    assert all(model.training and model.generation_config is habits for model in models)
+    assert draw(models, *arguments, seed=4).texts != plain.texts
+
+
+def test_the_callers_random_state_is_kept(models, tokenizer, prompts, reward):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    draw(models, tokenizer, prompts["prompt"][:1], reward, (4, 4), 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_several_end_tokens(tokenizer, prompts, reward):
+    model = build_model("gpt2", len(tokenizer))
+    model.generation_config.eos_token_id = [1, DOG]
+    draws = draw([model], tokenizer, prompts["prompt"][:1], reward, (200,), 3)
+    ended = [text for text in draws.texts[0] if " dog" in text]
+    assert ended and all(text.index(" dog") == len(text) - 4 for text in ended)
+    assert float(draws.sample.log_density.max()) < 0
+    # A completion that ends at once has the first token's probability
+    ids = tokenizer(prompts["prompt"][0])["input_ids"]
+    first = torch.stack(
+        [completion_log_prob(model, ids, torch.tensor([[token, 0]]), [1, DOG])[0] for token in (1, DOG)]
+    )
+    with torch.no_grad():
+        expected = model.eval()(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[[1, DOG]]
+    assert torch.allclose(first, expected.double(), atol=1e-5)
+
+
+def test_a_reward_model_reads_prompt_and_completion(tokenizer, prompts):
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, input_ids, attention_mask):
+            length = (attention_mask * self.weight).sum(-1, keepdim=True)
+            return type("Output", (), {"logits": length})()
+
+    model = build_model("gpt2", len(tokenizer))
+    draws = draw([model], tokenizer, prompts["prompt"], Head(), (10,), 2, reward_tokenizer=tokenizer)
+    for prompt, texts, row in zip(prompts["prompt"], draws.texts, draws.sample.rewards, strict=True):
+        assert row.tolist() == [2.0 * len(tokenizer(prompt + text)["input_ids"]) for text in texts]
+    with pytest.raises(ValueError, match="reward_tokenizer"):
+        draw([model], tokenizer, prompts["prompt"], Head(), (10,), 2)
+
+
+def test_messages(tokenizer, reward):
+    seen = []
+
+    def judge(prompts, completions):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    model, messages = build_model("gpt2", len(tokenizer)), [{"role": "user", "content": "the cat"}]
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}sat"
+    draws = draw([model], templated, [messages], judge, (10,), 2, seed=1)
+    assert draws.texts == draw([model], tokenizer, ["the cat sat"], reward, (10,), 2, seed=1).texts
+    assert all(prompt is messages and len(completion) == 1 for prompt, completion in seen)
+    assert {completion[0]["content"] for _, completion in seen} == set(draws.texts[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": (4, 4)}, "`counts` has 2 numbers for 1"),
+        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": ["fish " * 40]}, "context"),
+        ({"max_completion_length": 0}, "at least 1"),
+        ({"reward": lambda prompts, completions: [None] * len(prompts)}, "`None`"),
+        ({"reward": lambda prompts, completions: [1.0]}, "rewards for"),
+        ({"reward": lambda prompts, completions: [math.inf] * len(prompts)}, "infinity"),
+        ({"reward": lambda prompts, completions: [math.nan] * len(prompts)}, "nan"),
+    ],
+)
+def test_what_is_refused(tokenizer, reward, change, message):
+    arguments = {"prompts": ["the cat"], "reward": reward, "counts": (8,), "max_completion_length": 2} | change
+    with pytest.raises(ValueError, match=message):
+        draw([build_model("gpt2", len(tokenizer))], tokenizer, **arguments)
+
+
+def test_models_of_different_vocabularies_are_refused(tokenizer, reward):
+    models = [build_model("gpt2", len(tokenizer)), build_model("gpt2", len(tokenizer) + 1)]
+    with pytest.raises(ValueError, match="share one"):
+        draw(models, tokenizer, ["the cat"], reward, (4, 4), 2)
+
+
+def test_adapters(model_dirs, tokenizer, prompts, reward, tmp_path):
+    """Policy and proposal from folders of adapters to one base: drawn from and scored as the two merged models are."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    merged = []
+    for seed, name in enumerate(("policy", "proposal")):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]), config)
+        adapted.save_pretrained(tmp_path / name)
+        merged.append(adapted.merge_and_unload())
+    loaded = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "proposal"),
+    ]
+    arguments = (tokenizer, prompts["prompt"], reward, (60, 40), 2)
+    ours, theirs = draw(loaded, *arguments), draw(merged, *arguments)
+    assert ours.texts == theirs.texts
+    assert torch.allclose(ours.sample.log_density, theirs.sample.log_density, atol=1e-4)
+    assert not torch.allclose(ours.sample.log_density[..., 0], ours.sample.log_density[..., 1], atol=0.05)
+    assert largest_normalization_error(ours.sample) < 4

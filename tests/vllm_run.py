@@ -1,0 +1,58 @@
+"""RePULSe in two processes, each with an engine of its own; launched by `test_vllm`."""
+
+import json
+import sys
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer
+
+from trl_repulse import RePULSeConfig, RePULSeTrainer
+
+from .distributed_support import leave, start
+
+
+def reward(completion_ids, **kwargs):
+    return [float(len(set(ids))) - 3.0 * (5 in ids) for ids in completion_ids]
+
+
+def main(folder: str, kind: str) -> None:
+    args = RePULSeConfig(
+        output_dir=f"{folder}/run",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=4,
+        learning_rate=0.05,
+        alpha=1.0,
+        target_dist_beta=-1.0,
+        beta=0.0,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=32,
+        vllm_gpu_memory_utilization=0.1,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear") if kind == "adapters" else None
+    trainer = RePULSeTrainer(
+        model=f"{folder}/model",
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(4, 12)]}),
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        print(json.dumps({"world_size": trainer.accelerator.num_processes, "logs": trainer.state.log_history[:-1]}))
+    leave()
+
+
+if __name__ == "__main__":
+    start()
+    main(*sys.argv[1:])

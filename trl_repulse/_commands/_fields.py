@@ -1,0 +1,94 @@
+"""Arguments of a sub-command from the fields of dataclasses, by name or from a YAML file."""
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+def add_fields(parser: argparse.ArgumentParser, *classes: type) -> None:
+    """
+    Declares `--config`, and an argument for each field; those not given are left out of the parsed arguments.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            The sub-command's parser.
+        classes (`type`):
+            Dataclasses whose fields have a `help` in their metadata, and default values.
+    """
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with arguments by name; flags win over it"
+    )
+    for cls in classes:
+        hints, group = get_type_hints(cls), parser.add_argument_group(cls.__name__)
+        for field in fields(cls):
+            default = "" if field.default is None else f" ({field.default})"
+            text = f"{field.metadata['help']}{default}".replace("%", "%%")
+            group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
+
+
+def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
+    """
+    The dataclasses, from the file that `--config` names and the flags.
+
+    Args:
+        args (`argparse.Namespace`):
+            What was parsed.
+        classes (`type`):
+            The dataclasses declared.
+
+    Returns:
+        `list`: an instance of each.
+
+    Raises:
+        `ValueError`: If the file cannot be read or has other names, or a dataclass refuses a value.
+    """
+    values: dict[str, Any] = {}
+    known = {field.name for cls in classes for field in fields(cls)}
+    if args.config is not None:
+        if not args.config.is_file():
+            raise ValueError(f"There is no file `{args.config}`; give a YAML file.")
+        values = yaml.safe_load(args.config.read_text(encoding="utf-8")) or {}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"`{args.config}` has `{unknown[0]}`, which is no argument; remove it.")
+    values |= {name: value for name, value in vars(args).items() if name in known}
+    return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """What argparse has to know of a type."""
+    if get_origin(hint) is UnionType:
+        options = [option for option in get_args(hint) if option is not type(None)]
+        if dict in options:
+            return {"type": parse_object, "metavar": "JSON"}
+        (hint,) = options
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if get_origin(hint) is list:
+        return {"type": get_args(hint)[0], "nargs": "+"}
+    if hint is bool:
+        return {"type": parse_boolean, "nargs": "?", "const": True, "metavar": "true|false"}
+    return {"type": hint}
+
+
+def parse_boolean(value: str) -> bool:
+    """`true` or `false`, in any case."""
+    if value.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false")
+    return value.lower() == "true"
+
+
+def parse_object(value: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON ({error})") from error
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is no JSON object")
+    return parsed

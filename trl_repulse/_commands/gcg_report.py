@@ -1,0 +1,50 @@
+"""`trl-repulse gcg-report`: what the results of attacks say at given thresholds. No model is needed."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.gcg.records import read_results
+from ..evaluation.gcg.report import format_report, success_curve, summarize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("results", nargs="+", metavar="FILE", help="results of an evaluation, or of all its shards")
+    parser.add_argument(
+        "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
+    )
+    parser.add_argument("--k", type=int, nargs="+", default=[1], help="samples of an attacker (1)")
+    parser.add_argument("--level", type=float, default=0.95, help="coverage of the intervals (%(default)s)")
+    parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file as well")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw attack success against the threshold")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns 0, or 1 with a message if there is nothing to report."""
+    try:
+        header, records = read_results(*args.results)
+        summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
+    except (ValueError, OSError) as error:
+        print(f"trl-repulse gcg-report: {error}", file=sys.stderr)
+        return 1
+    print(format_report(summary))
+    if args.json is not None:
+        args.json.write_text(json.dumps(_without_nan(summary), indent=2), encoding="utf-8")
+    if args.figure is not None:
+        from ..plots import plot_attack_success
+
+        plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
+    return 0
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with `None` for NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

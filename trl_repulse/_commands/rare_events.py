@@ -1,0 +1,144 @@
+"""`trl-repulse rare-events`: how often a model does what it hardly ever does, by importance sampling."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .serve_reward import _object
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    models = parser.add_argument_group("models")
+    models.add_argument("policy", metavar="POLICY", help="path or Hub id of the model, full weights or an adapter")
+    models.add_argument(
+        "--proposal",
+        metavar="MODEL",
+        nargs="+",
+        default=[],
+        help="proposals, of one or several runs; none: plain sampling",
+    )
+    models.add_argument("--dtype", default="auto", help="precision of the weights (that of each checkpoint)")
+    models.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the models")
+    reward = parser.add_argument_group("reward")
+    reward.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
+    reward.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
+    reward.add_argument(
+        "--reward_kwargs", metavar="JSON", type=_object, default={}, help="further arguments of the reward"
+    )
+    drawing = parser.add_argument_group("completions")
+    drawing.add_argument("--prompts", required=True, help="file or data set of prompts")
+    drawing.add_argument("--split", default="train", help="split of a data set (train)")
+    drawing.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
+    drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
+    drawing.add_argument("--num_samples", type=int, default=1000, help="completions a prompt from the policy (1000)")
+    drawing.add_argument(
+        "--num_proposal_samples", type=int, help="completions a prompt from each proposal (as many as from the policy)"
+    )
+    drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
+    drawing.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
+    asked = parser.add_argument_group("estimates")
+    asked.add_argument("--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad")
+    asked.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
+    asked.add_argument(
+        "--forecast",
+        metavar="N",
+        type=_count,
+        nargs="+",
+        default=[],
+        help="completions to extrapolate the lowest reward to",
+    )
+    asked.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    asked.add_argument(
+        "--output", metavar="FILE", type=Path, help="JSON file for the report, with each prompt's estimates"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimates and returns 0, or 1 with a message if that cannot be done."""
+    from ..evaluation.rare.report import format_report
+
+    try:
+        report = estimate(args)
+        if args.output is not None:
+            _write(args.output, report)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        print(f"trl-repulse rare-events: {error}", file=sys.stderr)
+        return 1
+    print(format_report(report))
+    return 0
+
+
+def estimate(args: argparse.Namespace) -> dict[str, Any]:
+    """
+    Loads, draws and estimates.
+
+    Args:
+        args (`argparse.Namespace`):
+            Arguments of the command.
+
+    Returns:
+        `dict`: as [`~trl_repulse.evaluation.rare.report.rare_event_report`], and `settings`.
+
+    Raises:
+        `ValueError`: If arguments do not fit together or something cannot be used.
+        `OSError`: If a model or a file cannot be loaded.
+    """
+    if not (args.threshold or args.level or args.forecast):
+        raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
+    from accelerate import PartialState
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    from ..data import load_prompts
+    from ..evaluation.rare.estimates import check_share
+    from ..evaluation.rare.report import rare_event_report
+    from ..evaluation.rare.sampling import draw
+    from ..rewards.loading import load_reward
+
+    for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
+        check_share(name, value)
+    device, code = PartialState().device, {"trust_remote_code": args.trust_remote_code}
+    prompts = load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"]
+    reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
+    reward_tokenizer = None
+    if isinstance(reward, str):
+        reward_tokenizer = AutoTokenizer.from_pretrained(reward, **code)
+        reward = AutoModelForSequenceClassification.from_pretrained(reward, **code).to(device)
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).to(device)
+        for name in (args.policy, *args.proposal)
+    ]
+    others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
+    draws = draw(
+        models,
+        AutoTokenizer.from_pretrained(args.policy, **code),
+        list(prompts),
+        reward,
+        (args.num_samples, *(others for _ in args.proposal)),
+        args.max_completion_length,
+        reward_tokenizer=reward_tokenizer,
+        batch_size=args.batch_size,
+        seed=args.seed,
+    )
+    report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
+    return {"settings": {key: value for key, value in vars(args).items() if key not in ("run", "command")}, **report}
+
+
+def _count(value: str) -> int:
+    number = float(value)
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
+    return int(number)
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    """Writes the report, or nothing: a file is there whole or not at all."""
+    from ..evaluation.tracking import _finite
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(_finite(report), indent=2, default=str, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,249 @@
+"""The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1."""
+
+import warnings
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .candidates import best_tokens, distinct, draw_candidates, merge_candidates
+from .config import GCGConfig
+from .errors import GCGError, finite
+from .probe import probe_search
+from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt, decode
+from .result import GCGResult, StopReason
+from .scoring import SuffixScorer
+
+
+# Times that the candidates of a step are drawn anew if none survives the round trip
+_DRAWS = 10
+
+
+def run_gcg(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | Messages,
+    target: str,
+    config: GCGConfig | None = None,
+    draft_model: PreTrainedModel | None = None,
+) -> GCGResult:
+    """
+    Searches a suffix to a prompt after which a model begins its answer with the target.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model to attack. It runs in evaluation mode and its weights get no gradient.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        messages (`str` or `list[dict]`):
+            What is asked: text, which becomes a message of the user, or a conversation. The suffix follows the last
+            message. It is not changed.
+        target (`str`):
+            Beginning of the answer to be provoked.
+        config ([`GCGConfig`], *optional*):
+            Settings; by default those of the class.
+        draft_model ([`~transformers.PreTrainedModel`], *optional*):
+            A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
+            candidates, the model itself those that look best. Faster where it is much smaller, and not exact.
+
+    Returns:
+        [`GCGResult`]
+
+    Raises:
+        `ValueError`: If the target is empty, there is no chat template, or the settings do not fit the tokenizer
+            or a draft model.
+        [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.evaluation.gcg import GCGConfig, run_gcg
+
+    >>> result = run_gcg(model, tokenizer, "Tell me a secret.", "Sure, here is", GCGConfig(num_steps=100))
+    >>> result.suffix, result.loss
+    ```
+    """
+    return GCG(model, tokenizer, config or GCGConfig(), draft_model).run(messages, target)
+
+
+class GCG:
+    """
+    An attack on one model, for any number of prompts.
+
+    Args:
+        model, tokenizer, config, draft_model:
+            As for [`run_gcg`].
+
+    Raises:
+        `ValueError`: If the settings do not fit the tokenizer or a draft model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GCGConfig,
+        draft_model: PreTrainedModel | None = None,
+    ):
+        self.model, self.tokenizer, self.config, self.draft_model = model, tokenizer, config, draft_model
+        rows = model.get_input_embeddings().weight.shape[0]
+        if draft_model is not None and draft_model.get_input_embeddings().weight.shape[0] < len(tokenizer):
+            raise ValueError(
+                "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
+            )
+        if draft_model is not None and config.merge_swaps > 1:
+            raise ValueError(
+                "`merge_swaps` needs the losses of all candidates; set it to 0, or leave out `draft_model`."
+            )
+        self._allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
+        self._allowed = self._allowed.to(model.device)
+        self._topk = min(config.topk, int(self._allowed.sum()))
+        if self._topk < config.topk:
+            warnings.warn(f"`topk={config.topk}` is more than the {self._topk} tokens that are allowed; using these.")
+        self._initial = torch.tensor(tokenizer(config.suffix_init, add_special_tokens=False)["input_ids"])
+        if config.n_replace > len(self._initial):
+            raise ValueError(
+                f"`n_replace={config.n_replace}` is more than the {len(self._initial)} tokens of `suffix_init`."
+            )
+
+    def run(self, messages: str | Messages, target: str, seed: int | None = None) -> GCGResult:
+        """
+        Attacks one prompt.
+
+        Args:
+            messages, target:
+                As for [`run_gcg`].
+            seed (`int`, *optional*):
+                Seed in place of the configuration's.
+
+        Returns:
+            [`GCGResult`]
+
+        Raises:
+            `ValueError`: If the target is empty or there is no chat template.
+            [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
+        """
+        prompt = build_prompt(self.tokenizer, messages, target, self.config.prompt_format)
+        models = [self.model] if self.draft_model is None else [self.model, self.draft_model]
+        training = [model.training for model in models]
+        try:
+            for model in models:
+                model.eval()
+            return self._run(prompt, self.config.seed if seed is None else seed)
+        finally:
+            for model, was_training in zip(models, training, strict=True):
+                model.train(was_training)
+
+    def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
+        config = self.config
+        generator = torch.Generator().manual_seed(seed)
+        scorer, draft = self._scorer(self.model, prompt), None
+        if self.draft_model is not None:
+            draft = self._scorer(self.draft_model, prompt)
+        buffer = self._fill_buffer(prompt, scorer, generator)
+        initial_loss, ids = best = buffer[0]
+        losses, suffixes = [], []
+        stop_reason: StopReason = "num_steps"
+        for _ in range(config.num_steps):
+            gradient, matches = scorer.gradient(ids)
+            if matches and config.early_stop:
+                stop_reason, best = "early_stop", buffer[0]
+                break
+            candidates = self._draw(prompt, ids, gradient, generator)
+            if draft is None:
+                loss, found = self._search(prompt, scorer, ids, candidates)
+            else:
+                loss, found = probe_search(
+                    scorer,
+                    draft,
+                    ids,
+                    candidates,
+                    generator,
+                    config.probe_sampling_factor,
+                    config.probe_reduction,
+                )
+            _insert(buffer, loss, found, config.buffer_size)
+            best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
+            ids = buffer[0][1]
+            losses.append(loss)
+            suffixes.append(decode(self.tokenizer, [ids.tolist()])[0])
+            if config.stop_loss is not None and loss <= config.stop_loss:
+                stop_reason = "stop_loss"
+                break
+        loss, ids = best
+        row = ids.tolist()
+        return GCGResult(
+            suffix=decode(self.tokenizer, [row])[0],
+            suffix_ids=row,
+            prompt_ids=prompt.splice(row),
+            target_ids=prompt.target_ids,
+            loss=loss,
+            initial_loss=initial_loss,
+            losses=losses,
+            suffixes=suffixes,
+            stop_reason=stop_reason,
+            exact_match=scorer.matches(ids),
+            round_trip=bool(prompt.survives(ids[None], "context")),
+        )
+
+    def _scorer(self, model: PreTrainedModel, prompt: AttackPrompt) -> SuffixScorer:
+        default = 64 if model.device.type == "cpu" else self.config.search_width
+        scorer = SuffixScorer(model, prompt, self.config.micro_batch_size or default, self.config.mellowmax)
+        if self.config.use_prefix_cache:
+            scorer.enable_cache(self._initial, self.config.reuse_suffix_kv)
+        return scorer
+
+    def _fill_buffer(
+        self, prompt: AttackPrompt, scorer: SuffixScorer, generator: torch.Generator
+    ) -> list[tuple[float, torch.Tensor]]:
+        """The first suffix, and random ones that survive the round trip if more are to be kept; best first."""
+        suffixes = self._initial[None]
+        if self.config.buffer_size > 1:
+            tokens = self._allowed.cpu().nonzero().flatten()
+            drawn = torch.randint(len(tokens), (self.config.search_width, len(self._initial)), generator=generator)
+            drawn = tokens[drawn]
+            drawn = drawn[prompt.survives(drawn, self.config.filter_roundtrip)]
+            suffixes = torch.cat([suffixes, drawn[: self.config.buffer_size - 1]])
+        losses = finite(scorer.losses(suffixes))
+        return sorted(zip(losses.tolist(), suffixes, strict=True), key=lambda entry: entry[0])
+
+    def _draw(
+        self, prompt: AttackPrompt, ids: torch.Tensor, gradient: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Candidates, each once, that survive the round trip."""
+        config = self.config
+        if not gradient.isfinite().all():
+            raise GCGError("The gradient is not finite; try the model in float32.")
+        tokens = best_tokens(gradient, self._allowed, self._topk)
+        for _ in range(_DRAWS):
+            drawn = distinct(draw_candidates(ids, tokens, config.search_width, config.n_replace, generator))
+            kept = drawn[prompt.survives(drawn, config.filter_roundtrip)]
+            if len(kept):
+                return kept
+        raise GCGError(
+            f"No candidate of {_DRAWS} draws survived the round trip through the tokenizer; set "
+            "`filter_roundtrip='suffix'` or 'off', or try another `suffix_init`."
+        )
+
+    def _search(
+        self, prompt: AttackPrompt, scorer: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
+    ) -> tuple[float, torch.Tensor]:
+        """The best candidate, or the best merge of several, and its loss."""
+        losses = finite(scorer.losses(candidates))
+        if self.config.merge_swaps > 1:
+            merged = merge_candidates(ids, candidates, losses, self.config.merge_swaps)
+            merged = merged[prompt.survives(merged, self.config.filter_roundtrip)]
+            candidates = torch.cat([candidates, merged])
+            losses = torch.cat([losses, finite(scorer.losses(merged))])
+        index = int(losses.argmin())
+        return losses[index].item(), candidates[index]
+
+
+def _insert(buffer: list[tuple[float, torch.Tensor]], loss: float, ids: torch.Tensor, size: int) -> None:
+    """Keeps the best suffixes, best first; without a size, the new one whatever its loss."""
+    if size == 0:
+        buffer[:] = [(loss, ids)]
+    elif loss < buffer[-1][0]:
+        if len(buffer) >= size:
+            buffer.pop()
+        buffer.append((loss, ids))
+        buffer.sort(key=lambda entry: entry[0])

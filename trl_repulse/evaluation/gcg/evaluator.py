@@ -1,0 +1,280 @@
+"""Attacks every target of a table, samples and judges responses before and after, and keeps the results as JSON lines."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .engine import GCG
+from .errors import GCGError
+from .evaluation_config import GCGEvaluationConfig
+from .judges import Judge
+from .prompt import build_prompt
+from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
+from .result import GCGResult
+from .sampling import sample_responses, target_log_probs
+from .table import TableRow, derive_seed, hash_table, load_table
+
+
+def evaluate_gcg(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows_or_csv: str | Path | Iterable[Mapping[str, Any]],
+    judge: Judge,
+    config: GCGEvaluationConfig | None = None,
+    output: str | Path = "gcg.jsonl",
+    shard: tuple[int, int] = (1, 1),
+    draft_model: PreTrainedModel | None = None,
+) -> Path:
+    """
+    Evaluates a model by attacks. For each row of a table: responses to the goal are sampled, a suffix is searched after
+    which the model begins with the target, responses to goal and suffix are sampled, and all of them are judged.
+
+    `output` gets a line a target as it is done. Called again, the evaluation goes on behind the last one. Under
+    `accelerate launch`, processes share the targets; then each needs the model, and the main one merges their files.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model, on its device.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        rows_or_csv (`str`, `Path` or `Iterable` of mappings):
+            A CSV file with the columns `goal` and `target`, or such rows.
+        judge (`Callable`):
+            What gets lists of goals and of responses and gives a score for each, low where the response is bad: one of
+            [`trl_repulse.rewards`](../rewards.md), a [`RewardJudge`], a [`RefusalJudge`], or a function.
+        config ([`GCGEvaluationConfig`], *optional*):
+            Settings; by default those of the class.
+        output (`str` or `Path`, *optional*, defaults to `"gcg.jsonl"`):
+            File of the results, read by [`read_results`] and [`summarize`].
+        shard (`tuple[int, int]`, *optional*, defaults to `(1, 1)`):
+            Which part of the table, of how many, for runs that [`merge_results`] joins. Each needs an output of its own.
+        draft_model ([`~transformers.PreTrainedModel`], *optional*):
+            As for [`run_gcg`].
+
+    Returns:
+        `Path`: `output`.
+
+    Raises:
+        `ValueError`: If table, settings, tokenizer or judge do not fit each other, or `output` holds something else. An
+            attack that fails raises nothing: its line has the status `"error"`.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RefusalJudge, evaluate_gcg
+
+    >>> evaluate_gcg(model, tokenizer, "behaviors.csv", RefusalJudge(), GCGEvaluationConfig(num_steps=100))
+    ```
+    """
+    config = config or GCGEvaluationConfig()
+    output, state = Path(output), PartialState(cpu=model.device.type == "cpu")
+    index, count = shard
+    if not 1 <= index <= count:
+        raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")
+    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
+    mine = table[index - 1 :: count]
+    first = next((row for row in table if row.fault is None), None)
+    if first is not None:
+        build_prompt(tokenizer, first.goal, first.target, config.prompt_format)  # refuses a missing chat template
+    header = make_header(model, tokenizer, table, judge, config, draft_model)
+    evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
+    if state.is_main_process:
+        _absorb_parts(output)
+    state.wait_for_everyone()
+    finished: set[int] = set()
+    if has_results(output):
+        found, records = read_results(output)
+        check_identity(found, header, output)
+        finished = {record["row"] for record in records}
+    path = output if state.num_processes == 1 else _part(output, str(state.process_index))
+    with ResultsFile(path, header) as file, _evaluating(model):
+        pending = [row for row in mine[state.process_index :: state.num_processes] if row.number not in finished]
+        for row in tqdm(pending, desc="attacks", disable=not state.is_local_main_process):
+            file.append(evaluation(row))
+    state.wait_for_everyone()
+    if state.is_main_process:
+        _absorb_parts(output)
+    state.wait_for_everyone()
+    return output
+
+
+def make_header(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    table: list[TableRow],
+    judge: Judge,
+    config: GCGEvaluationConfig,
+    draft_model: PreTrainedModel | None = None,
+) -> dict[str, Any]:
+    """
+    First line of a file of results.
+
+    Args:
+        model, tokenizer, judge, config, draft_model:
+            As for [`evaluate_gcg`].
+        table (`list[TableRow]`):
+            The targets.
+
+    Returns:
+        `dict`: `"identity"` has what results depend on: configuration, hashes, judge. The rest is for the reader.
+    """
+    settings = asdict(config)
+    del settings["micro_batch_size"]  # another machine, with other memory, may take the evaluation up
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else repr(tokenizer.chat_template)
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {
+        "schema": SCHEMA,
+        "identity": {
+            "config": settings,
+            "config_hash": _hash(json.dumps(settings, sort_keys=True).encode()),
+            "model": hash_model(model),
+            "draft_model": None if draft_model is None else hash_model(draft_model),
+            "tokenizer": _hash(vocabulary.encode()),
+            "chat_template": _hash(template.encode()),
+            "table": hash_table(table),
+            "judge": str(getattr(judge, "__name__", type(judge).__name__)),
+        },
+        "model": model.name_or_path,
+        "rows": len(table),
+        "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers", "tokenizers")},
+    }
+
+
+def hash_model(model: PreTrainedModel) -> str:
+    """
+    Hash of a model's weights.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+
+    Returns:
+        `str`: SHA-256 of names, shapes and bytes, hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class _Evaluation:
+    """One target's line."""
+
+    def __init__(self, attack: GCG, judge: Judge, config: GCGEvaluationConfig):
+        self.attack, self.judge, self.config = attack, judge, config
+
+    def __call__(self, row: TableRow) -> dict[str, Any]:
+        record: dict[str, Any] = {"row": row.number, "status": "skipped", "goal": row.goal, "target": row.target}
+        if row.fault is not None:
+            return record | {"reason": row.fault}
+        try:
+            return record | {"status": "ok"} | self._evaluate(row)
+        except (GCGError, torch.OutOfMemoryError) as error:
+            return record | {"status": "error", "reason": f"{type(error).__name__}: {error}"}
+
+    def _evaluate(self, row: TableRow) -> dict[str, Any]:
+        config, attack = self.config, self.attack
+        prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format)
+        seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
+        with _timed(seconds, "sample"):
+            before = self._respond(row, prompt.encode([""])[0], prompt.target_ids, "before")
+        with _timed(seconds, "attack"):
+            result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
+        with _timed(seconds, "sample"):
+            after = self._respond(row, result.prompt_ids, prompt.target_ids, "after")
+        with _timed(seconds, "judge"):
+            asked = row.goal + result.suffix if config.include_suffix else row.goal
+            responses = before["responses"] + after["responses"]
+            scores = self._score([row.goal] * config.num_samples + [asked] * config.num_samples, responses)
+        for phase, part in ((before, slice(None, config.num_samples)), (after, slice(config.num_samples, None))):
+            phase["rewards"] = scores[part]
+            if not config.save_responses:
+                del phase["responses"]
+        return _attack_fields(result) | {"before": before, "after": after, "seconds": seconds}
+
+    def _respond(self, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str) -> dict[str, Any]:
+        attack, config = self.attack, self.config
+        log_probs = target_log_probs(attack.model, prompt_ids, target_ids)
+        if not log_probs.isfinite().all():
+            raise GCGError("A log-probability of the target is not finite; try the model in float32.")
+        seed = derive_seed(config.seed, row, phase)
+        return {
+            "responses": sample_responses(
+                attack.model, attack.tokenizer, prompt_ids, config.num_samples, config.max_new_tokens, seed
+            ),
+            "target_log_prob": {
+                "first": log_probs[0].item(),
+                "mean": log_probs.mean().item(),
+                "sum": log_probs.sum().item(),
+            },
+        }
+
+    def _score(self, goals: list[str], responses: list[str]) -> list[float | None]:
+        scores = [None if score is None else float(score) for score in self.judge(goals, responses)]
+        if len(scores) != len(responses):
+            raise ValueError(f"The judge gave {len(scores)} scores for {len(responses)} responses; give one for each.")
+        if not all(score is None or math.isfinite(score) for score in scores):
+            raise GCGError("The judge gave a score that is not finite.")
+        return scores
+
+
+def _attack_fields(result: GCGResult) -> dict[str, Any]:
+    return {
+        "suffix": result.suffix,
+        "suffix_ids": result.suffix_ids,
+        "round_trip": result.round_trip,
+        "loss": result.loss,
+        "initial_loss": result.initial_loss,
+        "losses": result.losses,
+        "steps": len(result.losses),
+        "stop_reason": result.stop_reason,
+        "exact_match": result.exact_match,
+    }
+
+
+def _part(output: Path, process: str) -> Path:
+    return output.with_name(f"{output.name}.process-{process}")
+
+
+def _absorb_parts(output: Path) -> None:
+    """Brings the lines of processes, of this run or of one that was interrupted, into the output."""
+    parts = sorted(output.parent.glob(_part(output, "*").name))
+    files = [path for path in [output, *parts] if has_results(path)]
+    if parts and files:
+        merge_results(files, output)
+    for part in parts:
+        part.unlink()
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] += time.perf_counter() - start
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,204 @@
+"""
+An attacked prompt as tokens: what comes before the suffix, what comes after, the target, and what a suffix may hold.
+
+Axis letters: P tokens before the suffix, S of the suffix, A after it, T of the target; B suffixes, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+
+Messages = list[dict[str, Any]]
+# Stands where the suffix goes while the chat template is rendered; of Unicode's private use area
+_MARK = "\ue000"
+
+
+@dataclass(frozen=True)
+class AttackPrompt:
+    """
+    Text and tokens around a suffix. The prompt that the model reads is `before_ids + suffix + after_ids`.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+        before_text, after_text (`str`):
+            What comes before the suffix, and between it and the answer.
+        before_ids, after_ids, target_ids (`list[int]`):
+            Their tokens, and the target's.
+        add_special_tokens (`bool`):
+            Whether the tokenizer puts its own special tokens before the text; a chat template writes them itself.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    before_text: str
+    after_text: str
+    before_ids: list[int]
+    after_ids: list[int]
+    target_ids: list[int]
+    add_special_tokens: bool
+
+    def encode(self, suffixes: list[str]) -> list[list[int]]:
+        """
+        Tokens of the whole prompt as text.
+
+        Args:
+            suffixes (`list[str]`):
+                Suffixes as text; an empty one gives the prompt without a suffix.
+
+        Returns:
+            `list[list[int]]`: the prompt's tokens, one list a suffix.
+        """
+        texts = [self.before_text + suffix + self.after_text for suffix in suffixes]
+        return _encode(self.tokenizer, texts, self.add_special_tokens)
+
+    def splice(self, suffix_ids: list[int]) -> list[int]:
+        """
+        Tokens of the prompt with a suffix given as tokens.
+
+        Args:
+            suffix_ids (`list[int]`):
+                The suffix.
+
+        Returns:
+            `list[int]`: the prompt's tokens.
+        """
+        return [*self.before_ids, *suffix_ids, *self.after_ids]
+
+    def survives(self, suffixes: torch.Tensor, scope: Literal["context", "suffix", "off"]) -> torch.Tensor:
+        """
+        Which suffixes are the tokens that the tokenizer makes of their text.
+
+        Args:
+            suffixes (`torch.Tensor` of shape `(B, S)`):
+                Tokens.
+            scope (`str`):
+                `"context"` for the text of the whole prompt, `"suffix"` for the suffix alone, `"off"` for no check.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: `True` where they are.
+        """
+        rows = suffixes.tolist()
+        if scope == "off" or not rows:
+            return torch.ones(len(rows), dtype=torch.bool)
+        texts = decode(self.tokenizer, rows)
+        if scope == "suffix":
+            return torch.tensor([a == b for a, b in zip(_encode(self.tokenizer, texts, False), rows, strict=True)])
+        return torch.tensor([a == self.splice(b) for a, b in zip(self.encode(texts), rows, strict=True)])
+
+
+def build_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | Messages,
+    target: str,
+    prompt_format: Literal["chat", "raw"] = "chat",
+) -> AttackPrompt:
+    """
+    Prepares a prompt for an attack: the suffix will follow the text of the last message.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer. Its chat template is read, never changed.
+        messages (`str` or `list[dict]`):
+            What is asked: text, which becomes a message of the user, or a conversation with text as content.
+        target (`str`):
+            Beginning of the answer to be provoked.
+        prompt_format (`str`, *optional*, defaults to `"chat"`):
+            `"chat"` for the chat template, `"raw"` for the bare text.
+
+    Returns:
+        [`AttackPrompt`]
+
+    Raises:
+        `ValueError`: If the target is empty, there is no chat template, it drops or repeats the message, or messages are
+            given for the raw format.
+    """
+    target_ids = _encode(tokenizer, [target], False)[0] if target.strip() else []
+    if not target_ids:
+        raise ValueError(f"The target {target!r} is empty; give the text that an answer is to begin with.")
+    if prompt_format == "raw":
+        if not isinstance(messages, str):
+            raise ValueError("`prompt_format='raw'` takes plain text; join the messages, or use 'chat'.")
+        before, after = messages, ""
+    else:
+        before, after = _render(tokenizer, messages)
+    special = prompt_format == "raw"
+    before_ids, after_ids = _encode(tokenizer, [before], special)[0], _encode(tokenizer, [after], False)[0]
+    return AttackPrompt(tokenizer, before, after, before_ids, after_ids, target_ids, special)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
+    """
+    Text of tokens, special ones and white space as they are.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+        rows (`list[list[int]]`):
+            Tokens.
+
+    Returns:
+        `list[str]`: one text a row.
+    """
+    return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+
+
+def allowed_tokens(
+    tokenizer: PreTrainedTokenizerBase, num_embeddings: int, allow_non_ascii: bool, forbid_special: bool
+) -> torch.Tensor:
+    """
+    Tokens that a suffix may be made of.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's tokenizer.
+        num_embeddings (`int`):
+            Rows of the model's embedding, V. Those the tokenizer has no token for are never allowed.
+        allow_non_ascii (`bool`):
+            Whether tokens beyond printable ASCII are allowed.
+        forbid_special (`bool`):
+            Whether special tokens are not.
+
+    Returns:
+        `torch.Tensor` of shape `(V,)`: `True` where allowed.
+
+    Raises:
+        `ValueError`: If no token is left.
+    """
+    allowed = torch.zeros(num_embeddings, dtype=torch.bool)
+    known = min(len(tokenizer), num_embeddings)
+    texts = decode(tokenizer, [[i] for i in range(known)])
+    allowed[:known] = torch.tensor([allow_non_ascii or (text.isascii() and text.isprintable()) for text in texts])
+    if forbid_special:
+        added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = [i for i in added | set(tokenizer.all_special_ids) if i < num_embeddings]
+        allowed[special] = False
+    if not allowed.any():
+        raise ValueError("The tokenizer has no token that a suffix may hold; set `allow_non_ascii=True`.")
+    return allowed
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: str | Messages) -> tuple[str, str]:
+    """The text before and after the place of the suffix."""
+    if tokenizer.chat_template is None:
+        raise ValueError("The tokenizer has no chat template; save one with it, or set `prompt_format='raw'`.")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    mark = _MARK
+    while any(mark in message["content"] for message in messages):
+        mark += _MARK
+    messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + mark}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    parts = text.split(mark)
+    if len(parts) != 2:
+        raise ValueError(
+            f"The chat template writes the last message {len(parts) - 1} times; an attack needs a template that writes "
+            "it once."
+        )
+    return parts[0], parts[1]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=special)["input_ids"]

@@ -1,0 +1,186 @@
+"""
+Result files: a header line, then one line a target, each on the disk before the next target begins.
+
+A file can be cut off anywhere. What is left of the last line is then removed, and its target evaluated again.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+
+SCHEMA = "trl-repulse/gcg/1"
+STATUSES = ("ok", "skipped", "error")
+
+
+class ResultsFile(AbstractContextManager):
+    """
+    A file of results that is written line by line and taken up again where it ends.
+
+    Args:
+        path (`str` or `Path`):
+            The file; its folder is created if missing.
+        header (`dict`):
+            The first line. Its `"identity"` says what the results depend on.
+
+    Raises:
+        `ValueError`: If there is a file that is none of results, or of another identity.
+    """
+
+    def __init__(self, path: str | Path, header: dict[str, Any]):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.finished: set[int] = set()
+        kept = _complete_lines(self.path) if has_results(self.path) else b""
+        if kept:
+            found, records = _parse(kept, self.path)
+            check_identity(found, header, self.path)
+            self.finished = {record["row"] for record in records}
+        self._file = open(self.path, "ab")
+        self._file.truncate(len(kept))
+        if not kept:
+            self._write(header)
+
+    def __exit__(self, *exception):
+        self._file.close()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """
+        Writes a target's line and waits until it is on the disk.
+
+        Args:
+            record (`dict`):
+                The line.
+        """
+        self._write(record)
+        self.finished.add(record["row"])
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(_as_line(entry))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def has_results(path: Path) -> bool:
+    """
+    Whether a file has at least a whole first line.
+
+    Args:
+        path (`Path`):
+            The file, which need not exist.
+
+    Returns:
+        `bool`
+    """
+    return path.exists() and _complete_lines(path) != b""
+
+
+def read_results(*paths: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """
+    Reads results, of several files if they are parts of one evaluation.
+
+    Args:
+        paths (`str` or `Path`):
+            Files.
+
+    Returns:
+        `tuple[dict, list[dict]]`: the header of the first, and the lines of all targets by row, each row once. What a
+        file that was cut off has of its last line is left out.
+
+    Raises:
+        `ValueError`: If a file is missing, empty or none of results, or the files belong to different evaluations.
+    """
+    header: dict[str, Any] | None = None
+    rows: dict[int, dict[str, Any]] = {}
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise ValueError(f"There is no file `{path}`; give the results of an evaluation.")
+        found, records = _parse(_complete_lines(path), path)
+        header = header or found
+        check_identity(found, header, path)
+        for record in records:
+            rows.setdefault(record["row"], record)
+    if header is None:
+        raise ValueError("No file of results is given.")
+    return header, [rows[number] for number in sorted(rows)]
+
+
+def merge_results(paths: Iterable[str | Path], output: str | Path) -> int:
+    """
+    Merges the results of an evaluation's shards into one file, which may be one of them.
+
+    Args:
+        paths (`Iterable` of `str` or `Path`):
+            Files of results of one configuration.
+        output (`str` or `Path`):
+            File to write. It appears when it is complete.
+
+    Returns:
+        `int`: targets in the merged file.
+
+    Raises:
+        `ValueError`: If a file is missing or none of results, or the files belong to different evaluations.
+    """
+    header, records = read_results(*paths)
+    output = Path(output)
+    partial = output.with_name(f"{output.name}.partial")
+    with open(partial, "wb") as file:
+        file.writelines(_as_line(entry) for entry in [header, *records])
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(output)
+    return len(records)
+
+
+def check_identity(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
+    """
+    Refuses results of another evaluation.
+
+    Args:
+        found, expected (`dict`):
+            Headers.
+        path (`Path`):
+            Where `found` comes from.
+
+    Raises:
+        `ValueError`: If what results depend on differs; it names what does.
+    """
+    ours, theirs = _flatten(expected["identity"]), _flatten(found["identity"])
+    differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    if differing:
+        shown = ", ".join(f"{name} ({theirs.get(name)!r:.40}, not {ours.get(name)!r:.40})" for name in differing[:5])
+        raise ValueError(f"`{path}` holds results of another evaluation: {shown}; use another output file.")
+
+
+def _flatten(identity: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name != "config"} | identity["config"]
+
+
+def _as_line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
+def _complete_lines(path: Path) -> bytes:
+    """The file up to its last line break."""
+    content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _parse(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Header and lines of a file."""
+    try:
+        header, *records = [json.loads(line) for line in content.splitlines()]
+        if header["schema"] != SCHEMA:
+            raise ValueError(f"`{path}` has the schema {header['schema']!r}, not {SCHEMA!r}; use another file.")
+        if not all(record["status"] in STATUSES and record["row"] >= 1 for record in records):
+            raise KeyError
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"`{path}` is no file of attack results; use another file.") from error
+    except ValueError as error:
+        if "schema" in str(error):
+            raise
+        raise ValueError(f"`{path}` is empty; it holds no results.") from error
+    return header, records

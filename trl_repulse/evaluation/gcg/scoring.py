@@ -1,0 +1,267 @@
+"""
+Losses of suffixes under a model, and the gradient, with as little computed twice as the model's cache allows.
+
+Axis letters: P tokens before the suffix, S of the suffix, A after it, T of the target; B suffixes, V vocabulary, H heads,
+D dimensions of a head.
+"""
+
+import inspect
+import logging
+import math
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .candidates import first_changed
+from .prompt import AttackPrompt
+
+
+logger = logging.getLogger(__name__)
+
+# Keys and values of each layer, (B, H, tokens, D)
+KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
+# By how much a loss computed with a cache may differ from one without, relative to it
+_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+class SuffixScorer:
+    """
+    Losses of suffixes in one prompt.
+
+    Logits are computed at the target's positions alone. Keys and values of the tokens before the suffix are computed once,
+    those of a candidate's unchanged first tokens are the ones of the last suffix that was [`observe`]d: candidates are
+    sorted by the first changed position, and a micro-batch starts at the lowest of its candidates' positions. A cache is
+    built anew from views for every micro-batch.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model, in evaluation mode.
+        prompt ([`~trl_repulse.evaluation.gcg.prompt.AttackPrompt`]):
+            The prompt around the suffixes.
+        micro_batch_size (`int`):
+            Suffixes of one forward pass. Halved, for good, when memory runs out.
+        mellowmax (`float`, *optional*):
+            Inverse temperature of the mellowmax over target tokens; without one, the loss is their mean.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: AttackPrompt,
+        micro_batch_size: int,
+        mellowmax: float | None = None,
+    ):
+        self.model, self.prompt, self.micro_batch_size = model, prompt, micro_batch_size
+        self._mellowmax, self._reuse = mellowmax, False
+        self._embedding = model.get_input_embeddings()
+        self._before, self._after, self._target = (
+            torch.tensor([ids], dtype=torch.long, device=model.device)
+            for ids in (prompt.before_ids, prompt.after_ids, prompt.target_ids)
+        )
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._keep = {"logits_to_keep": len(prompt.target_ids)} if "logits_to_keep" in parameters or takes_all else {}
+        # Of the prefix; and of the last suffix observed, with everything before and after it
+        self._prefix: KeyValues | None = None
+        self._observed: tuple[torch.Tensor, KeyValues] | None = None
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether keys and values are kept."""
+        return self._prefix is not None
+
+    def enable_cache(self, ids: torch.Tensor, reuse_suffix_kv: bool) -> None:
+        """
+        Computes the prefix once, if losses are the same with its keys and values as without; warns where they are not.
+
+        Args:
+            ids (`torch.Tensor` of shape `(S,)`):
+                A suffix to compare with.
+            reuse_suffix_kv (`bool`):
+                Whether keys and values of the suffix's unchanged tokens are kept as well.
+        """
+        pair = torch.stack([ids, ids])
+        pair[1, -1] = (ids[-1] + 1) % self._embedding.weight.shape[0]
+        plain = self.losses(pair)
+        tolerance = _TOLERANCE.get(self.model.dtype, 1e-3)
+        try:
+            self._reuse, self._prefix = reuse_suffix_kv, self._compute_prefix()
+            self.observe(ids)
+            cached = self.losses(pair)
+            if torch.allclose(cached, plain, rtol=tolerance, atol=tolerance):
+                return
+            reason = f"losses {cached.tolist()} with it, {plain.tolist()} without"
+        except Exception as error:  # whatever a cache of another kind makes of it
+            if should_reduce_batch_size(error):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        self._prefix = self._observed = None
+        logger.warning(
+            "The cache of %s cannot be used for the attack (%s); everything is computed anew for every candidate.",
+            type(self.model).__name__,
+            reason,
+        )
+
+    @torch.no_grad()
+    def observe(self, ids: torch.Tensor) -> None:
+        """
+        Remembers the keys and values of a suffix, for candidates made from it. [`gradient`] does so as well.
+
+        Args:
+            ids (`torch.Tensor` of shape `(S,)`):
+                The suffix.
+        """
+        if self.uses_cache and self._reuse:
+            self._forward(ids[None], keep=True)
+
+    def gradient(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """
+        Gradient of the loss with respect to the one-hot tokens of a suffix, taken at the output of the embedding.
+
+        Args:
+            ids (`torch.Tensor` of shape `(S,)`):
+                The suffix.
+
+        Returns:
+            `torch.Tensor` of shape `(S, V)` and `bool`: the gradient, on the model's device, and whether greedy decoding
+            after the suffix gives the target.
+        """
+        leaves = []
+
+        def cut(module, inputs, output):
+            leaves.append(output.detach().requires_grad_())
+            return leaves[-1]
+
+        handle = self._embedding.register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                logits = self._forward(ids[None], keep=True)
+                loss = self._loss(logits)[0]
+        finally:
+            handle.remove()
+        start = 0 if self.uses_cache else len(self.prompt.before_ids)
+        with torch.no_grad():
+            (gradient,) = torch.autograd.grad(loss, leaves)
+            gradient = gradient[0, start : start + len(ids)] @ self._embedding_matrix().T
+        return gradient, self._matches(logits)
+
+    @torch.no_grad()
+    def matches(self, ids: torch.Tensor) -> bool:
+        """
+        Whether greedy decoding after a suffix gives the target.
+
+        Args:
+            ids (`torch.Tensor` of shape `(S,)`):
+                The suffix.
+
+        Returns:
+            `bool`
+        """
+        return self._matches(self._forward(ids[None]))
+
+    @torch.no_grad()
+    def losses(self, candidates: torch.Tensor) -> torch.Tensor:
+        """
+        Losses of suffixes.
+
+        Args:
+            candidates (`torch.Tensor` of shape `(B, S)`):
+                Suffixes.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`: losses in nats, float32, on the CPU.
+        """
+        starts = torch.zeros(len(candidates), dtype=torch.long)
+        if self._observed is not None:
+            # The token before the target's first has to be computed: its logits are needed
+            starts = first_changed(self._observed[0], candidates).clamp(max=self._last_start(candidates.shape[1]))
+        order = starts.argsort(stable=True)
+        losses = torch.empty(len(candidates))
+        done = 0
+        while done < len(order):
+            chosen = order[done : done + self.micro_batch_size]
+            try:
+                losses[chosen] = self._loss(self._forward(candidates[chosen], int(starts[chosen[0]]))).cpu()
+            except RuntimeError as error:
+                if len(chosen) == 1 or not should_reduce_batch_size(error):
+                    raise
+                self.micro_batch_size = len(chosen) // 2
+                clear_device_cache(garbage_collection=True)
+                continue
+            done += len(chosen)
+        return losses
+
+    def _matches(self, logits: torch.Tensor) -> bool:
+        return bool((logits[0].argmax(-1) == self._target[0]).all())
+
+    def _last_start(self, length: int) -> int:
+        return length + len(self.prompt.after_ids) - 1
+
+    def _forward(self, suffixes: torch.Tensor, start: int = 0, keep: bool = False) -> torch.Tensor:
+        """
+        Logits that predict the target, (B, T, V), float32.
+
+        Tokens of suffix and what follows it before `start` come from the suffix observed last. `keep` makes this, of one
+        row, the suffix observed.
+        """
+        count = len(suffixes)
+        tail = torch.cat([self._after, self._target[:, :-1]], dim=1).expand(count, -1)
+        ids = torch.cat([suffixes.to(tail.device), tail], dim=1)[:, start:]
+        past = self._prefix
+        if start > 0:
+            past = [
+                (
+                    keys[:, :, : len(self.prompt.before_ids) + start],
+                    values[:, :, : len(self.prompt.before_ids) + start],
+                )
+                for keys, values in self._observed[1]
+            ]
+        cache = None
+        if past is None:
+            ids = torch.cat([self._before.expand(count, -1), ids], dim=1)
+        else:
+            cache = _as_cache(past, count)
+        outputs = self.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **self._keep)
+        if keep and cache is not None and self._reuse:
+            self._observed = (suffixes[0].cpu(), _as_key_values(cache))
+        return outputs.logits[:, -self._target.shape[1] :].float()
+
+    def _loss(self, logits: torch.Tensor) -> torch.Tensor:
+        """Losses of shape (B,) from logits of shape (B, T, V)."""
+        targets = self._target.expand(len(logits), -1)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        if self._mellowmax is None:
+            return losses.mean(dim=1)
+        return ((self._mellowmax * losses).logsumexp(dim=1) - math.log(losses.shape[1])) / self._mellowmax
+
+    @torch.no_grad()
+    def _compute_prefix(self) -> KeyValues:
+        cache = DynamicCache()  # without the configuration: sliding windows are masked, not cut, and views stay valid
+        if self._before.shape[1]:
+            self.model(input_ids=self._before, past_key_values=cache, use_cache=True)
+        return _as_key_values(cache)
+
+    def _embedding_matrix(self) -> torch.Tensor:
+        """What the embedding gives for each token, (V, features): not always its weights, which some models scale."""
+        if type(self._embedding) is nn.Embedding:
+            return self._embedding.weight
+        return self._embedding(torch.arange(len(self._embedding.weight), device=self.model.device))
+
+
+def _as_key_values(cache: DynamicCache) -> KeyValues:
+    return [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
+
+
+def _as_cache(past: KeyValues, count: int) -> DynamicCache:
+    """A cache of its own for `count` rows, of views: what the model appends is copied, what is there is not changed."""
+    cache = DynamicCache()
+    for keys, values in past:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = (x.expand(count, -1, -1, -1) for x in (keys, values))
+        cache.layers.append(layer)
+    return cache

@@ -1,0 +1,188 @@
+"""
+P(bad), CVaR and the tail curve of a policy from a [`~trl_repulse.evaluation.rare.mixture.MixtureSample`], with intervals.
+
+Axis letters: P prompts, N completions per prompt, K components.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy.stats import beta as beta_distribution
+from scipy.stats import gamma
+
+from .mixture import MixtureSample, stratified_mean
+from .verdict import Diagnostics, diagnose
+
+
+@dataclass(frozen=True)
+class RareEstimate:
+    """
+    An estimate, its interval, and whether to trust them.
+
+    Args:
+        value (`float`):
+            The estimate: a probability, or a reward.
+        lower, upper (`float`):
+            Ends of the interval.
+        confidence (`float`):
+            Its nominal coverage.
+        standard_error (`float`):
+            Estimated standard deviation of `value`.
+        diagnostics ([`~trl_repulse.evaluation.rare.verdict.Diagnostics`]):
+            What the estimate rests on.
+    """
+
+    value: float
+    lower: float
+    upper: float
+    confidence: float
+    standard_error: float
+    diagnostics: Diagnostics
+
+    @property
+    def reliable(self) -> bool:
+        """The verdict: whether nothing speaks against the interval."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the estimate is not reliable; empty if it is."""
+        return self.diagnostics.reasons()
+
+
+def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) -> RareEstimate:
+    """
+    P(r < threshold) under the policy: the mean over prompts.
+
+    The interval takes the weighted count of bad completions for a multiple of a Poisson count, as Fay and Feuer (1997) do
+    for standardised rates, with the stratified variance in place of the Poisson one. It lies within [0, 1], is lopsided
+    where few completions bear the weight, and agrees with Student's where many do. Without a bad completion the upper end
+    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those.
+
+    Args:
+        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
+            Completions of policy and proposals.
+        threshold (`float`):
+            η; a reward equal to it is not bad.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the interval.
+
+    Returns:
+        [`RareEstimate`]: a probability.
+
+    Raises:
+        `ValueError`: If `confidence` is not between 0 and 1, or `threshold` is NaN.
+    """
+    check_share("confidence", confidence)
+    if math.isnan(threshold):
+        raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
+    bad = sample.rewards < threshold
+    log_x = sample.log_w.masked_fill(~bad, -torch.inf)
+    shift = float(log_x.max())
+    if shift == -math.inf:
+        diagnostics = diagnose(sample, log_x, 0.0)
+        return RareEstimate(0.0, 0.0, _unseen_bound(sample, confidence), confidence, 0.0, diagnostics)
+    x = (log_x - shift).exp()  # (P, N)
+    mean, variance, _ = stratified_mean(x, sample.counts)
+    lower, upper = (end * math.exp(shift) for end in _count_interval(mean, variance, 1 / x.numel(), confidence))
+    if bool(bad.all()):
+        lower, upper = 1 - _unseen_bound(sample, confidence), 1.0
+    value = min(mean * math.exp(shift), 1.0)
+    error = variance**0.5 * math.exp(shift)
+    return RareEstimate(value, lower, min(upper, 1.0), confidence, error, diagnose(sample, log_x, value))
+
+
+def tail_curve(sample: MixtureSample, thresholds: Sequence[float], confidence: float = 0.95) -> list[RareEstimate]:
+    """
+    P(r < threshold) at several thresholds, each with an interval of its own.
+
+    Args:
+        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
+            Completions of policy and proposals.
+        thresholds (`Sequence[float]`):
+            Rewards.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of each interval.
+
+    Returns:
+        `list` of [`RareEstimate`]: one a threshold.
+
+    Raises:
+        `ValueError`: As [`prob_bad`].
+    """
+    return [prob_bad(sample, threshold, confidence) for threshold in thresholds]
+
+
+def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareEstimate:
+    """
+    Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
+
+    CVaR = max over t of t − E[(t − r)₊] / level (Rockafellar and Uryasev, 2000), at the weighted quantile t. The interval
+    is that of E[(t − r)₊] with t held: at the maximum a small error of t has no effect.
+
+    Args:
+        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
+            Completions of policy and proposals.
+        level (`float`):
+            Probability of the tail, between 0 and 1.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the interval.
+
+    Returns:
+        [`RareEstimate`]: a reward.
+
+    Raises:
+        `ValueError`: If `level` or `confidence` is not between 0 and 1.
+    """
+    check_share("confidence", confidence)
+    check_share("level", level)
+    log_level = math.log(level)
+    rewards, order = sample.rewards.double().flatten().sort(stable=True)
+    cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
+    quantile = rewards[min(int((cumulative < log_level).sum()), len(rewards) - 1)]
+    log_x = sample.log_w - log_level + (quantile - sample.rewards.double()).clamp(min=0).log()  # (P, N)
+    shift = float(log_x.max())
+    in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
+    if shift == -math.inf:  # no reward under the quantile
+        value = float(quantile)
+        return RareEstimate(value, -math.inf, value, confidence, 0.0, diagnose(sample, in_tail, level))
+    x = (log_x - shift).exp()
+    mean, variance, _ = stratified_mean(x, sample.counts)
+    ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
+    value, upper, lower = (float(quantile) - end * math.exp(shift) for end in (mean, *ends))
+    error = variance**0.5 * math.exp(shift)
+    return RareEstimate(value, lower, upper, confidence, error, diagnose(sample, in_tail, level))
+
+
+def _count_interval(mean: float, variance: float, largest: float, confidence: float) -> tuple[float, float]:
+    """Interval of a positive mean whose largest contribution is `largest`, in the unit of the mean."""
+    low_variance, high_mean, high_variance = max(variance, largest**2), mean + largest, variance + largest**2
+    tail = (1 - confidence) / 2
+    lower = gamma.ppf(tail, mean**2 / low_variance, scale=low_variance / mean)
+    upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
+    return float(lower), float(upper)
+
+
+def _unseen_bound(sample: MixtureSample, confidence: float) -> float:
+    """Upper end for the probability of what no completion shows, exact for any prompts: the policy's draws alone tell."""
+    draws = sample.counts[0] * sample.num_prompts
+    return float(beta_distribution.isf((1 - confidence) / 2, 1, draws)) if draws else 1.0
+
+
+def check_share(name: str, value: float) -> None:
+    """
+    Refuses a level or a nominal coverage that is no share.
+
+    Args:
+        name (`str`):
+            Name of the argument, for the message.
+        value (`float`):
+            Its value.
+
+    Raises:
+        `ValueError`: If it is not between 0 and 1.
+    """
+    if not 0 < value < 1:
+        raise ValueError(f"`{name}={value}` must be between 0 and 1.")

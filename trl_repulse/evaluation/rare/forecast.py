@@ -1,0 +1,214 @@
+"""
+Extrapolation of the largest score among n samples far beyond the number of samples at hand.
+
+The log of the survival function P(score > x) is taken to go on as it does over the largest scores: linearly in x
+(`tail="exponential"`, the Gumbel domain), as Jones et al., "Forecasting rare language model behaviors" (2025), find of
+elicitation scores; or as a generalised Pareto distribution of any shape (`tail="pareto"`). Nothing in the samples can show
+that it does. [`back_test`] shows whether it would have done so from fewer samples to all of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from scipy.stats import genpareto
+
+from .estimates import check_share
+
+
+Tail = Literal["exponential", "pareto"]
+_DRAWS = {"exponential": 10_000, "pareto": 200}  # of the parameters; each of the latter is a fit
+
+
+class NoSlopeError(ValueError):
+    """The largest scores are all alike: there is nothing to extrapolate."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """
+    The largest score among `size` samples: an extrapolation.
+
+    Args:
+        size (`int`):
+            Number of samples.
+        median (`float`):
+            Median of the largest score among them.
+        lower, upper (`float`):
+            Interval for the largest score: chance and the error of the fit, not that of the form of the tail.
+        confidence (`float`):
+            Its nominal coverage.
+        extrapolation (`float`):
+            `size` over the number of samples that the fit rests on; how far below it the forecast reaches.
+    """
+
+    size: int
+    median: float
+    lower: float
+    upper: float
+    confidence: float
+    extrapolation: float
+
+
+@dataclass(frozen=True)
+class BackTest:
+    """
+    Forecasts from one block of the samples for the largest score among all the others, block by block.
+
+    Args:
+        forecasts (`tuple[Forecast, ...]`):
+            One a block; of NaN, which holds nothing, where the largest scores of a block are all alike.
+        observed (`tuple[float, ...]`):
+            The largest score outside of each block. Mostly the same sample, so that the blocks are not independent.
+    """
+
+    forecasts: tuple[Forecast, ...]
+    observed: tuple[float, ...]
+
+    @property
+    def covered(self) -> float:
+        """Share of the blocks whose interval holds what was observed."""
+        pairs = zip(self.forecasts, self.observed, strict=True)
+        return sum(forecast.lower <= value <= forecast.upper for forecast, value in pairs) / len(self.observed)
+
+
+def elicitation_score(probability: torch.Tensor) -> torch.Tensor:
+    """
+    −log(−log P), in which the largest of many probabilities extrapolate linearly (Jones et al., 2025).
+
+    Args:
+        probability (`torch.Tensor`):
+            Probability of a bad output for each prompt, such as [`~trl_repulse.evaluation.rare.estimates.prob_bad`] of it.
+
+    Returns:
+        `torch.Tensor`: of the same shape; −inf for 0 and +inf for 1.
+    """
+    return -(-probability.double().log()).log()
+
+
+def forecast_largest(
+    scores: torch.Tensor,
+    sizes: Sequence[int],
+    tail: Tail = "exponential",
+    num_exceedances: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> list[Forecast]:
+    """
+    Extrapolates the largest score to larger numbers of samples.
+
+    Args:
+        scores (`torch.Tensor` of shape `(N,)`):
+            Scores of independent samples, high where an output is bad: −r of completions of the policy, or
+            [`elicitation_score`] of prompts.
+        sizes (`Sequence[int]`):
+            Numbers of samples to forecast for, such as 10³ to 10⁹.
+        tail (`str`, *optional*, defaults to `"exponential"`):
+            Form of the tail, `"exponential"` or `"pareto"`. The latter needs more samples and has wider intervals.
+        num_exceedances (`int`, *optional*):
+            How many of the largest scores the fit rests on; √N by default, at least 10.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the intervals.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the simulation behind them.
+
+    Returns:
+        `list` of [`Forecast`]: one a size.
+
+    Raises:
+        `ValueError`: If scores are not finite, too few or, as [`NoSlopeError`], too much alike; or if another argument is
+            out of range.
+    """
+    values = scores.detach().double().cpu().numpy()
+    count = max(10, math.isqrt(values.size)) if num_exceedances is None else num_exceedances
+    _check(values, sizes, tail, count, confidence)
+    ordered = np.sort(values)
+    threshold = ordered[-count - 1]
+    excesses = ordered[-count:] - threshold
+    if excesses.mean() == 0:
+        raise NoSlopeError(
+            f"The {count + 1} largest scores are all {threshold}: there is no slope to extrapolate. Scores may have reached "
+            "their upper end; otherwise raise `num_exceedances`, or give scores with fewer ties."
+        )
+    rng = np.random.default_rng(seed)
+    shape, scale = _fit_draws(excesses, tail, rng)  # (D,)
+    rate = rng.gamma(count, size=shape.size) / values.size  # P(score > threshold)
+    chance = -np.log(rng.uniform(size=shape.size))  # n · P(score > largest of n) is exponential
+    forecasts = []
+    for size in sizes:
+        largest = threshold + genpareto.isf(np.minimum(chance / (size * rate), 1.0), shape, scale=scale)
+        low, middle, high = np.quantile(largest, [(1 - confidence) / 2, 0.5, (1 + confidence) / 2])
+        forecasts.append(Forecast(size, float(middle), float(low), float(high), confidence, size / values.size))
+    return forecasts
+
+
+def back_test(
+    scores: torch.Tensor,
+    num_blocks: int = 10,
+    tail: Tail = "exponential",
+    num_exceedances: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> BackTest:
+    """
+    Forecasts from each of several blocks of the samples for all the others, to be held against what they are.
+
+    Args:
+        scores (`torch.Tensor` of shape `(N,)`):
+            As in [`forecast_largest`]; shuffled before they are cut into blocks.
+        num_blocks (`int`, *optional*, defaults to `10`):
+            Number of blocks: the test extrapolates to one less than so many times the samples of a fit.
+        tail, num_exceedances, confidence, seed (*optional*):
+            As in [`forecast_largest`]; the default of `num_exceedances` is that of the size of a block.
+
+    Returns:
+        [`BackTest`]
+
+    Raises:
+        `ValueError`: As [`forecast_largest`], of a block, but not for scores that are alike; if `num_blocks` is less than 2.
+    """
+    if num_blocks < 2:
+        raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
+    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
+    blocks = scores.detach().cpu()[order].tensor_split(num_blocks)
+    forecasts, observed = [], []
+    for index, block in enumerate(blocks):
+        others = torch.cat([*blocks[:index], *blocks[index + 1 :]])
+        try:
+            forecasts += forecast_largest(block, [len(others)], tail, num_exceedances, confidence, seed + index)
+        except NoSlopeError:
+            nothing = (math.nan, math.nan, math.nan)
+            forecasts.append(Forecast(len(others), *nothing, confidence, len(others) / len(block)))
+        observed.append(float(others.max()))
+    return BackTest(tuple(forecasts), tuple(observed))
+
+
+def _fit_draws(excesses: np.ndarray, tail: Tail, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Shapes and scales that the excesses are compatible with, (D,) each."""
+    count, draws = excesses.size, _DRAWS[tail]
+    if tail == "exponential":  # 2 · sum / scale is chi-squared with twice as many degrees of freedom as excesses
+        return np.zeros(draws), excesses.sum() / rng.gamma(count, size=draws)
+    fits = []
+    for _ in range(draws):
+        resampled = rng.choice(excesses, count)
+        shape, _, scale = genpareto.fit(resampled, floc=0)
+        fits.append((shape, scale))
+    shapes, scales = np.array(fits).T
+    return np.repeat(shapes, 50), np.repeat(scales, 50)  # each with many draws of chance
+
+
+def _check(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, confidence: float) -> None:
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
+    if not 2 <= count < values.size:
+        raise ValueError(
+            f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
+        )
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up.")
+    if tail not in _DRAWS:
+        raise ValueError(f"`tail={tail!r}` must be 'exponential' or 'pareto'.")
+    check_share("confidence", confidence)

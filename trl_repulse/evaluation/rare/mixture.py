@@ -1,0 +1,170 @@
+"""
+Samples of a policy and its proposals, pooled into one mixture, and the importance weights that come of it.
+
+Axis letters: P prompts, N completions per prompt, K components: the policy first, then the proposals. Log-probabilities
+are of whole completions, in nats, in float64.
+
+The contract: for each prompt, component k draws `counts[k]` completions independently, so that N = Σ_k counts[k] and the
+mixture is m = Σ_k α_k q_k with α_k = counts[k] / N. A completion has the weight p / m whichever component drew it (the
+balance heuristic of Veach and Guibas, 1995). The mean of (p / m)·f over the N completions estimates E_p[f] without bias,
+for any proposals, and no weight exceeds 1 / α_0. Since each component draws exactly its share, the draws are stratified:
+the variance of the mean is the sum of what the components contribute, each about its own mean.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixtureSample:
+    """
+    Completions of each prompt from the policy and its proposals, with rewards and log-probabilities under all of them.
+
+    Args:
+        rewards (`torch.Tensor` of shape `(P, N)`):
+            Reward of each completion, in the order of the components that drew them.
+        log_density (`torch.Tensor` of shape `(P, N, K)`):
+            Log-probability of each completion under each component, the policy first, in nats; −inf where a component
+            cannot draw it.
+        counts (`tuple[int, ...]`):
+            Completions that each component drew for each prompt: at least 2, for the policy alone also 0.
+
+    Raises:
+        `ValueError`: If shapes and counts do not fit together, a reward is not finite, or a log-probability is NaN or
+            +inf, or −inf under the component that drew the completion.
+    """
+
+    rewards: torch.Tensor
+    log_density: torch.Tensor
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shape, counts = tuple(self.rewards.shape), self.counts
+        if len(shape) != 2 or 0 in shape or tuple(self.log_density.shape) != (*shape, len(counts)):
+            raise ValueError(
+                f"`rewards` has shape {shape} and `log_density` {tuple(self.log_density.shape)}; give (P, N) and "
+                f"(P, N, {len(counts)}), where {len(counts)} is the length of `counts`."
+            )
+        if sum(counts) != shape[1] or any(n < 2 for n in counts[1:]) or counts[0] < 0 or counts[0] == 1:
+            raise ValueError(
+                f"`counts={counts}` must sum to the {shape[1]} completions of a prompt, with at least 2 of each component; "
+                "only the policy's may be 0."
+            )
+        if not bool(self.rewards.isfinite().all()):
+            raise ValueError("`rewards` holds NaN or infinity; score every completion, and clamp what is infinite.")
+        own = self.log_density.gather(-1, self.component.expand(shape).unsqueeze(-1))
+        if bool((self.log_density.isnan() | (self.log_density == torch.inf)).any()) or bool((own == -torch.inf).any()):
+            raise ValueError(
+                "`log_density` holds NaN or +inf, or −inf for a completion under the component that drew it; score the "
+                "completions with the very models they were drawn from."
+            )
+
+    @property
+    def num_prompts(self) -> int:
+        """P."""
+        return len(self.rewards)
+
+    @cached_property
+    def shares(self) -> torch.Tensor:
+        """α_k of each component, of shape (K,)."""
+        return torch.tensor(self.counts, dtype=torch.float64) / sum(self.counts)
+
+    @cached_property
+    def component(self) -> torch.Tensor:
+        """Which component drew each completion, of shape (N,)."""
+        return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
+
+    @cached_property
+    def log_mixture(self) -> torch.Tensor:
+        """log m of each completion, of shape (P, N), in nats."""
+        return (self.log_density.double() + self.shares.log()).logsumexp(dim=-1)
+
+    @cached_property
+    def log_w(self) -> torch.Tensor:
+        """log p − log m of each completion, of shape (P, N), in nats; −inf where the policy cannot draw it."""
+        return self.log_density[..., 0].double() - self.log_mixture
+
+    def prompt(self, index: int) -> "MixtureSample":
+        """
+        The completions of one prompt.
+
+        Args:
+            index (`int`):
+                Which prompt.
+
+        Returns:
+            [`MixtureSample`]: with P = 1.
+        """
+        return MixtureSample(self.rewards[index : index + 1], self.log_density[index : index + 1], self.counts)
+
+
+def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float, float]:
+    """
+    Mean of values over all prompts and completions, and how sure it is.
+
+    Args:
+        values (`torch.Tensor` of shape `(P, N)`):
+            Values in the order of the components.
+        counts (`tuple[int, ...]`):
+            Completions of each component.
+
+    Returns:
+        `tuple[float, float, float]`: the mean; its variance, the sum over prompts and components of what each
+        contributes about its own mean; and the degrees of freedom of that variance (Welch and Satterthwaite), infinite if
+        it is 0.
+    """
+    total = values.numel()
+    cells = [
+        (part.var(dim=1) * (n / total**2), n) for part, n in zip(values.split(counts, dim=1), counts, strict=True) if n
+    ]
+    variance = sum(float(cell.sum()) for cell, _ in cells)
+    spread = sum(float((cell.square() / (n - 1)).sum()) for cell, n in cells)
+    return float(values.mean()), variance, variance**2 / spread if spread else float("inf")
+
+
+def largest_normalization_error(sample: MixtureSample) -> float:
+    """
+    How far E_m[q_k / m] = 1 fails to hold in the samples, for the component where it fails most.
+
+    It holds for any models. Where it does not, the log-probabilities are not those of the models that drew the
+    completions: another temperature, truncated sampling, other end tokens, weights that have moved since.
+
+    Args:
+        sample ([`MixtureSample`]):
+            The samples.
+
+    Returns:
+        `float`: deviation in standard errors. The error of a component counts one completion of the largest possible
+        weight that was not seen, so that a component that hardly overlaps the others cannot fail for want of luck.
+    """
+    errors: list[float] = []
+    for k, n in enumerate(sample.counts):
+        if n:
+            mean, variance, _ = stratified_mean((sample.log_density[..., k] - sample.log_mixture).exp(), sample.counts)
+            errors.append(abs(mean - 1) / math.sqrt(variance + (n * sample.num_prompts) ** -2))
+    return max(errors)
+
+
+def halves(sample: MixtureSample, values: torch.Tensor) -> tuple[float, float]:
+    """
+    Means over every other completion of each component, and over the rest.
+
+    Args:
+        sample ([`MixtureSample`]):
+            The samples.
+        values (`torch.Tensor` of shape `(P, N)`):
+            A value of each.
+
+    Returns:
+        `tuple[float, float]`: two means over prompts and components that share no completion.
+    """
+    parts = values.split(sample.counts, dim=1)
+    shares = sample.shares.tolist()
+    both = [
+        sum(share * float(part[:, start::2].mean()) for share, part in zip(shares, parts, strict=True) if share)
+        for start in (0, 1)
+    ]
+    return both[0], both[1]

@@ -1,0 +1,136 @@
+"""Estimates of rare events side by side: for a file, and to be read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .estimates import RareEstimate, cvar, prob_bad
+from .forecast import NoSlopeError, back_test, forecast_largest
+from .mixture import MixtureSample
+
+
+def rare_event_report(
+    sample: MixtureSample,
+    thresholds: Sequence[float] = (),
+    levels: Sequence[float] = (),
+    forecast_sizes: Sequence[int] = (),
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """
+    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt, and a forecast of the lowest reward.
+
+    Args:
+        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
+            Completions of policy and proposals.
+        thresholds (`Sequence[float]`, *optional*):
+            Rewards under which an output is bad.
+        levels (`Sequence[float]`, *optional*):
+            Levels of CVaR.
+        forecast_sizes (`Sequence[int]`, *optional*):
+            Numbers of completions for which the lowest reward is extrapolated, from the policy's own draws.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of all intervals.
+
+    Returns:
+        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields
+        of an estimate, `reliable`, `reasons`, and `per_prompt`, the same for each prompt; with `forecast_sizes` also
+        `forecast`, with the `lowest` rewards and what a `back_test` says of them, or with `refused`, the reason why there is
+        nothing to extrapolate.
+
+    Raises:
+        `ValueError`: If an argument is out of range, or there are too few draws to extrapolate from.
+    """
+    report: dict[str, Any] = {
+        "counts": list(sample.counts),
+        "num_prompts": sample.num_prompts,
+        "confidence": confidence,
+    }
+    for key, name, function, points in (
+        ("prob_bad", "threshold", prob_bad, thresholds),
+        ("cvar", "level", cvar, levels),
+    ):
+        report[key] = [
+            {
+                name: point,
+                **_entry(function(sample, point, confidence)),
+                "per_prompt": [
+                    _entry(function(sample.prompt(i), point, confidence)) for i in range(sample.num_prompts)
+                ],
+            }
+            for point in points
+        ]
+    if forecast_sizes:
+        report["forecast"] = _forecast(sample, forecast_sizes, confidence)
+    return report
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """
+    Lays out a report as a table of the overall estimates, and says why those that are not reliable are not.
+
+    Args:
+        report (`dict`):
+            What [`rare_event_report`] returned.
+
+    Returns:
+        `str`: several lines.
+    """
+    rows = [("", "estimate", f"{report['confidence']:.0%} interval", "ESS", "largest weight", "unseen", "verdict")]
+    reasons = []
+    for key, label in (("prob_bad", "P(r < {threshold:g})"), ("cvar", "CVaR at {level:g}")):
+        for entry in report[key]:
+            name, diagnostics = label.format(**entry), entry["diagnostics"]
+            rows.append(
+                (
+                    name,
+                    f"{entry['value']:.4g}",
+                    f"{entry['lower']:.4g} to {entry['upper']:.4g}",
+                    f"{diagnostics['ess']:.0f} of {diagnostics['tail_samples']}",
+                    f"{diagnostics['max_weight_share']:.1%}",
+                    f"up to {diagnostics['unseen_share']:.0%}",
+                    "reliable" if entry["reliable"] else "UNRELIABLE",
+                )
+            )
+            reasons += [f"{name}: {reason}" for reason in entry["reasons"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    lines = [lines[0], "-" * len(lines[0]), *lines[1:], *([""] if reasons else []), *reasons]
+    if "refused" in report.get("forecast", {}):
+        lines += ["", f"No forecast: {report['forecast']['refused']}"]
+    elif "forecast" in report:
+        test = report["forecast"]["back_test"]
+        lines += ["", "Extrapolated, not measured: the lowest reward among so many completions of the policy"]
+        lines += [
+            f"{entry['size']:>15,}  {entry['median']:.4g} ({entry['lower']:.4g} to {entry['upper']:.4g})"
+            for entry in report["forecast"]["lowest"]
+        ]
+        lines.append(
+            f"Back-test, from a tenth of the completions to the others: {test['covered']:.0%} of intervals held."
+        )
+    return "\n".join(lines)
+
+
+def _entry(estimate: RareEstimate) -> dict[str, Any]:
+    return {
+        "value": estimate.value,
+        "lower": estimate.lower,
+        "upper": estimate.upper,
+        "standard_error": estimate.standard_error,
+        "reliable": estimate.reliable,
+        "reasons": list(estimate.reasons),
+        "diagnostics": vars(estimate.diagnostics),
+    }
+
+
+def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) -> dict[str, Any]:
+    """Lowest rewards among so many draws from the policy, over prompts as they come; scores are rewards turned round."""
+    scores = -sample.rewards[:, : sample.counts[0]].flatten()
+    try:
+        forecasts = forecast_largest(scores, sizes, confidence=confidence)
+    except NoSlopeError as error:  # the estimates are worth having all the same
+        return {"refused": str(error)}
+    test = back_test(scores, confidence=confidence)
+    lowest = [
+        {"size": f.size, "median": -f.median, "lower": -f.upper, "upper": -f.lower, "extrapolation": f.extrapolation}
+        for f in forecasts
+    ]
+    return {"lowest": lowest, "back_test": {"covered": test.covered, "blocks": len(test.observed)}}

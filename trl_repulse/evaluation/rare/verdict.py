@@ -1,0 +1,120 @@
+"""What an importance-sampled estimate rests on, and when it is not to be trusted."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
+
+
+MIN_VARIANCE_ESS = 20.0
+MAX_UNSEEN_SHARE = 0.3
+MAX_ERROR = 4.0  # standard errors
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """
+    What an estimate rests on. The tail is made of the bad completions, or of those up to the quantile of a CVaR.
+
+    Args:
+        tail_samples (`int`):
+            Completions in the tail.
+        policy_tail_samples (`int`):
+            How many of them the policy drew.
+        ess (`float`):
+            Effective number of completions in the tail, (Σw)² / Σw².
+        max_weight_share (`float`):
+            Share of the tail's weight that one completion bears.
+        variance_ess (`float`):
+            Effective number of completions behind the variance, (Σw²)² / Σw⁴. Where few completions make the variance,
+            the interval is as much a matter of luck as the estimate.
+        unseen_share (`float`):
+            The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
+            tail's probability that could be missing from the proposals and, with 95 % probability, leave no trace in them:
+            3 / (the policy's draws × probability of the tail), at most 1; 0 without proposals.
+        halves (`tuple[float, float]`):
+            The probability of the tail from every other completion, and from the rest.
+        halves_error (`float`):
+            Their difference in standard errors.
+        normalization_error (`float`):
+            Largest deviation of E_m[q_k / m] from 1, in standard errors.
+    """
+
+    tail_samples: int
+    policy_tail_samples: int
+    ess: float
+    max_weight_share: float
+    variance_ess: float
+    unseen_share: float
+    halves: tuple[float, float]
+    halves_error: float
+    normalization_error: float
+
+    def reasons(self) -> tuple[str, ...]:
+        """
+        What speaks against the estimate.
+
+        Returns:
+            `tuple[str, ...]`: one sentence a reason, with the remedy; empty if nothing does.
+        """
+        found = []
+        if self.normalization_error > MAX_ERROR:
+            found.append(
+                f"The log-probabilities are not those of the models that drew the completions (E[q/m] is off by "
+                f"{self.normalization_error:.1f} standard errors): score with the same weights, temperature and end tokens."
+            )
+        if self.tail_samples == 0:
+            found.append("No completion is in the tail: only the upper end of the interval means anything.")
+            return tuple(found)
+        if self.variance_ess < MIN_VARIANCE_ESS:
+            found.append(
+                f"Bad completions are too few, or their weights too uneven: {self.variance_ess:.1f} effective completions are "
+                f"behind the variance, {MIN_VARIANCE_ESS:.0f} are needed (the largest weight is {self.max_weight_share:.0%} of "
+                "the tail's). Draw more, or train the proposal further."
+            )
+        if self.unseen_share > MAX_UNSEEN_SHARE:
+            found.append(
+                f"The policy drew too few completions to tell whether the proposals miss bad outputs: up to "
+                f"{self.unseen_share:.0%} of their probability could be missing unseen. Draw more from the policy."
+            )
+        if self.halves_error > MAX_ERROR:
+            found.append(f"The two halves of the completions disagree by {self.halves_error:.1f} standard errors.")
+        return tuple(found)
+
+
+def diagnose(sample: MixtureSample, log_x: torch.Tensor, probability: float) -> Diagnostics:
+    """
+    Measures what an estimate rests on.
+
+    Args:
+        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
+            Completions of policy and proposals.
+        log_x (`torch.Tensor` of shape `(P, N)`):
+            Log-weights of the completions in the tail, −inf for the others, in nats.
+        probability (`float`):
+            Probability of the tail.
+
+    Returns:
+        [`Diagnostics`]
+    """
+    in_tail = log_x > -torch.inf
+    shift = log_x.max()
+    x = (log_x - shift).exp() if bool(in_tail.any()) else torch.zeros_like(log_x)
+    total, squares = float(x.sum()), float(x.square().sum())
+    audit = sample.counts[0] * sample.num_prompts * probability
+    unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / audit) if audit else 1.0
+    one, other = halves(sample, x)
+    variance = stratified_mean(x, sample.counts)[1]
+    return Diagnostics(
+        tail_samples=int(in_tail.sum()),
+        policy_tail_samples=int(in_tail[:, : sample.counts[0]].sum()),
+        ess=total**2 / squares if squares else 0.0,
+        max_weight_share=float(x.max()) / total if total else 0.0,
+        variance_ess=squares**2 / float(x.pow(4).sum()) if squares else 0.0,
+        unseen_share=unseen,
+        halves=(one * float(shift.exp()), other * float(shift.exp())),
+        # The difference of two halves has four times the variance of the mean of both
+        halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
+        normalization_error=largest_normalization_error(sample),
+    )
