@@ -145,6 +145,29 @@ def test_a_finished_folder_is_not_drawn_again(tmp_path, model_dirs, prompts):
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
 
 
+def test_missing_and_torn_shards_are_drawn_again(tmp_path, model_dirs, prompts):
+    folder, calls = tmp_path / "s", []
+
+    def counted(completions, **kwargs):
+        calls.extend(completions)
+        return word_reward(completions, **kwargs)
+
+    counted.__name__, counted.__qualname__, counted.__module__ = (
+        word_reward.__name__,
+        word_reward.__qualname__,
+        word_reward.__module__,
+    )
+    sample(folder, model_dirs["gpt2"], prompts)
+    whole = files(folder)
+    (folder / "complete.json").unlink()
+    (folder / "shard-00000.parquet").unlink()
+    (folder / "shard-00001.parquet").write_bytes(
+        whole["shard-00001.parquet"][:-9]
+    )  # no footer, as after a failing disk
+    sample(folder, model_dirs["gpt2"], prompts, counted)
+    assert files(folder) == whole and len(calls) == 16
+
+
 def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, model_dirs, prompts, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # Accelerate was set up before, for one process
     with pytest.raises(ValueError, match="2 processes were started, but Accelerate was set up for 1"):

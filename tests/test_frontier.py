@@ -47,7 +47,8 @@ def test_front_means_and_gains():
     points = {point.method: point for point in found.points}
     assert [point.on_front for point in found.points] == [True, True, False]
     assert points["low"].x.value == pytest.approx(0.2) and points["low"].x.samples == 2
-    assert points["low"].x.high == pytest.approx(0.2 + 12.706 * 0.1, rel=0.05)
+    assert (points["low"].x.low, points["low"].x.high) == (0.0, 1.0)  # Student's, within what a share can be
+    assert points["high"].y.low == points["high"].y.high == 3.0
     assert points["low"].y.low == points["low"].y.high == 1.0
     # The corner is (0.9, 0.5): "low" alone dominates x from 0.2 to 0.6 and y up to 1
     assert points["low"].gain.value == pytest.approx(0.4 * 0.5)
@@ -55,6 +56,17 @@ def test_front_means_and_gains():
     assert points["behind"].gain.value == points["behind"].gain.high == 0.0
     assert found.x_label == "P(r < -5)"
     assert points["low"].gain.low == 0.0 < points["low"].gain.value < points["low"].gain.high
+
+
+def test_a_share_of_zero_is_bounded_by_the_exact_interval():
+    """No bad sample in any run says that bad samples are rare, not that there are none."""
+    none = [Run("a", 0.0, 1.0, 1000), Run("a", 0.0, 2.0, 1000)]
+    point, other = make_frontier([*none, *runs("b", (0.001, 1.0), (0.002, 2.0))], "prob_bad", "reward", -5.0).points
+    assert (point.x.value, point.x.low) == (0.0, 0.0)
+    assert point.x.high == pytest.approx(1 - 0.025 ** (1 / 2000), rel=1e-9)
+    assert other.x.low == 0.0 < other.x.high  # Student's would go below
+    unknown = make_frontier(runs("a", (1.0, 1.0), (1.0, 2.0)), "attack_success", "reward").points[0]
+    assert (unknown.x.low, unknown.x.high) == (-math.inf, math.inf)
 
 
 def test_both_better_when_larger():

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .serve_reward import _object
+from ._fields import parse_object
 
 
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
@@ -49,10 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
     sampling.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
     sampling.add_argument(
-        "--reward_kwargs", metavar="JSON", type=_object, default={}, help="further arguments of the reward"
+        "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
     )
     sampling.add_argument("--reference", help="path or Hub id of the model that the KL is measured against")
-    sampling.add_argument("--engine_kwargs", metavar="JSON", type=_object, help="further arguments of vLLM's engine")
+    sampling.add_argument(
+        "--engine_kwargs", metavar="JSON", type=parse_object, help="further arguments of vLLM's engine"
+    )
     for name, options in SETTINGS.items():
         sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
     reading = parser.add_argument_group("report")

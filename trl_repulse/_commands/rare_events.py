@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .serve_reward import _object
+from ._fields import parse_object
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reward.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
     reward.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
     reward.add_argument(
-        "--reward_kwargs", metavar="JSON", type=_object, default={}, help="further arguments of the reward"
+        "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
     )
     drawing = parser.add_argument_group("completions")
     drawing.add_argument("--prompts", required=True, help="file or data set of prompts")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import binomtest
 
 from .bootstrap import REPLICATES
 from .comparison import mean_and_interval
@@ -29,6 +30,7 @@ QUANTITIES = {
     "attack_success": (True, "attack success rate"),
     "kl": (True, "KL to the reference, nats"),
 }
+SHARES = ("prob_bad", "attack_success")  # within [0, 1]
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Run:
             Name of the method.
         x, y (`float`):
             The two quantities.
+        samples (`int`, *optional*, defaults to `0`):
+            Completions that shares among them rest on, 0 if that is not known.
     """
 
     method: str
     x: float
     y: float
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,8 @@ def make_frontier(
     """
     Means over each method's runs, intervals, front and hypervolume gains.
 
-    Intervals of means are Student's. For the gains the means of all methods are drawn anew from Student's distributions with
+    Intervals of means are Student's. A share that is 0 (or 1) in all runs of a method has the interval of Clopper and Pearson for all
+    its samples, if their number is known, and else none. For the gains the means of all methods are drawn anew from Student's distributions with
     the covariance of their runs (a parametric bootstrap), and the interval lies between quantiles of the gains that result; the
     corner from which areas are measured, the worst run in either quantity, is taken as given. A single run has no interval,
     and in the intervals of others it is held where it is.
@@ -217,9 +223,12 @@ def make_frontier(
     points = []
     for index, (method, group) in enumerate(groups.items()):
         ends = []
-        for values in ([run.x for run in group], [run.y for run in group]):
+        for name, values in ((x, [run.x for run in group]), (y, [run.y for run in group])):
             mean, half = mean_and_interval(values, confidence)
-            ends.append(Estimate(mean, mean - half, mean + half, len(group)))
+            interval = (mean - half, mean + half)
+            if name in SHARES:
+                interval = _interval_of_share(mean, *interval, sum(run.samples for run in group), confidence)
+            ends.append(Estimate(mean, *interval, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
         gain = _gain_estimate(means, resampled, len(group), index, worst, confidence)
@@ -247,6 +256,16 @@ def hypervolume(points: np.ndarray, worst: np.ndarray) -> np.ndarray:
     right = points[..., 0]
     left = np.concatenate([right[:, 1:], np.zeros((len(points), min(1, right.shape[1])))], axis=1)
     return ((right - left) * height).sum(axis=1)
+
+
+def _interval_of_share(value: float, low: float, high: float, samples: int, confidence: float) -> tuple[float, float]:
+    """Student's interval within [0, 1]; where all runs have 0 or all have 1, that of Clopper and Pearson for all samples."""
+    if 0.0 < value < 1.0:
+        return (max(low, 0.0), min(high, 1.0)) if math.isfinite(low) else (low, high)
+    if not samples:
+        return -math.inf, math.inf
+    interval = binomtest(round(value * samples), samples).proportion_ci(confidence, "exact")
+    return float(interval.low), float(interval.high)
 
 
 def _resampled(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:

@@ -148,6 +148,27 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.parquet"
 
 
+def has_shard(folder: Path, number: int, rows: int) -> bool:
+    """
+    Whether a shard is there as a whole.
+
+    Args:
+        folder (`Path`):
+            Folder of samples.
+        number (`int`):
+            Number of the shard, from 0.
+        rows (`int`):
+            Rows that it has to have.
+
+    Returns:
+        `bool`: `False` too for a file that was cut off, as a disk that fails may do.
+    """
+    try:
+        return pq.read_metadata(shard_path(folder, number)).num_rows == rows
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return False
+
+
 def write_shard(folder: Path, number: int, table: pa.Table) -> None:
     """
     Writes a shard.

@@ -54,14 +54,14 @@ def load_frontier(
         twice = next(path for path in places if places.count(path) > 1)
         raise ValueError(f"`{twice}` is named twice; name each run once.")
     values = _read([path for _, path in flat], (x, y), threshold, level)
-    runs = [Run(method, *pair) for (method, _), pair in zip(flat, values, strict=True)]
+    runs = [Run(method, *found) for (method, _), found in zip(flat, values, strict=True)]
     return make_frontier(runs, x, y, threshold, level, confidence)
 
 
 def _read(
     paths: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
-) -> list[tuple[float, float]]:
-    """The two quantities of each run."""
+) -> list[tuple[float, float, int]]:
+    """The two quantities of each run, and the samples they rest on, as far as known."""
     kinds = {"samples" if path.is_dir() else "file" for path in paths}
     if len(kinds) > 1:
         raise ValueError("Folders of samples and result files stand in one figure; compare runs of one kind.")
@@ -76,7 +76,7 @@ def _read(
                 return tails.cvar(run.column(), level).value
             return float(run.column(name).mean())
 
-        return [(value(each, names[0]), value(each, names[1])) for each in samples]
+        return [(value(each, names[0]), value(each, names[1]), len(each.table)) for each in samples]
     contents = [_read_json(path) for path in paths]
     if all({"initial", "final", "samples"} <= set(content) for content in contents):
         contents = [run["final"] | {"settings": {}} for run in load_runs(paths)]
@@ -103,7 +103,7 @@ def _read(
             if not isinstance(content.get(name), int | float):
                 numbers = [key for key, number in content.items() if isinstance(number, int | float)]
                 raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")
-    return [(float(content[names[0]]), float(content[names[1]])) for content in contents]
+    return [(float(content[names[0]]), float(content[names[1]]), 0) for content in contents]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -106,7 +106,10 @@ class SamplingSettings:
             raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
         if self.engine not in ("transformers", "vllm"):
             raise ValueError(f"`engine={self.engine!r}` must be 'transformers' or 'vllm'.")
-        transform_rewards(self, torch.zeros(1))  # refuses parameters out of range
+        if not self.reward_transform_alpha >= 0:
+            raise ValueError(f"`reward_transform_alpha={self.reward_transform_alpha}` must be at least 0.")
+        if self.reward_transform == "exponential" and not self.reward_transform_beta < 0:
+            raise ValueError(f"`reward_transform_beta={self.reward_transform_beta}` must be below 0.")
 
 
 def sample_completions(
@@ -210,7 +213,8 @@ def sample_completions(
     total = len(rows) * settings.num_samples
     shards = -(-total // settings.shard_size)
     mine = range(state.process_index, shards, state.num_processes)
-    missing = [number for number in mine if not records.shard_path(folder, number).is_file()]
+    sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
+    missing = [number for number, size in sizes.items() if not records.has_shard(folder, number, size)]
     if missing:
         if settings.engine == "vllm":
             end = end_tokens(model, tokenizer)
@@ -219,7 +223,6 @@ def sample_completions(
             engine = vllm_engine(name, end, *options, **(engine_kwargs or {}))
         else:
             engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
-    sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
     bar = tqdm(
         total=sum(sizes.values()),
         initial=sum(size for number, size in sizes.items() if number not in missing),

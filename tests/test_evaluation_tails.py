@@ -1,0 +1,232 @@
+"""Tails of samples: against exact binomials and plain code, over seeds and prompts, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import beta, norm
+from scipy.stats import t as student_t
+
+from trl_repulse.evaluation import tails
+from trl_repulse.evaluation.bootstrap import combined_interval, crossed_interval, resampled_weights
+from trl_repulse.evaluation.report import estimates, tail_report
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+
+from .conftest import build_model
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory, tokenizer, prompts, reward):
+    """Held-out samples of three models that differ in weights alone."""
+    found = []
+    for seed in range(3):
+        folder, model = tmp_path_factory.mktemp("samples"), build_model("gpt2", len(tokenizer), seed)
+        settings = SamplingSettings(num_samples=60, max_completion_length=3, seed=seed)
+        options = {"tokenizer": tokenizer, "progress": False}
+        found.append(sample_completions(folder, model, prompts, reward, settings, **options))
+    return found
+
+
+def binomial_tail(count, n, p):
+    """P(B <= count), term by term."""
+    return math.fsum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(count + 1))
+
+
+@pytest.mark.parametrize("count", [1, 3, 50, 97, 99])
+def test_clopper_pearson_against_its_definition(count):
+    """At the upper end so few bad samples have probability 2.5 %, at the lower end so many."""
+    rewards = np.concatenate([np.full(count, -1.0), np.full(100 - count, 1.0)]).reshape(4, 25)
+    found = tails.prob_below(rewards, 0.0)
+    assert (found.value, found.samples) == (count / 100, count)
+    assert binomial_tail(count, 100, found.high) == pytest.approx(0.025, abs=1e-8)
+    assert 1 - binomial_tail(count - 1, 100, found.low) == pytest.approx(0.025, abs=1e-8)
+    ends = (beta.ppf(0.005, count, 101 - count), beta.ppf(0.995, count + 1, 100 - count))
+    wider = tails.prob_below(rewards, 0.0, confidence=0.99)
+    assert (wider.low, wider.high) == pytest.approx(ends, rel=1e-8)
+
+
+@pytest.mark.parametrize("n", [1, 10, 3000])
+def test_no_bad_sample_bounds_the_probability(n):
+    found = tails.prob_below(np.ones((1, n)), 0.0)
+    assert (found.value, found.low, found.samples) == (0.0, 0.0, 0)
+    assert found.high == pytest.approx(1 - 0.025 ** (1 / n), rel=1e-9)
+
+
+def test_a_threshold_above_all_rewards():
+    found = tails.prob_below(np.ones((2, 50)), 7.0)
+    assert (found.value, found.high, found.samples) == (1.0, 1.0, 100)
+    assert found.low == pytest.approx(0.025 ** (1 / 100), rel=1e-9)
+    assert tails.prob_below(np.ones((2, 50)), 1.0).value == 0.0  # a reward at the threshold is not under it
+
+
+@pytest.mark.parametrize(("level", "n"), [(0.1, 200), (0.01, 900), (0.5, 7), (0.999, 40), (0.001, 100)])
+def test_quantile_against_binomial_counts(level, n):
+    rewards = np.random.default_rng(n).normal(size=(1, n))
+    ordered, found = sorted(rewards[0]), tails.quantile(rewards, level)
+    assert found.value == next(x for i, x in enumerate(ordered, 1) if i / n >= level - 1e-12)
+    # An end at rank k misses where fewer than k samples, or at least k, are below the quantile
+    fewer = np.cumsum([math.comb(n, k) * level**k * (1 - level) ** (n - k) for k in range(n)])
+    low = [k for k in range(1, n + 1) if fewer[k - 1] <= 0.025]
+    high = [k for k in range(1, n + 1) if 1 - fewer[k - 1] <= 0.025]
+    assert found.low == (ordered[max(low) - 1] if low else -math.inf)
+    assert found.high == (ordered[min(high) - 1] if high else math.inf)
+
+
+@pytest.mark.parametrize(("level", "n"), [(0.1, 1000), (0.1, 1003), (0.25, 999), (0.3333, 500)])
+def test_cvar_against_plain_code(level, n):
+    rewards = np.random.default_rng(n).normal(size=(1, n))
+    whole, total = int(level * n), 0.0
+    ordered = sorted(rewards[0])
+    for x in ordered[:whole]:
+        total += x
+    total += (level * n - whole) * ordered[whole]  # the last one by its fraction
+    found = tails.cvar(rewards, level)
+    assert found.value == pytest.approx(total / (level * n), rel=1e-12)
+    assert found.samples == pytest.approx(level * n)
+    assert found.low < found.value < found.high
+    assert tails.tail_influence(rewards, level).mean() == pytest.approx(found.value, rel=1e-12)
+
+
+def test_cvar_of_a_short_tail_has_no_interval():
+    rewards = np.random.default_rng(0).normal(size=(10, 99))
+    found = tails.cvar(rewards, 0.1)
+    assert (found.low, found.high) == (-math.inf, math.inf) and found.samples == pytest.approx(99)
+    assert math.isfinite(tails.cvar(rewards, 0.11).low)
+
+
+def test_intervals_cover():
+    """The truth of a normal reward whose mean depends on the prompt; four standard errors of 400 repetitions."""
+    generator, means, covered = np.random.default_rng(0), np.array([[-1.0], [0.0], [2.0]]), {}
+    grid = np.linspace(-6, 6, 100_001)
+    q = grid[np.searchsorted(norm.cdf(grid - means).mean(axis=0), 0.2)]
+    below = means[:, 0] * norm.cdf(q - means[:, 0]) - norm.pdf(q - means[:, 0])  # E[r; r < q] of each prompt
+    truth = {"mean": 1 / 3, "quantile": q, "cvar": below.mean() / 0.2, "prob": norm.cdf(-2 - means).mean()}
+    for _ in range(400):
+        rewards = means + generator.normal(size=(3, 200))
+        found = {
+            "mean": tails.mean(rewards),
+            "quantile": tails.quantile(rewards, 0.2),
+            "cvar": tails.cvar(rewards, 0.2),
+            "prob": tails.prob_below(rewards, -2.0),
+        }
+        for name, it in found.items():
+            covered[name] = covered.get(name, 0) + (it.low <= truth[name] <= it.high) / 400
+    assert 0.906 < covered["mean"] < 0.994 and 0.906 < covered["cvar"] < 0.994
+    assert covered["quantile"] > 0.906 and covered["prob"] > 0.906
+
+
+def test_mean_of_symmetric_samples_is_students():
+    values = np.concatenate([-np.arange(1.0, 6.0), np.arange(1.0, 6.0)])
+    found = tails.mean(values[None])
+    half = student_t.ppf(0.975, 9) * values.std(ddof=1) / math.sqrt(10)
+    assert (found.low, found.high) == pytest.approx((-half, half), rel=1e-9)
+    skewed = tails.mean(np.array([[0.0] * 9 + [10.0]]))
+    assert skewed.high - skewed.value > skewed.value - skewed.low  # towards the longer tail
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tails.mean(np.ones(3)), "`rewards` has shape"),
+        (lambda: tails.mean(np.ones((2, 0))), "`rewards` has shape"),
+        (lambda: tails.cvar(np.array([[1.0, math.nan]]), 0.1), "not finite; mend the reward"),
+        (lambda: tails.prob_below(np.array([[1.0, -math.inf]]), 0.1), "not finite; mend the reward"),
+        (lambda: tails.prob_below(np.ones((1, 2)), math.nan), "`threshold` is NaN"),
+        (lambda: tails.quantile(np.ones((1, 2)), 0.0), "`level=0.0` must lie between 0 and 1"),
+        (lambda: tails.cvar(np.ones((1, 2)), 1.0), "`level=1.0` must lie between 0 and 1"),
+        (lambda: tails.mean(np.ones((1, 2)), 95.0), "`confidence=95.0` must lie between 0 and 1"),
+    ],
+)
+def test_arguments_are_checked(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_bootstrap_over_seeds_is_students():
+    """Of one prompt, up to the bootstrap's own error."""
+    values = np.array([1.0, 2.0, 4.0, 4.5, 6.0])
+    half = student_t.ppf(0.975, 4) * values.std(ddof=1) / math.sqrt(5)
+    low, high = crossed_interval(values[:, None])
+    assert (values.mean() - low, high - values.mean()) == pytest.approx((half, half), rel=0.03)
+    assert (low, high) == crossed_interval(values[:, None])  # the same seed, the same interval
+    assert crossed_interval(values[None]) == pytest.approx((low, high), rel=0.03)  # prompts of one seed likewise
+    assert crossed_interval(values[:1, None]) == (-math.inf, math.inf)
+
+
+def test_bootstrap_over_seeds_and_prompts_covers():
+    generator, covered = np.random.default_rng(1), 0
+    for _ in range(300):
+        cells = generator.normal(size=(5, 1)) + 0.5 * generator.normal(size=(1, 8)) + generator.normal(size=(5, 8))
+        low, high = crossed_interval(cells, replicates=1000)
+        covered += low <= 0.0 <= high
+    assert 0.90 < covered / 300 < 0.995
+
+
+def test_parts_of_the_bootstrap():
+    weights = resampled_weights(4, 1000, np.random.default_rng(0))
+    assert weights.shape == (1000, 4) and np.allclose(weights.sum(axis=1), 1.0)
+    half = student_t.ppf(0.975, 4) * 2.0
+    assert combined_interval(1.0, [(4.0, 4)]) == pytest.approx((1 - half, 1 + half))
+    half = student_t.ppf(0.975, 8) * 2.0  # Satterthwaite: two equal parts have twice the freedom
+    assert combined_interval(1.0, [(2.0, 4), (2.0, 4)]) == pytest.approx((1 - half, 1 + half))
+    assert combined_interval(1.0, [(4.0, 0)]) == (-math.inf, math.inf)
+    assert combined_interval(1.0, [(0.0, 4)]) == (1.0, 1.0)
+
+
+def test_report_of_one_model(sets, prompts, reward):
+    report = tail_report(sets[0], thresholds=[-2.5, -100.0], levels=[0.5], quantiles=[0.1])
+    rows = sets[0].table.to_pylist()
+    rewards = np.array(reward([row["completion"] for row in rows])).reshape(4, 60)
+    assert (report.seeds, report.prompts, report.samples) == (1, 4, 60)
+    names = ["mean", "P(r < -2.5)", "P(r < -100)", "quantile 0.1", "CVaR 0.5", "mean return"]
+    assert list(report.overall)[:6] == names
+    assert report.overall["P(r < -2.5)"] == tails.prob_below(rewards, -2.5)
+    assert report.overall["P(r < -100)"].high == pytest.approx(1 - 0.025 ** (1 / 240), rel=1e-9)
+    assert report.overall["CVaR 0.5"] == tails.cvar(rewards, 0.5)
+    assert list(report.per_prompt) == prompts["prompt"][:]
+    for i, prompt in enumerate(prompts["prompt"]):
+        assert report.per_prompt[prompt]["P(r < -2.5)"] == tails.prob_below(rewards[i : i + 1], -2.5)
+    entry = json.loads(json.dumps(report.to_dict(), allow_nan=False))["per_prompt"]["fish"]["CVaR 0.5"]
+    assert entry["low"] is None and entry["samples"] == 30  # too short a tail for an interval
+    table = report.to_markdown(per_prompt=True)
+    assert "| P(r < -100) | 0 | 0 to 0.01525 | 0 samples |" in table and "Prompt 'fish'" in table
+
+
+def test_report_over_seeds(sets):
+    report = tail_report(sets, thresholds=[-2.5, -100.0], levels=[0.5])
+    values = np.stack([each.column() for each in sets])
+    assert (report.seeds, report.prompts, report.samples, report.per_prompt) == (3, 4, 60, {})
+    low, high = crossed_interval((values < -2.5).mean(axis=2))
+    found = report.overall["P(r < -2.5)"]
+    assert (found.low, found.high) == (max(low, 0.0), min(high, 1.0))
+    pooled = tails.prob_below(values.reshape(12, 60), -2.5)
+    assert found.value == pooled.value and found.high - found.low > pooled.high - pooled.low
+    assert report.overall["P(r < -100)"].high == pytest.approx(1 - 0.025 ** (1 / 720), rel=1e-9)
+    assert "by each of 3 models" in report.to_markdown()
+
+
+def test_a_seed_more_certain_than_samples():
+    """Seeds that agree leave the interval that the prompts give, and never one outside [0, 1]."""
+    values = np.zeros((3, 2, 200))
+    values[:, :, :3] = -1.0
+    found = estimates(values, [-0.5], [0.9])["P(r < -0.5)"]
+    assert 0.0 <= found.low <= found.value == 0.015 <= found.high <= 1.0
+
+
+def test_samples_that_do_not_belong_together(sets, tmp_path, tokenizer, prompts, reward):
+    with pytest.raises(ValueError, match="There are no samples"):
+        tail_report([])
+    with pytest.raises(ValueError, match="are of the same model; leave one out"):
+        tail_report([sets[0], sets[0]])
+    with pytest.raises(ValueError, match="`quantiles` are those of one model"):
+        tail_report(sets, quantiles=[0.1])
+    with pytest.raises(ValueError, match="has no column of numbers `rewards/toxicity`; it has"):
+        tail_report(sets, column="rewards/toxicity")
+    settings = SamplingSettings(num_samples=60, max_completion_length=2)
+    other = sample_completions(
+        tmp_path / "other", build_model("gpt2", len(tokenizer), 9), prompts, reward, settings,
+        tokenizer=tokenizer, progress=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="were sampled with another `settings.max_completion_length`"):
+        tail_report([*sets, other])
