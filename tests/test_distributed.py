@@ -127,6 +127,7 @@ def test_configurations_of_the_launcher_are_read(path):
         "cpu_ddp",
         pytest.param("fsdp2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param("zero3_offload", marks=[needs_deepspeed, pytest.mark.slow]),  # compiles an optimizer at first
     ],
 )
 @pytest.mark.parametrize("method", ["checkpoints", "checkpoints in a block"])
