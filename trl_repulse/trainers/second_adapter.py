@@ -214,8 +214,8 @@ class SecondAdapter(SecondModel):
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
         if accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError(
-                "With FSDP policy and proposal cannot be two adapters over one base; pass `proposal_model` to give the "
-                "proposal a base of its own."
+                "With FSDP policy and proposal cannot be adapters; leave out `peft_config`, or launch with DeepSpeed ZeRO "
+                "(`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
             )
         super().__init__(module, accelerator, learning_rate)
         self._deepspeed = False  # the adapter has no engine
@@ -294,7 +294,7 @@ class SecondAdapter(SecondModel):
         """As [`SecondModel.load_checkpoint`]."""
         with self._masters_in_place(changed=True):
             self.module.load(directory)
-        self.load_state(directory)
+            self.load_state(directory)  # an optimizer's state takes the precision of the parameters it finds
 
     def step(self) -> float:
         """
