@@ -22,7 +22,7 @@ PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"
 CONFIGS = [RewardConfig, ReinforceConfig, RePULSeConfig, PPOConfig]
 DOCUMENTED = [*CONFIGS, GCGConfig, GCGEvaluationConfig, GCGRunArguments]
 COMMANDS = {
-    "test": 'pip install -e ".[test]" && pytest',
+    "test": 'pip install -e ".[test]" && pytest -n auto',
     "train": "pip install -e . && accelerate launch examples/repulse.py",
 }
 
