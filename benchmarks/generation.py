@@ -51,10 +51,13 @@ NAMES = ("policy", "proposal")
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    vocabulary = {f"w{i}": i for i in range(vocab_size)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = special + [f"w{i}" for i in range(len(special), vocab_size)]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w2", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", padding_side="left"
+    )
 
 
 def main() -> None:
