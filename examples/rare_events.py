@@ -17,7 +17,7 @@ from trl_repulse import embedded
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
-from trl_repulse.evaluation.rare.sampling import draw
+from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 
 
 THRESHOLD, LEVEL, BETA = -5.0, 1e-4, -5.0
@@ -41,7 +41,9 @@ def print_bounds(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="repulse-embedded", help="folder of a run of examples/repulse.py")
-    parser.add_argument("--num_samples", type=int, default=5000, help="completions a prompt from each model")
+    parser.add_argument(
+        "--num_samples", type=int, default=5000, help="completions a prompt from each model, at least 4"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -52,12 +54,15 @@ def main() -> None:
     reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
     prompts = list(embedded.load_prompts()["prompt"])
 
+    # At a higher temperature the proposal also draws what training made it neglect
+    temperature = find_temperature(proposal, tokenizer, prompts, max_completion_length=2)
     draws = draw(
-        [policy, proposal],
+        [policy, proposal, proposal],
         tokenizer,
         prompts,
         reward_model,
-        counts=(options.num_samples, options.num_samples),
+        counts=(options.num_samples, options.num_samples // 2, options.num_samples // 2),
+        temperatures=(1.0, 1.0, temperature),
         max_completion_length=2,
         reward_tokenizer=reward_tokenizer,
         batch_size=500,

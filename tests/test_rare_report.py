@@ -72,10 +72,12 @@ def test_command(command, tmp_path, capsys):
     output = tmp_path / "new" / "report.json"
     assert main([*command, "--threshold", "-1", "--level", "0.1", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
-    assert report["counts"] == [60, 40, 40] and len(report["prob_bad"][0]["per_prompt"]) == 2
+    assert report["counts"] == [60, 20, 20, 20, 20] and len(report["prob_bad"][0]["per_prompt"]) == 2
     assert 0 < report["prob_bad"][0]["lower"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["upper"] < 1
     assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4  # each model was scored as itself
     assert report["settings"]["seed"] == 0
+    temperatures = report["temperatures"]  # the untrained models' tokens are alike: nothing takes them 2 nats away
+    assert temperatures[:2] == [1, 1] and temperatures[2] > 1 and temperatures[3] == 1 and temperatures[4] > 1
     assert "P(r < -1)" in capsys.readouterr().out
     assert list(output.parent.iterdir()) == [output]
 
@@ -84,7 +86,15 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
     """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
     tokenizer.save_pretrained(tmp_path / "adapter")
     output, adapter = tmp_path / "report.json", str(tmp_path / "adapter")
-    command = ["rare-events", adapter, "--proposal", adapter, *command[command.index("--prompts") :]]
+    command = [
+        "rare-events",
+        adapter,
+        "--proposal",
+        adapter,
+        "--divergence",
+        "0",
+        *command[command.index("--prompts") :],
+    ]
     assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
     diagnostics = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
     assert diagnostics["ess"] == pytest.approx(200) and diagnostics["normalization_error"] < 1e-3
@@ -99,6 +109,7 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
         ([], "Nothing is asked for"),
         (["--threshold", "0", "--prompts", "none.jsonl"], "There is no file"),
         (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
+        (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
         (["--level", "2"], "`level=2.0`"),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import largest_normalization_error
-from trl_repulse.evaluation.rare.sampling import completion_log_prob, draw
+from trl_repulse.evaluation.rare.sampling import completion_log_prob, draw, find_temperature
 
 from .conftest import build_model
 
@@ -29,7 +29,7 @@ def test_log_probabilities_are_those_of_enumeration(models, tokenizer, prompts, 
     for model in models:
         exact = evaluator.log_probs(model)
         for prompt, expected in zip(prompts["prompt"], exact, strict=True):
-            log_prob = completion_log_prob(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id])
+            log_prob = completion_log_prob(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id])[:, 0]
             assert torch.allclose(log_prob, expected, atol=1e-4)
             assert float(log_prob.exp().sum()) == pytest.approx(1, abs=1e-4)
 
@@ -38,7 +38,7 @@ def test_draws_estimate_what_enumeration_knows(models, tokenizer, prompts, evalu
     def of_text(prompts, completions):  # the evaluator judges the whole text
         return reward([prompt + completion for prompt, completion in zip(prompts, completions, strict=True)])
 
-    draws = draw(models, tokenizer, prompts["prompt"], of_text, (300, 200), 2, batch_size=128)
+    draws = draw(models, tokenizer, prompts["prompt"], of_text, (300, 200), 2, batch_size=128, seed=1)
     assert draws.sample.counts == (300, 200) and draws.sample.log_density.shape == (4, 500, 2)
     exact = evaluator.log_probs(models[0]).exp()
     for threshold in (-2.0, 0.1):
@@ -48,6 +48,63 @@ def test_draws_estimate_what_enumeration_knows(models, tokenizer, prompts, evalu
     assert largest_normalization_error(draws.sample) < 4
     texts = [prompts["prompt"][0] + text for text in draws.texts[0]]
     assert draws.sample.rewards[0].tolist() == reward(texts)
+
+
+class Tempered(torch.nn.Module):
+    """A model at a temperature, for enumeration."""
+
+    def __init__(self, model, temperature):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, **inputs):
+        output = self.model(**inputs)
+        output.logits = output.logits / self.temperature
+        return output
+
+
+def test_a_hot_proposal_is_a_component_of_its_own(models, tokenizer, prompts, evaluator, reward, monkeypatch):
+    policy, proposal = models
+    passes, forward = [], type(proposal).forward
+    monkeypatch.setattr(
+        type(proposal), "forward", lambda self, *a, **kw: passes.append(kw.get("use_cache")) or forward(self, *a, **kw)
+    )
+    counts, temperatures = (20, 300, 300), (1, 1, 3)
+    draws = draw(
+        [policy, proposal, proposal],
+        *(tokenizer, prompts["prompt"], reward, counts, 2),
+        temperatures=temperatures,
+        batch_size=1000,
+        seed=2,
+    )
+    assert passes.count(False) == 2 * 4  # one pass a model and prompt scores all components
+    hot = evaluator.log_probs(Tempered(proposal, 3.0))
+    texts = tokenizer.batch_decode(
+        [[token for token in row if token >= 0] for row in evaluator.completion_ids.tolist()], skip_special_tokens=True
+    )
+    for i, row in enumerate(draws.texts):
+        known = {}
+        for text, value in zip(texts, hot[i].tolist(), strict=True):
+            known.setdefault(text, []).append(value)  # texts of other tokens, where special ones are left out
+        for text, value in zip(row, draws.sample.log_density[i, :, 2].tolist(), strict=True):
+            assert min(abs(value - other) for other in known[text]) < 1e-4
+        # It draws as it is scored
+        mean = float((hot[i].exp() * hot[i]).sum())
+        deviation = float((hot[i].exp() * hot[i].square()).sum() - mean**2) ** 0.5
+        assert abs(float(draws.sample.log_density[i, 320:, 2].mean()) - mean) < 4 * deviation / 300**0.5
+    assert largest_normalization_error(draws.sample) < 4
+
+
+@pytest.mark.parametrize("architecture", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("divergence", [0.05, 0.3])
+def test_the_temperature_of_a_divergence(models, tokenizer, prompts, evaluator, divergence):
+    model = models[1]
+    temperature = find_temperature(model, tokenizer, prompts["prompt"], 2, divergence, num_samples=200)
+    q, hot = evaluator.log_probs(model), evaluator.log_probs(Tempered(model, temperature))
+    assert float((q.exp() * (q - hot)).sum(dim=1).mean()) == pytest.approx(divergence, rel=0.1)
+    assert find_temperature(model, tokenizer, prompts["prompt"], 2, 100.0, num_samples=2) == pytest.approx(10)
+    with pytest.raises(ValueError, match="above 0"):
+        find_temperature(model, tokenizer, prompts["prompt"], 2, 0.0)
 
 
 def test_settings_that_a_model_was_saved_with_play_no_part(models, tokenizer, prompts, reward):
@@ -84,7 +141,7 @@ def test_several_end_tokens(tokenizer, prompts, reward):
     # A completion that ends at once has the first token's probability
     ids = tokenizer(prompts["prompt"][0])["input_ids"]
     first = torch.stack(
-        [completion_log_prob(model, ids, torch.tensor([[token, 0]]), [1, DOG])[0] for token in (1, DOG)]
+        [completion_log_prob(model, ids, torch.tensor([[token, 0]]), [1, DOG])[0, 0] for token in (1, DOG)]
     )
     with torch.no_grad():
         expected = model.eval()(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[[1, DOG]]
@@ -128,13 +185,15 @@ def test_messages(tokenizer, reward):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"counts": (4, 4)}, "`counts` has 2 numbers for 1"),
+        ({"counts": (4, 4)}, "`counts` has 2 numbers and `temperatures` 1 for 1"),
         ({"prompts": []}, "at least one prompt"),
         ({"prompts": ["fish " * 40]}, "context"),
         ({"max_completion_length": 0}, "at least 1"),
+        ({"temperatures": [2.0]}, "the first, 1"),
+        ({"temperatures": [1.0, 2.0]}, "`temperatures` 2 for 1"),
         ({"reward": lambda prompts, completions: [None] * len(prompts)}, "`None`"),
         ({"reward": lambda prompts, completions: [1.0]}, "rewards for"),
-        ({"reward": lambda prompts, completions: [math.inf] * len(prompts)}, "infinity"),
+        ({"reward": lambda prompts, completions: [math.inf] * len(prompts)}, "finite"),
         ({"reward": lambda prompts, completions: [math.nan] * len(prompts)}, "nan"),
     ],
 )

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawing.add_argument(
         "--num_proposal_samples", type=int, help="completions a prompt from each proposal (as many as from the policy)"
     )
+    drawing.add_argument(
+        "--divergence",
+        metavar="NATS",
+        type=float,
+        default=2.0,
+        help="half of a proposal's completions are drawn at the temperature that takes it so far from itself; 0: none (2)",
+    )
     drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
     drawing.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
     asked = parser.add_argument_group("estimates")
@@ -81,7 +88,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
             Arguments of the command.
 
     Returns:
-        `dict`: as [`~trl_repulse.evaluation.rare.report.rare_event_report`], and `settings`.
+        `dict`: as [`~trl_repulse.evaluation.rare.report.rare_event_report`], with `settings`, and the `temperatures` of the components.
 
     Raises:
         `ValueError`: If arguments do not fit together or something cannot be used.
@@ -95,13 +102,15 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..data import load_prompts
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.report import rare_event_report
-    from ..evaluation.rare.sampling import draw
+    from ..evaluation.rare.sampling import draw, find_temperature
     from ..rewards.loading import load_reward
 
+    if not args.divergence >= 0:
+        raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
     device, code = PartialState().device, {"trust_remote_code": args.trust_remote_code}
-    prompts = load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"]
+    prompts = list(load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"])
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
@@ -111,20 +120,43 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).to(device)
         for name in (args.policy, *args.proposal)
     ]
-    others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
+    tokenizer = AutoTokenizer.from_pretrained(args.policy, **code)
+    components, counts, temperatures = models[:1], [args.num_samples], [1.0]
+    for model in models[1:]:
+        count = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
+        hot = count // 2 if args.divergence else 0
+        components.append(model)
+        counts.append(count - hot)
+        temperatures.append(1.0)
+        if hot:
+            components.append(model)
+            counts.append(hot)
+            temperatures.append(
+                find_temperature(
+                    model,
+                    tokenizer,
+                    prompts,
+                    args.max_completion_length,
+                    args.divergence,
+                    batch_size=args.batch_size,
+                    seed=args.seed,
+                )
+            )
     draws = draw(
-        models,
-        AutoTokenizer.from_pretrained(args.policy, **code),
-        list(prompts),
+        components,
+        tokenizer,
+        prompts,
         reward,
-        (args.num_samples, *(others for _ in args.proposal)),
+        counts,
         args.max_completion_length,
+        temperatures=temperatures,
         reward_tokenizer=reward_tokenizer,
         batch_size=args.batch_size,
         seed=args.seed,
     )
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
-    return {"settings": {key: value for key, value in vars(args).items() if key not in ("run", "command")}, **report}
+    settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
+    return {"settings": settings, "temperatures": temperatures, **report}
 
 
 def _count(value: str) -> int:

@@ -60,14 +60,20 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def transformers_engine(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_completion_length: int, batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_completion_length: int,
+    batch_size: int,
+    *,
+    temperature: float = 1.0,
+    end: list[int] | None = None,
 ) -> Engine:
-    """Draws with `generate`, at temperature 1 from all tokens; what the model was saved with plays no part."""
-    end = end_tokens(model, tokenizer)
+    """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
+    end = end_tokens(model, tokenizer) if end is None else end
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or [0])[0]
     config = GenerationConfig(
         do_sample=True,
-        temperature=1.0,
+        temperature=temperature,
         top_k=0,
         top_p=1.0,
         max_new_tokens=max_completion_length,
@@ -147,8 +153,10 @@ def as_function(
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    reward.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # as TRL does
-    name, of_texts = reward.config._name_or_path.rstrip("/").split("/")[-1], _reward_of_model(reward, tokenizer)
+    name, of_texts = type(reward).__name__, _reward_of_model(reward, tokenizer)
+    if hasattr(reward, "config"):  # as TRL does
+        reward.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        name = reward.config._name_or_path.rstrip("/").split("/")[-1]
 
     def function(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
         texts = [
@@ -166,7 +174,7 @@ def evaluate_rewards(
     functions: dict[str, Callable[..., list[float | None]]],
     prompts: list[Prompt],
     completions: list[str],
-    completion_ids: list[list[int]],
+    completion_ids: list[list[int]] | None,
     columns: dict[str, list],
     batch_size: int,
 ) -> dict[str, list[float | None]]:
@@ -177,12 +185,10 @@ def evaluate_rewards(
         texts: list[Any] = completions[chosen]
         if not isinstance(prompts[0], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
+        more = columns if completion_ids is None else columns | {"completion_ids": completion_ids}
         for name, function in functions.items():
             given = function(
-                prompts=prompts[chosen],
-                completions=texts,
-                completion_ids=completion_ids[chosen],
-                **{key: values[chosen] for key, values in columns.items()},
+                prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}
             )
             if len(given) != len(texts):
                 raise ValueError(

@@ -12,6 +12,7 @@ the variance of the mean is the sum of what the components contribute, each abou
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,11 +49,9 @@ class MixtureSample:
                 f"`rewards` has shape {shape} and `log_density` {tuple(self.log_density.shape)}; give (P, N) and "
                 f"(P, N, {len(counts)}), where {len(counts)} is the length of `counts`."
             )
-        if sum(counts) != shape[1] or any(n < 2 for n in counts[1:]) or counts[0] < 0 or counts[0] == 1:
-            raise ValueError(
-                f"`counts={counts}` must sum to the {shape[1]} completions of a prompt, with at least 2 of each component; "
-                "only the policy's may be 0."
-            )
+        check_counts(counts)
+        if sum(counts) != shape[1]:
+            raise ValueError(f"`counts={counts}` must sum to the {shape[1]} completions of a prompt.")
         if not bool(self.rewards.isfinite().all()):
             raise ValueError("`rewards` holds NaN or infinity; score every completion, and clamp what is infinite.")
         own = self.log_density.gather(-1, self.component.expand(shape).unsqueeze(-1))
@@ -99,6 +98,23 @@ class MixtureSample:
             [`MixtureSample`]: with P = 1.
         """
         return MixtureSample(self.rewards[index : index + 1], self.log_density[index : index + 1], self.counts)
+
+
+def check_counts(counts: Sequence[int]) -> None:
+    """
+    Refuses numbers of completions from which no variance can be had.
+
+    Args:
+        counts (`Sequence[int]`):
+            Completions of each prompt from each component, the policy first.
+
+    Raises:
+        `ValueError`: If there are fewer than 2 of one, or none at all; the policy's alone may be 0.
+    """
+    if any(n < 2 for n in counts[1:]) or counts[0] < 0 or counts[0] == 1 or not sum(counts):
+        raise ValueError(
+            f"`counts={tuple(counts)}` must be at least 2 of each component (a model at a temperature); only the policy's may be 0."
+        )
 
 
 def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float, float]:

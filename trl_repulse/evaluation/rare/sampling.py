@@ -1,28 +1,27 @@
 """
 Draws completions from a policy and its proposals, and scores each under all of them.
 
-Axis letters: P prompts, N completions per prompt, K models, B sequences of one pass, L prompt tokens, T completion tokens.
+Axis letters: P prompts, N completions per prompt, K components, B sequences of one pass, L prompt tokens, T completion tokens,
+V vocabulary, I inverse temperatures.
 
 The sequences of a pass all continue one prompt: nothing is padded on the left, so that no log-probability depends on how a
 model counts positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._checks import check_prompt_lengths
-from ...generation._habits import without_generation_habits
-from ...trainers._rewards import with_checks
-from ..exact import _evaluating, _reward_of_model
-from .mixture import MixtureSample
+from .._generation import Prompt, as_function, end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
+from ..exact import _evaluating
+from .mixture import MixtureSample, check_counts
 
 
-Prompt = str | list[dict[str, str]]
 Reward = Callable[..., Any]
 
 
@@ -50,20 +49,24 @@ def draw(
     counts: Sequence[int],
     max_completion_length: int,
     *,
+    temperatures: Sequence[float] | None = None,
     reward_tokenizer: PreTrainedTokenizerBase | None = None,
     batch_size: int = 64,
     seed: int = 0,
 ) -> Draws:
     """
-    Draws completions of each prompt from each model, rewards them, and scores them under every model.
+    Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    Sampling is pure, at temperature 1: settings that a model was saved with play no part. A completion ends with one of the
-    policy's end tokens or at T tokens. Log-probabilities come from passes over the finished completions, in float32 from the
-    logits on, never from generation. Equal completions of a prompt are rewarded once.
+    Sampling is pure: settings that a model was saved with play no part. A completion ends with one of the policy's end tokens
+    or at T tokens. Log-probabilities come from passes over the finished completions, in float32 from the logits on, never
+    from generation. Equal completions of a prompt are rewarded once.
+
+    A component is a model at a temperature. The same model at several costs no further pass to score, and a proposal at a
+    temperature above 1 draws what training made it neglect.
 
     Args:
         models (`Sequence` of [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The policy, then its proposals, over one vocabulary. Their training modes are restored.
+            The K components' models: the policy, then proposals, over one vocabulary. Their training modes are restored.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Their tokenizer; its chat template is applied to prompts of messages.
         prompts (`Sequence[str]` or `Sequence[list[dict]]`):
@@ -72,9 +75,11 @@ def draw(
             A reward function in TRL's form, which takes lists `prompts` and `completions` and gives a finite number for
             each, or a sequence-classification model.
         counts (`Sequence[int]`):
-            Completions of each prompt from each model.
+            Completions of each prompt from each component.
         max_completion_length (`int`):
             T.
+        temperatures (`Sequence[float]`, *optional*):
+            Temperature of each component, by default 1. The policy's is 1: it is the model in question.
         reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer of the reward model; required if `reward` is a module.
         batch_size (`int`, *optional*, defaults to `64`):
@@ -88,38 +93,52 @@ def draw(
     Raises:
         `ValueError`: If arguments do not fit together, a prompt is empty or too long, or a reward is not a finite number.
     """
-    if len(models) != len(counts) or not models:
-        raise ValueError(f"`counts` has {len(counts)} numbers for {len(models)} models; give one a model.")
+    temperatures = [1.0] * len(models) if temperatures is None else [float(value) for value in temperatures]
+    if not models or not len(models) == len(counts) == len(temperatures):
+        raise ValueError(
+            f"`counts` has {len(counts)} numbers and `temperatures` {len(temperatures)} for {len(models)} models; give one a "
+            "model."
+        )
+    check_counts(counts)
+    if temperatures[0] != 1 or not all(0 < value < float("inf") for value in temperatures):
+        raise ValueError(f"`temperatures={temperatures}` must be above 0, and that of the policy, the first, 1.")
     if max_completion_length < 1 or batch_size < 1:
         raise ValueError("`max_completion_length` and `batch_size` must be at least 1.")
-    if isinstance(reward, nn.Module):
-        if reward_tokenizer is None:
-            raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
-        reward = _as_function(reward, reward_tokenizer)
-    prompt_ids = [_tokenize(tokenizer, prompt) for prompt in prompts]
-    if not prompt_ids or not all(prompt_ids):
-        raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
+    if isinstance(reward, nn.Module) and reward_tokenizer is None:
+        raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
+    prompt_ids = _tokens(models, tokenizer, prompts, max_completion_length)
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
-    for model in models:
-        check_prompt_lengths(prompt_ids, list(prompts), model.config, max_completion_length)
-    device = models[0].device
-    parts: list[tuple[torch.Tensor, torch.Tensor, list[str]]] = []
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(seed)
-        for prompt, ids in zip(prompts, prompt_ids, strict=True):
-            log_density, texts = _draw_prompt(models, tokenizer, ids, counts, max_completion_length, batch_size)
-            parts.append((_score(reward, prompt, texts, batch_size), log_density, texts))
-    rewards, densities, texts_of = zip(*parts, strict=True)
-    return Draws(MixtureSample(torch.stack(rewards), torch.stack(densities), tuple(counts)), list(texts_of))
+    end = end_tokens(models[0], tokenizer)
+    engines = [
+        transformers_engine(model, tokenizer, max_completion_length, batch_size, temperature=temperature, end=end)
+        for model, temperature in zip(models, temperatures, strict=True)
+    ]
+    rewards, densities, texts = [], [], []
+    function, seeds = as_function(reward, reward_tokenizer, models[0].device), _seeds(seed)
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        rows = [
+            row
+            for engine, count in zip(engines, counts, strict=True)
+            if count
+            for row in engine([ids] * count, next(seeds))
+        ]
+        densities.append(_score(models, temperatures, ids, rows, end, batch_size))
+        texts.append(tokenizer.batch_decode(rows, skip_special_tokens=True))
+        rewards.append(_reward(*function, prompt, texts[-1], batch_size))
+    return Draws(MixtureSample(torch.stack(rewards), torch.stack(densities), tuple(counts)), texts)
 
 
 def completion_log_prob(
-    model: nn.Module, prompt_ids: Sequence[int], completion_ids: torch.Tensor, end_token_ids: Sequence[int]
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    completion_ids: torch.Tensor,
+    end_token_ids: Sequence[int],
+    temperatures: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
     """
-    Log-probability of completions of one prompt.
+    Log-probability of completions of one prompt, at several temperatures.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -130,116 +149,158 @@ def completion_log_prob(
             Completions; what follows the first end token of a row is not counted.
         end_token_ids (`Sequence[int]`):
             Tokens that end a completion, and count.
+        temperatures (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
+            What the logits are divided by, K numbers.
 
     Returns:
-        `torch.Tensor` of shape `(B,)`: log-probabilities in nats, float64, on the CPU.
+        `torch.Tensor` of shape `(B, K)`: log-probabilities in nats, float64, on the CPU.
     """
+    logits, completion, counts = _logits(model, prompt_ids, completion_ids, end_token_ids)
+    chosen = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1)  # (B, T)
+    columns = []
+    for temperature in temperatures:
+        log_prob = chosen / temperature - (logits / temperature).logsumexp(dim=-1)
+        columns.append(log_prob.masked_fill(~counts, 0.0).double().sum(dim=1).cpu())
+    return torch.stack(columns, dim=-1)
+
+
+def find_temperature(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_completion_length: int,
+    divergence: float = 2.0,
+    *,
+    num_samples: int = 64,
+    max_prompts: int = 64,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> float:
+    """
+    The temperature at which a model's completions diverge from those at temperature 1 by so many nats.
+
+    KL(q ‖ q at the temperature) of a whole completion, the mean over prompts, is estimated from completions drawn at
+    temperature 1, exactly at each token. Unlike a temperature, a divergence means the same for completions of 2 tokens and of 200.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The proposal q. Its training mode is restored.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
+            Prompts, plain text or messages.
+        max_completion_length (`int`):
+            T.
+        divergence (`float`, *optional*, defaults to `2.0`):
+            In nats, above 0.
+        num_samples (`int`, *optional*, defaults to `64`):
+            Completions of each prompt.
+        max_prompts (`int`, *optional*, defaults to `64`):
+            Prompts that are used, spread over all.
+        batch_size (`int`, *optional*, defaults to `64`):
+            B.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws. The state of the global generators is restored.
+
+    Returns:
+        `float`: above 1, and 10 at most.
+
+    Raises:
+        `ValueError`: If `divergence` is not above 0, or a prompt is empty or too long.
+    """
+    if not divergence > 0:
+        raise ValueError(f"`divergence={divergence}` must be above 0.")
+    chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
+    end, seeds = end_tokens(model, tokenizer), _seeds(seed)
+    engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
+    inverse = torch.linspace(1.0, 0.1, 91, dtype=torch.float64)  # (I,)
+    total, rows = torch.zeros_like(inverse), 0
+    for ids in _tokens([model], tokenizer, chosen, max_completion_length):
+        for batch in _batches(engine([ids] * num_samples, next(seeds)), batch_size):
+            logits, _, counts = _logits(model, ids, batch, end)
+            log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
+            mean = (log_q.exp() * log_q).sum(dim=-1)
+            for i, s in enumerate(inverse.tolist()):
+                total[i] += ((1 - s) * mean + (s * log_q).logsumexp(dim=-1)).sum().item()
+            rows += len(batch)
+    found = total / rows  # rises along the inverse temperatures
+    place = int(torch.searchsorted(found, divergence))
+    if place == len(found):
+        return 1 / float(inverse[-1])
+    share = (divergence - float(found[place - 1])) / float(found[place] - found[place - 1])
+    return 1 / float(torch.lerp(inverse[place - 1], inverse[place], share))
+
+
+def _tokens(
+    models: Sequence[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], length: int
+) -> list[list[int]]:
+    prompt_ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    if not prompt_ids or not all(prompt_ids):
+        raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
+    for model in models:
+        check_prompt_lengths(prompt_ids, list(prompts), model.config, length)
+    return prompt_ids
+
+
+def _seeds(seed: int) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield int(torch.randint(2**62, (), generator=generator))
+
+
+def _batches(rows: list[list[int]], size: int) -> Iterator[torch.Tensor]:
+    """Completions in batches, (B, T) as wide as the longest; what is filled up comes after an end token."""
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        width = max(map(len, batch))
+        yield torch.tensor([row + [row[-1]] * (width - len(row)) for row in batch])
+
+
+def _logits(
+    model: nn.Module, prompt_ids: Sequence[int], completion_ids: torch.Tensor, end_token_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of the completion's tokens, (B, T, V) in float32; the tokens, and which of them count, (B, T)."""
     device = next(model.parameters()).device
     completion = completion_ids.to(device)
     ids = torch.cat([torch.tensor(list(prompt_ids), device=device).expand(len(completion), -1), completion], dim=1)
     width = completion.size(1)
     with _evaluating(model):
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=width + 1, use_cache=False)
-    logits = output.logits[:, :-1].float()  # (B, T, V)
-    log_prob = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)  # (B, T)
     ended = torch.isin(completion, torch.tensor(list(end_token_ids), dtype=torch.long, device=device))
-    after_end = ended.cumsum(dim=1) - ended.long() > 0
-    return log_prob.masked_fill(after_end, 0.0).double().sum(dim=1).cpu()
+    counts = ended.cumsum(dim=1) - ended.long() == 0
+    return output.logits[:, :-1].float(), completion, counts
 
 
-def _draw_prompt(
+def _score(
     models: Sequence[PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase,
+    temperatures: Sequence[float],
     prompt_ids: list[int],
-    counts: Sequence[int],
-    length: int,
+    rows: list[list[int]],
+    end: list[int],
     batch_size: int,
-) -> tuple[torch.Tensor, list[str]]:
-    """Log-probabilities (N, K) and texts of the completions of one prompt."""
-    end = _end_token_ids(models[0], tokenizer)
-    pad = end[0] if tokenizer.pad_token_id is None and end else tokenizer.pad_token_id
-    log_density, rows = [], []
-    for model, count in zip(models, counts, strict=True):
-        for start in range(0, count, batch_size):
-            size = min(batch_size, count - start)
-            completion = _generate(model, prompt_ids, size, length, end, pad)
-            log_density.append(
-                torch.stack([completion_log_prob(scored, prompt_ids, completion, end) for scored in models], dim=-1)
-            )
-            rows += [_until_end(row, end) for row in completion.tolist()]
-    return torch.cat(log_density), tokenizer.batch_decode(rows, skip_special_tokens=True)
-
-
-def _generate(
-    model: PreTrainedModel, prompt_ids: list[int], size: int, length: int, end: list[int], pad: int | None
 ) -> torch.Tensor:
-    """Completions of one prompt, (B, T) or narrower if all have ended."""
-    config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=length,
-        eos_token_id=end or None,
-        pad_token_id=pad,
-    )
-    ids = torch.tensor(prompt_ids, device=model.device).expand(size, -1)
-    with _evaluating(model), without_generation_habits(model):
-        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return output[:, len(prompt_ids) :]
+    """Log-probability of each completion under each component, (N, K); one pass a model."""
+    places: dict[int, list[int]] = {}
+    for k, model in enumerate(models):
+        places.setdefault(id(model), []).append(k)
+    parts = []
+    for batch in _batches(rows, batch_size):
+        part = torch.empty(len(batch), len(models), dtype=torch.float64)
+        for own in places.values():
+            at = [temperatures[k] for k in own]
+            part[:, own] = completion_log_prob(models[own[0]], prompt_ids, batch, end, at)
+        parts.append(part)
+    return torch.cat(parts)
 
 
-def _end_token_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion: the policy's own end tokens, else the tokenizer's."""
-    end = policy.generation_config.eos_token_id
-    end = tokenizer.eos_token_id if end is None else end
-    return [] if end is None else end if isinstance(end, list) else [end]
-
-
-def _until_end(row: list[int], end: list[int]) -> list[int]:
-    """A completion's tokens with the one that ends it, which is no part of the text if it is a special token."""
-    places = [row.index(token) for token in end if token in row]
-    return row[: min(places) + 1] if places else row
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
-
-
-def _as_function(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:
-    """A reward model as a reward function, which reads what TRL would have it read."""
-    of_texts = _reward_of_model(model, tokenizer)
-
-    def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        pairs = zip(prompts, completions, strict=True)
-        texts = [
-            prompt + completion
-            if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt + completion, tokenize=False)
-            for prompt, completion in pairs
-        ]
-        return of_texts(texts).tolist()
-
-    return reward
-
-
-def _score(reward: Reward, prompt: Prompt, texts: list[str], batch_size: int) -> torch.Tensor:
+def _reward(name: str, function: Reward, prompt: Prompt, texts: list[str], batch_size: int) -> torch.Tensor:
     """Rewards of the completions of one prompt, (N,); equal completions are scored once."""
     distinct = list(dict.fromkeys(texts))
-    is_plain = isinstance(prompt, str)
-    name = getattr(reward, "__name__", type(reward).__name__)
-    checked, values = with_checks(reward, name), {}
-    for start in range(0, len(distinct), batch_size):
-        batch = distinct[start : start + batch_size]
-        completions = batch if is_plain else [[{"role": "assistant", "content": text}] for text in batch]
-        rewards = checked(prompts=[prompt] * len(batch), completions=completions)
-        if len(rewards) != len(batch) or None in rewards:
-            raise ValueError(
-                f"The reward function '{name}' gave {len(rewards)} rewards for {len(batch)} completions, "
-                f"{rewards.count(None)} of them `None`; an estimate needs a number for each."
-            )
-        values |= dict(zip(batch, rewards, strict=True))
+    given = evaluate_rewards({name: function}, [prompt] * len(distinct), distinct, None, {}, batch_size)[name]
+    if None in given:
+        raise ValueError(
+            f"The reward function '{name}' gave `None` to {given.count(None)} of {len(given)} completions; an estimate needs a "
+            "number for each."
+        )
+    values = dict(zip(distinct, given, strict=True))
     return torch.tensor([values[text] for text in texts], dtype=torch.float64)
