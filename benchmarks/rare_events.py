@@ -9,166 +9,35 @@ these tables and run no model again. What was trained is kept in `--output_dir`;
 
 import argparse
 import math
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from rare_world import (
+    BETA,
+    LEVEL,
+    THRESHOLD,
+    Tables,
+    bad_proposals,
+    hotter,
+    load_models,
+    load_tables,
+    pool,
+    samples,
+    train,
+    true_cvar,
+    true_prob_bad,
+)
 from scipy.stats import t as student
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
-from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse import embedded
 from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
 from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
 from trl_repulse.evaluation.rare.mixture import MixtureSample, stratified_mean
-from trl_repulse.evaluation.rare.sampling import draw
-
-
-THRESHOLD, LEVEL, BETA = -5.0, 1e-4, -5.0
-Tables = dict[str, torch.Tensor]  # log-probabilities (P, S) of every completion, and `rewards` (P, S)
-
-
-def train(folder: Path) -> None:
-    """A policy trained with REINFORCE, one with RePULSe and the proposal beside it, and for each a proposal afterwards."""
-    example = Path(__file__).parents[1] / "examples" / "repulse.py"
-    for name, flags in (("policy", {"alpha": 0.0, "learning_rate": 1e-3}), ("beside", {})):
-        if (folder / name / "results.json").exists():
-            continue
-        flags = flags | {"output_dir": folder / name, "max_steps": 120, "disable_tqdm": "true"}
-        command = [sys.executable, str(example), *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
-        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
-    train_proposal(folder / "trained", folder / "policy", 512, 120)
-    train_proposal(folder / "elsewhere", folder / "beside", 256, 300)
-
-
-def train_proposal(folder: Path, policy: Path, generations: int, updates: int) -> None:
-    """A proposal for a policy that stays as it is, from the initial policy: that draws bad outputs more often."""
-    if (folder / "proposal").exists():
-        return
-    args = RePULSeConfig(
-        output_dir=str(folder),
-        learning_rate=0.0,
-        alpha=1e-6,
-        beta=0.0,
-        target_dist_beta=BETA,
-        proposal_learning_rate=1e-3,
-        lr_scheduler_type="cosine",
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        max_steps=updates,
-        per_device_train_batch_size=128,
-        num_generations=32,
-        num_proposal_generations=generations,
-        max_completion_length=2,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=updates,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = RePULSeTrainer(
-        model=str(policy),
-        reward_funcs=embedded.reward_model_path(),
-        args=args,
-        train_dataset=embedded.load_prompts(),
-        proposal_model=embedded.policy_path(),
-    )
-    trainer.train()
-    trainer.save_model(str(folder))
-
-
-def load_models(folder: Path) -> dict[str, AutoModelForCausalLM]:
-    paths = {
-        "policy": folder / "policy",
-        "trained": folder / "trained" / "proposal",
-        "elsewhere": folder / "elsewhere" / "proposal",
-        "beside_policy": folder / "beside",
-        "beside": folder / "beside" / "proposal",
-    }
-    return {name: AutoModelForCausalLM.from_pretrained(path) for name, path in paths.items()}
-
-
-def load_tables(folder: Path) -> Tables:
-    """Rewards, and every model's log-probability of every completion."""
-    path = folder / "tables.safetensors"
-    if not path.exists():
-        tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
-        evaluator = ExactEvaluator(
-            tokenizer,
-            embedded.load_prompts()["prompt"],
-            AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
-            embedded.bad_token_ids(tokenizer),
-            2,
-            reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
-        )
-        tables = {name: evaluator.log_probs(model) for name, model in load_models(folder).items()}
-        save_file(tables | {"rewards": evaluator.rewards}, path)
-    return load_file(path)
-
-
-def pool(tables: Tables) -> torch.Tensor:
-    """Both proposals as one, half each: a good one."""
-    return torch.logaddexp(tables["trained"], tables["elsewhere"]) - math.log(2)
-
-
-def bad_proposals(tables: Tables) -> Tables:
-    """Proposals made worse on purpose, from a good one q and the policy p."""
-    q, p, generator = pool(tables), tables["policy"], torch.Generator().manual_seed(1)
-    noise = torch.randn(q.shape, generator=generator, dtype=torch.float64)
-    bad = tables["rewards"] < THRESHOLD
-    # The likeliest bad outputs of each prompt, up to half of its bad probability
-    log_bad = p.masked_fill(~bad, -math.inf)
-    ordered, order = log_bad.sort(dim=1, descending=True)
-    share = ordered.softmax(dim=1).cumsum(dim=1)
-    half = torch.zeros_like(bad).scatter(1, order, (share - ordered.softmax(dim=1)) < 0.5) & bad
-    mild = (p + 2.5 * bad).log_softmax(dim=1)  # bad outputs 12 times as often as under the policy
-    return {
-        "under-tilted (12 times the policy's P(bad))": mild,
-        "under-tilted and noisy (e^N(0, 2²))": (mild + 2 * noise).log_softmax(dim=1),
-        "noisy (e^N(0, 2²))": (q + 2 * noise).log_softmax(dim=1),
-        "very noisy (e^N(0, 4²))": (q + 4 * noise).log_softmax(dim=1),
-        "mode dropped (half of P(bad) or more, by e⁻¹²)": (q - 12.0 * half).log_softmax(dim=1),
-        "all modes but one dropped": (q - 12.0 * (bad & ~top_one(log_bad))).log_softmax(dim=1),
-    }
-
-
-def top_one(values: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(values, dtype=torch.bool).scatter(1, values.argmax(dim=1, keepdim=True), True)
-
-
-def samples(
-    tables: Tables, proposals: list[torch.Tensor], counts: tuple[int, ...], repetitions: int, seed: int = 0
-) -> Iterator[MixtureSample]:
-    """Independent mixture samples, drawn from tables."""
-    generator = torch.Generator().manual_seed(seed)
-    models = [tables["policy"], *proposals]
-    cumulative = [model.exp().cumsum(dim=1) for model in models]
-    stacked = torch.stack(models, dim=-1)  # (P, S, K)
-    for _ in range(repetitions):
-        parts = []
-        for steps, count in zip(cumulative, counts, strict=True):
-            points = torch.rand(len(steps), count, generator=generator, dtype=torch.float64) * steps[:, -1:]
-            parts.append(torch.searchsorted(steps, points))
-        index = torch.cat(parts, dim=1)  # (P, N)
-        density = stacked.gather(1, index.unsqueeze(-1).expand(-1, -1, len(models)))
-        yield MixtureSample(tables["rewards"].gather(1, index), density, counts)
-
-
-def true_prob_bad(tables: Tables, threshold: float = THRESHOLD) -> float:
-    return float((tables["policy"].exp() * (tables["rewards"] < threshold)).sum(dim=1).mean())
-
-
-def true_cvar(tables: Tables, level: float) -> float:
-    rewards, order = tables["rewards"].flatten().sort()
-    mass = (tables["policy"].exp().flatten() / len(tables["policy"]))[order].cumsum(dim=0).clamp(max=level)
-    return float((mass.diff(prepend=torch.zeros(1, dtype=torch.float64)) * rewards).sum() / level)
+from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -183,7 +52,7 @@ class Tally:
 
     def __init__(self, truth: float):
         self.truth = truth
-        self.count = self.below = self.above = self.flagged = self.flagged_misses = self.uneven_misses = 0
+        self.count = self.below = self.above = self.flagged = self.flagged_misses = 0
         self.squares = 0.0
 
     def add(self, estimate: RareEstimate) -> None:
@@ -193,7 +62,6 @@ class Tally:
         self.above += above
         self.flagged += flagged
         self.flagged_misses += flagged and (below or above)
-        self.uneven_misses += (below or above) and any("uneven" in reason for reason in estimate.reasons)
         self.squares += (estimate.value - self.truth) ** 2
 
     @property
@@ -208,6 +76,7 @@ class Tally:
 def coverage(tables: Tables, repetitions: int) -> None:
     print(f"### Coverage of 95 % intervals, {repetitions:,} repetitions\n")
     first, second = tables["trained"], tables["elsewhere"]
+    hot = hotter(first)
     quantities: dict[str, tuple[float, Callable[[MixtureSample], RareEstimate]]] = {
         f"P(r < {THRESHOLD:g})": (true_prob_bad(tables), lambda s: prob_bad(s, THRESHOLD)),
         "P(r < -7)": (true_prob_bad(tables, -7.0), lambda s: prob_bad(s, -7.0)),
@@ -218,6 +87,8 @@ def coverage(tables: Tables, repetitions: int) -> None:
     for name, proposals, counts in (
         ("policy alone", [], (20_000,)),
         ("policy, first", [first], (5_000, 5_000)),
+        ("policy, first, first hot", [first, hot], (5_000, 5_000, 5_000)),
+        ("policy, first, first hot", [first, hot], (40_000, 5_000, 5_000)),
         ("policy, first, second", [first, second], (500, 500, 500)),
         ("policy, first, second", [first, second], (5_000, 5_000, 5_000)),
         ("policy, first, second", [first, second], (40_000, 5_000, 5_000)),
@@ -271,18 +142,22 @@ def intervals(tables: Tables, repetitions: int) -> None:
 
 def variance(tables: Tables, repetitions: int) -> None:
     print(f"### Against plain sampling at equal cost, {repetitions:,} repetitions\n")
-    print("Cost, in passes over a completion: to draw it, for its reward, and for each model that scores it.\n")
+    print(
+        "Cost, in passes over a completion: to draw it, for its reward, and for each model that scores it at any temperatures.\n"
+    )
     rows = []
     first, second = tables["trained"], tables["elsewhere"]
-    for name, proposals, counts in (
-        ("policy, first, second", [first, second], (2_000, 2_000, 2_000)),
-        ("policy, first, second", [first, second], (40_000, 20_000, 20_000)),
-        ("policy, first", [first], (20_000, 20_000)),
+    for models, name, proposals, counts in (
+        (2, "policy, first", [first], (20_000, 20_000)),
+        (2, "policy, first, first hot", [first, hotter(first)], (2_000, 2_000, 2_000)),
+        (2, "policy, first, first hot", [first, hotter(first)], (40_000, 40_000, 40_000)),
+        (3, "policy, first, second", [first, second], (2_000, 2_000, 2_000)),
+        (3, "policy, first, second", [first, second], (40_000, 20_000, 20_000)),
     ):
         tally = Tally(true_prob_bad(tables))
         for sample in samples(tables, proposals, counts, repetitions):
             tally.add(prob_bad(sample, THRESHOLD))
-        cost = (2 + len(counts)) * sum(counts)
+        cost = (2 + models) * sum(counts)
         p = (tables["policy"].exp() * (tables["rewards"] < THRESHOLD)).sum(dim=1)
         plain = math.sqrt(float((p * (1 - p)).mean()) / (cost / 2 * len(p))) / tally.truth
         rows.append(
@@ -313,24 +188,34 @@ def verdict(tables: Tables, repetitions: int) -> None:
     ]
     cases += [("trained", "beside a RePULSe policy, for that policy", beside, tables["beside"])]
     rows, totals = [], {}
-    for counts in ((40_000, 10_000), (1_000, 1_000)):
+    for counts in ((40_000, 10_000, 10_000), (1_000, 1_000, 1_000), (40_000, 10_000), (1_000, 1_000)):
         for kind, name, world, proposal in cases:
-            tally = Tally(true_prob_bad(world))
-            for sample in samples(world, [proposal], counts, repetitions):
+            tally, components = Tally(true_prob_bad(world)), [proposal, hotter(proposal)][: len(counts) - 1]
+            for sample in samples(world, components, counts, repetitions):
                 tally.add(prob_bad(sample, THRESHOLD))
-            figures = (tally.count, tally.misses, tally.flagged, tally.flagged_misses, tally.uneven_misses)
+            figures = (tally.count, tally.misses, tally.flagged, tally.flagged_misses)
             rows.append(verdict_row(counts, kind, name, figures))
             before = totals.get((counts, kind), (0,) * len(figures))
             totals[counts, kind] = tuple(map(sum, zip(before, figures, strict=True)))
     rows += [verdict_row(counts, kind, "**all**", figures) for (counts, kind), figures in totals.items()]
     header = ("completions a prompt", "kind", "proposal", "coverage", "said unreliable", "intervals that miss")
-    table((*header, "of these said unreliable", "for uneven weights"), rows)
+    table((*header, "of these said unreliable", "coverage of those said reliable"), rows)
 
 
 def verdict_row(counts: tuple[int, ...], kind: str, name: str, figures: tuple[int, ...]) -> tuple[str, ...]:
-    count, misses, flagged, *of_misses = figures
-    shares = [f"{number / misses:.1%}" if misses else "–" for number in of_misses]
-    return (plus(counts), kind, name, f"{1 - misses / count:.1%}", f"{flagged / count:.1%}", f"{misses}", *shares)
+    count, misses, flagged, flagged_misses = figures
+    caught = f"{flagged_misses / misses:.1%}" if misses else "–"
+    trusted = f"{1 - (misses - flagged_misses) / (count - flagged):.1%}" if count > flagged else "–"
+    return (
+        plus(counts),
+        kind,
+        name,
+        f"{1 - misses / count:.1%}",
+        f"{flagged / count:.1%}",
+        f"{misses}",
+        caught,
+        trusted,
+    )
 
 
 def draw_bounds(
@@ -378,20 +263,34 @@ def bounds(tables: Tables, repetitions: int) -> None:
 def cvar_error(tables: Tables, repetitions: int) -> None:
     print(f"### CVaR at {LEVEL:g} against the mean of the floor(a·n) lowest rewards, {repetitions:,} repetitions\n")
     rows = []
-    for half in (5_000, 12_500, 25_000):
+    first, second = tables["trained"], tables["elsewhere"]
+    for half, name, proposals in (
+        (5_000, "policy, first, first hot", [first, hotter(first)]),
+        (25_000, "policy, first, first hot", [first, hotter(first)]),
+        (5_000, "policy, first, second", [first, second]),
+        (12_500, "policy, first, second", [first, second]),
+        (25_000, "policy, first, second", [first, second]),
+    ):
         tally, squares, total = Tally(true_cvar(tables, LEVEL)), 0.0, 2 * half * len(tables["policy"])
         counts = (half, half // 2, half // 2)
-        for sample in samples(tables, [tables["trained"], tables["elsewhere"]], counts, repetitions):
+        for sample in samples(tables, proposals, counts, repetitions):
             tally.add(cvar(sample, LEVEL))
         for sample in samples(tables, [], (2 * half,), repetitions, seed=1):
             lowest = sample.rewards.flatten().topk(int(LEVEL * total), largest=False).values
             squares += (float(lowest.mean()) - tally.truth) ** 2
         theirs = math.sqrt(squares / repetitions) / abs(tally.truth)
         rows.append(
-            (f"{total:,}", f"{int(LEVEL * total)}", f"{tally.relative_error:.2%}", f"{theirs:.2%}")
+            (name, f"{total:,}", f"{int(LEVEL * total)}", f"{tally.relative_error:.2%}", f"{theirs:.2%}")
             + (f"{theirs / tally.relative_error:.1f}",)
         )
-    header = ("completions", "floor(a·n)", "relative error, importance sampling", "floor(a·n) lowest", "ratio")
+    header = (
+        "components",
+        "completions",
+        "floor(a·n)",
+        "relative error, importance sampling",
+        "floor(a·n) lowest",
+        "ratio",
+    )
     table(header, rows)
 
 
@@ -428,23 +327,35 @@ def real(tables: Tables, folder: Path) -> None:
     models, rows = load_models(folder), []
     reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
     reward = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    tokenizer, prompts = AutoTokenizer.from_pretrained(embedded.policy_path()), list(embedded.load_prompts()["prompt"])
     for seed in range(5):
         start = time.perf_counter()
+        temperature = find_temperature(models["trained"], tokenizer, prompts, 2, seed=seed)
         draws = draw(
-            [models["policy"], models["trained"], models["elsewhere"]],
-            AutoTokenizer.from_pretrained(embedded.policy_path()),
-            list(embedded.load_prompts()["prompt"]),
+            [models["policy"], models["trained"], models["trained"]],
+            tokenizer,
+            prompts,
             reward,
             (5_000, 5_000, 5_000),
             2,
+            temperatures=(1.0, 1.0, temperature),
             reward_tokenizer=reward_tokenizer,
             batch_size=500,
             seed=seed,
         )
         seconds, found = time.perf_counter() - start, prob_bad(draws.sample, THRESHOLD)
         interval = f"{found.lower:.3e} to {found.upper:.3e}"
-        rows.append((str(seed), f"{found.value:.3e}", interval, f"{true_prob_bad(tables):.3e}", f"{seconds:.0f}"))
-    table(("seed", f"P(r < {THRESHOLD:g})", "interval", "truth", "seconds"), rows)
+        rows.append(
+            (
+                str(seed),
+                f"{temperature:.2f}",
+                f"{found.value:.3e}",
+                interval,
+                f"{true_prob_bad(tables):.3e}",
+                f"{seconds:.0f}",
+            )
+        )
+    table(("seed", "temperature", f"P(r < {THRESHOLD:g})", "interval", "truth", "seconds"), rows)
 
 
 def main() -> None:

@@ -41,9 +41,7 @@ def print_bounds(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="repulse-embedded", help="folder of a run of examples/repulse.py")
-    parser.add_argument(
-        "--num_samples", type=int, default=5000, help="completions a prompt from each model, at least 4"
-    )
+    parser.add_argument("--num_samples", type=int, default=5000, help="completions a prompt from each component")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -61,7 +59,7 @@ def main() -> None:
         tokenizer,
         prompts,
         reward_model,
-        counts=(options.num_samples, options.num_samples // 2, options.num_samples // 2),
+        counts=(options.num_samples,) * 3,
         temperatures=(1.0, 1.0, temperature),
         max_completion_length=2,
         reward_tokenizer=reward_tokenizer,

@@ -72,7 +72,7 @@ def test_command(command, tmp_path, capsys):
     output = tmp_path / "new" / "report.json"
     assert main([*command, "--threshold", "-1", "--level", "0.1", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
-    assert report["counts"] == [60, 20, 20, 20, 20] and len(report["prob_bad"][0]["per_prompt"]) == 2
+    assert report["counts"] == [60, 40, 40, 40, 40] and len(report["prob_bad"][0]["per_prompt"]) == 2
     assert 0 < report["prob_bad"][0]["lower"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["upper"] < 1
     assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4  # each model was scored as itself
     assert report["settings"]["seed"] == 0

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NATS",
         type=float,
         default=2.0,
-        help="half of a proposal's completions are drawn at the temperature that takes it so far from itself; 0: none (2)",
+        help="each proposal draws as many again at the temperature that takes it so far from itself; 0: none (2)",
     )
     drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
     drawing.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
@@ -101,6 +101,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
 
     from ..data import load_prompts
     from ..evaluation.rare.estimates import check_share
+    from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
     from ..rewards.loading import load_reward
@@ -109,6 +110,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
+    others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
+    check_counts([args.num_samples, *(others for _ in args.proposal)])
     device, code = PartialState().device, {"trust_remote_code": args.trust_remote_code}
     prompts = list(load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"])
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
@@ -121,27 +124,17 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         for name in (args.policy, *args.proposal)
     ]
     tokenizer = AutoTokenizer.from_pretrained(args.policy, **code)
-    components, counts, temperatures = models[:1], [args.num_samples], [1.0]
+    components, temperatures = models[:1], [1.0]
     for model in models[1:]:
-        count = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
-        hot = count // 2 if args.divergence else 0
         components.append(model)
-        counts.append(count - hot)
         temperatures.append(1.0)
-        if hot:
+        if args.divergence:
             components.append(model)
-            counts.append(hot)
+            options = {"batch_size": args.batch_size, "seed": args.seed}
             temperatures.append(
-                find_temperature(
-                    model,
-                    tokenizer,
-                    prompts,
-                    args.max_completion_length,
-                    args.divergence,
-                    batch_size=args.batch_size,
-                    seed=args.seed,
-                )
+                find_temperature(model, tokenizer, prompts, args.max_completion_length, args.divergence, **options)
             )
+    counts = [args.num_samples, *(others for _ in components[1:])]
     draws = draw(
         components,
         tokenizer,
