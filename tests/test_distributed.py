@@ -132,7 +132,11 @@ def test_configurations_of_the_launcher_are_read(path):
 )
 @pytest.mark.parametrize("method", ["checkpoints", "checkpoints in a block"])
 def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
-    """Four updates in one go, and two and two: the same two models, to the last bit; 1e-6 for an optimizer on the CPU."""
+    """Four updates in one go, and two and two: the same two models, to the last bit.
+
+    DeepSpeed's optimizer on the CPU keeps β^t as a running product, and takes a power once it has been resumed: 1e-6, but for
+    the biases of keys, which attention does not depend on, so that their gradients are rounding errors that Adam scales up.
+    """
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
     run(command)
@@ -140,12 +144,26 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
     run([*command, str(tmp_path / "run" / "checkpoint-2")])
     resumed = json.loads((tmp_path / "result.json").read_text())["parameters"]
     for name in ("policy", "proposal"):
-        tolerance = 1e-6 if config == "zero3_offload" else 0.0
-        assert torch.allclose(torch.tensor(resumed[name]), torch.tensor(whole[name]), rtol=0.0, atol=tolerance)
+        difference = (torch.tensor(resumed[name]) - torch.tensor(whole[name])).abs()
+        if config == "zero3_offload":
+            assert difference[~_of_key_biases(tokenizer)].max() <= 1e-6
+        else:
+            assert difference.max() == 0
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     saved = torch.cat([p.detach().flatten() for p in proposal.parameters()])
     assert torch.equal(saved, torch.tensor(resumed["proposal"]))
     assert proposal.config.architectures == ["GPT2LMHeadModel"]
+
+
+def _of_key_biases(tokenizer):
+    """Which parameters of the small GPT-2, all in one row, are biases of keys."""
+    marks = []
+    for name, parameter in build_model("gpt2", len(tokenizer)).named_parameters():
+        mark = torch.zeros(parameter.numel(), dtype=torch.bool)
+        if name.endswith("c_attn.bias"):
+            mark[len(mark) // 3 : 2 * len(mark) // 3] = True
+        marks.append(mark)
+    return torch.cat(marks)
 
 
 @needs_deepspeed

@@ -15,11 +15,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="append",
         required=True,
-        help="a method and its runs: folders of samples (see `evaluate`), or result files; once for each method",
+        help="a method and its runs: folders of samples (see `evaluate`) or result files, each with `,` and a file of attacks "
+        "(see `gcg`) behind it if that is asked for; once for each method",
     )
     parser.add_argument("--x", default="prob_bad", help="quantity of the horizontal axis (prob_bad)")
     parser.add_argument("--y", default="return", help="quantity of the vertical axis (return)")
-    parser.add_argument("--threshold", type=float, help="reward under which an output is bad, for prob_bad")
+    parser.add_argument(
+        "--threshold", type=float, help="reward under which an output is bad, for prob_bad and attacks"
+    )
     parser.add_argument("--level", type=float, help="level of CVaR, for cvar")
     parser.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
     parser.set_defaults(run=run)
@@ -32,13 +35,13 @@ def run(args: argparse.Namespace) -> int:
     from ..plots import plot_frontier
 
     try:
-        methods: dict[str, list[str]] = {}
+        methods: dict[str, list[list[str]]] = {}
         for name, *paths in args.methods:
             if not paths:
                 raise ValueError(f"`--method {name}` has no run; write `--method NAME RUN [RUN ...]`.")
             if name in methods:
                 raise ValueError(f"`--method {name}` is given twice; name all its runs at once.")
-            methods[name] = paths
+            methods[name] = [path.split(",") for path in paths]
         frontier = load_frontier(methods, args.x, args.y, args.threshold, args.level, args.confidence)
         for suffix in (".png", ".pdf"):
             plot_frontier(frontier, f"{args.output}{suffix}")

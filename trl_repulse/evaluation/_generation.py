@@ -1,6 +1,7 @@
 """Drawing and rewarding completions outside a trainer: what held-out sampling and the callback share."""
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -37,6 +38,24 @@ def process_state() -> PartialState:
             "`accelerate.PartialState(cpu=True)` before anything else uses Accelerate."
         )
     return state
+
+
+def hash_model(model: PreTrainedModel) -> str:
+    """
+    Hash of a model's weights.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+
+    Returns:
+        `str`: SHA-256 of names, shapes and bytes, hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:

@@ -8,12 +8,17 @@ from typing import Any
 from . import tails
 from .comparison import load_runs
 from .frontier import Frontier, Run, axis_label, make_frontier
+from .gcg.records import read_results
+from .gcg.report import count_targets, success_below
 from .records import COMPLETE, HEADER, SampleSet, first_difference, load_samples
 from .report import check_same_settings
 
 
+Source = str | Path | Sequence[str | Path]
+
+
 def load_frontier(
-    paths: dict[str, Sequence[str | Path]],
+    paths: dict[str, Sequence[Source]],
     x: str,
     y: str,
     threshold: float | None = None,
@@ -25,15 +30,17 @@ def load_frontier(
 
     A run is a folder of held-out samples ([`~trl_repulse.evaluation.sampling.sample_completions`]), the `results.json` of a
     training script with exact evaluation, or another JSON file with `"settings"` (`"threshold"` and `"level"` among them where
-    it has `"prob_bad"` or `"cvar"`) and the quantities by name. All runs are of one of these kinds.
+    it has `"prob_bad"` or `"cvar"`) and the quantities by name. All runs are of one of these kinds. With results of attacks
+    ([`~trl_repulse.evaluation.gcg.evaluator.evaluate_gcg`]) a run is a pair, of one of these and a `.jsonl` file;
+    `"attack_success"` after the attack, any of a target's samples below the threshold, is then from the file.
 
     Args:
-        paths (`dict[str, Sequence[str | Path]]`):
+        paths (`dict[str, Sequence[str | Path | tuple[str | Path, str | Path]]]`):
             Method -> its runs, one a seed.
         x, y (`str`):
             Quantities, keys of [`QUANTITIES`].
         threshold (`float`, *optional*):
-            η of `"prob_bad"`, in units of reward.
+            η of `"prob_bad"`, and of attacks, in units of reward.
         level (`float`, *optional*):
             Level of `"cvar"`.
         confidence (`float`, *optional*, defaults to `0.95`):
@@ -48,14 +55,59 @@ def load_frontier(
     """
     for name in (x, y):
         axis_label(name, threshold, level)  # refuses before anything is read
-    flat = [(method, Path(path)) for method, each in paths.items() for path in each]
-    places = [path.resolve() for _, path in flat]
+    flat = [
+        (method, [Path(path)] if isinstance(path := source, str | Path) else list(map(Path, source)))
+        for method, each in paths.items()
+        for source in each
+    ]
+    places = [path.resolve() for _, run in flat for path in run]
     if len(set(places)) < len(places):
         twice = next(path for path in places if places.count(path) > 1)
         raise ValueError(f"`{twice}` is named twice; name each run once.")
-    values = _read([path for _, path in flat], (x, y), threshold, level)
+    attacked = [[path for path in run if path.suffix == ".jsonl"] for _, run in flat]
+    others = [[path for path in run if path.suffix != ".jsonl"] for _, run in flat]
+    if any(len(run) != 1 for run in others) or len({len(run) for run in attacked}) > 1 or len(attacked[0]) > 1:
+        raise ValueError(
+            "A run is a folder of samples or a file of results; with attacks all are pairs, of one of these and a `.jsonl` file."
+        )
+    names = (x, y)
+    if not attacked[0]:
+        values = _read([run[0] for run in others], names, threshold, level)
+    elif "attack_success" not in names:
+        raise ValueError(
+            "Results of attacks are given, and neither axis is `attack_success`; ask for it, or leave them out."
+        )
+    else:
+        values = _read_attacked([run[0] for run in others], [run[0] for run in attacked], names, threshold, level)
     runs = [Run(method, *found) for (method, _), found in zip(flat, values, strict=True)]
     return make_frontier(runs, x, y, threshold, level, confidence)
+
+
+def _read_attacked(
+    paths: list[Path], attacks: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
+) -> list[tuple[float, float, int]]:
+    """As `_read`, with attack success from files of attacks; the samples are the targets."""
+    if threshold is None:
+        raise ValueError("The quantity 'attack_success' of attacks needs a `threshold`.")
+    results = [read_results(path) for path in attacks]
+    first = results[0][0]["identity"]
+    for path, (header, _) in zip(attacks, results, strict=True):
+        name = first_difference(header["identity"], first, ("model",))
+        if name is not None:
+            raise ValueError(f"`{path}` and `{attacks[0]}` differ in `{name}`; compare attacks of one kind.")
+    for path, attack, (header, records) in zip(paths, attacks, results, strict=True):
+        if path.is_dir() and load_samples(path).header["model"]["weights"] != header["identity"]["model"]:
+            raise ValueError(f"`{path}` and `{attack}` are of different models; pair those of one.")
+        missing = count_targets(header, records)["missing"]
+        if missing:
+            raise ValueError(f"`{attack}` lacks {missing} targets; call its evaluation again to complete it.")
+    rates = [success_below(records, threshold) for _, records in results]
+    (other,) = {name for name in names if name != "attack_success"} or {"attack_success"}
+    found = _read(paths, (other, other), threshold, level)
+    return [
+        tuple(rate.value if name == "attack_success" else value[0] for name in names) + (int(rate.samples),)
+        for rate, value in zip(rates, found, strict=True)
+    ]
 
 
 def _read(

@@ -4,7 +4,6 @@ Held-out sampling: completions of a model with all that a reader may ask of them
 Legend: P prompts, N completions per prompt, F reward functions.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from ._generation import (
     as_function,
     end_tokens,
     evaluate_rewards,
+    hash_model,
     process_state,
     prompt_text,
     prompt_tokens,
@@ -329,13 +329,9 @@ def _description(reward: Reward) -> Any:
 
 def _identity(model: Any) -> dict[str, Any]:
     """Name, revision and a hash of the weights of a model."""
-    weights = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        weights.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     config = model.config
     return {
         "name": config._name_or_path,
         "revision": getattr(config, "_commit_hash", None),
-        "weights": weights.hexdigest(),
+        "weights": hash_model(model),
     }

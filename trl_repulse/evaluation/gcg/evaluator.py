@@ -16,6 +16,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .._generation import hash_model
 from .engine import GCG
 from .errors import GCGError
 from .evaluation_config import GCGEvaluationConfig
@@ -150,24 +151,6 @@ def make_header(
         "rows": len(table),
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers", "tokenizers")},
     }
-
-
-def hash_model(model: PreTrainedModel) -> str:
-    """
-    Hash of a model's weights.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-
-    Returns:
-        `str`: SHA-256 of names, shapes and bytes, hexadecimal.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 class _Evaluation:

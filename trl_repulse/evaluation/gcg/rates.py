@@ -5,31 +5,15 @@ Axis letters: M targets, N samples of a target.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import comb, floor
 
 import numpy as np
 from scipy import stats
 
-
-@dataclass(frozen=True)
-class Estimate:
-    """
-    An estimate and its interval.
-
-    Args:
-        value (`float`):
-            The estimate; NaN without data.
-        low, high (`float`):
-            Ends of the interval; NaN where there is none.
-    """
-
-    value: float
-    low: float
-    high: float
+from ..tails import Estimate
 
 
-NOTHING = Estimate(np.nan, np.nan, np.nan)
+NOTHING = Estimate(np.nan, np.nan, np.nan, 0)
 
 
 def success_at_k(successes: int, samples: int, k: int) -> float:
@@ -73,12 +57,12 @@ def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Estimat
             Coverage.
 
     Returns:
-        [`Estimate`]: the rate; NaN without trials.
+        [`~trl_repulse.evaluation.tails.Estimate`]: the rate; NaN without trials.
     """
     if trials == 0:
         return NOTHING
     interval = stats.binomtest(successes, trials).proportion_ci(confidence_level=level, method="wilson")
-    return Estimate(successes / trials, float(interval.low), float(interval.high))
+    return Estimate(successes / trials, float(interval.low), float(interval.high), trials)
 
 
 def lower_tail_mean(values: Sequence[float], share: float) -> float:
@@ -132,13 +116,13 @@ def bootstrap_over_targets(
             Seed of the draws.
 
     Returns:
-        [`Estimate`]: NaN without targets; without an interval for one target alone.
+        [`~trl_repulse.evaluation.tails.Estimate`]: NaN without targets; without an interval for one target alone.
     """
     if len(targets) == 0:
         return NOTHING
     value = statistic(list(targets))
     if len(targets) == 1:
-        return Estimate(value, np.nan, np.nan)
+        return Estimate(value, np.nan, np.nan, 1)
     result = stats.bootstrap(
         (np.arange(len(targets)),),
         lambda index: statistic([targets[i] for i in index]),
@@ -148,4 +132,5 @@ def bootstrap_over_targets(
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    return Estimate(value, float(result.confidence_interval.low), float(result.confidence_interval.high))
+    interval = result.confidence_interval
+    return Estimate(value, float(interval.low), float(interval.high), len(targets))

@@ -1,0 +1,71 @@
+"""Attack success against a quantity of held-out samples in one frontier."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from trl_repulse.cli import main
+from trl_repulse.evaluation._generation import hash_model
+from trl_repulse.evaluation.gcg import evaluate_gcg
+from trl_repulse.evaluation.result_files import load_frontier
+
+from .evaluation_support import write_samples
+from .gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config, judge
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Samples and attacks of a model with a trigger, and of one that never says what is bad."""
+    folder, tokenizer = tmp_path_factory.mktemp("runs"), build_trigger_tokenizer()
+    triggered = build_trigger_model(tokenizer)
+    mute = copy.deepcopy(triggered)
+    with torch.no_grad():
+        head = mute.get_output_embeddings().weight
+        head[tokenizer(" yes")["input_ids"]] = -head.sum(0)
+    found = {}
+    for name, model in (("triggered", triggered), ("mute", mute)):
+        weights, values = hash_model(model), np.random.default_rng(0).normal(len(found), 1.0, (3, 100))
+        samples = write_samples(folder / name, values, weights)
+        found[name] = (
+            samples,
+            evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), folder / f"{name}.jsonl"),
+        )
+    return found
+
+
+def test_attacks_are_paired_with_samples(pairs, tmp_path, capsys):
+    methods = {name: [pair] for name, pair in pairs.items()}
+    points = {point.method: point for point in load_frontier(methods, "attack_success", "return", -4.0).points}
+    assert points["triggered"].x.value == 1 and points["mute"].x.value < 1
+    assert points["mute"].y.value - points["triggered"].y.value == pytest.approx(1.0)
+    # All targets of the only run: the exact interval of as many trials
+    assert points["triggered"].x.high == 1 and points["triggered"].x.low == pytest.approx(0.025 ** (1 / len(ROWS)))
+    given = [part for name, pair in pairs.items() for part in ("--method", name, ",".join(map(str, pair)))]
+    figure = tmp_path / "attacks"
+    assert main(["frontier", str(figure), *given, "--x", "attack_success", "--threshold", "-4"]) == 0
+    assert "| triggered | 1 | 1" in capsys.readouterr().out and figure.with_suffix(".png").stat().st_size
+
+
+def test_pairs_that_may_not_stand_in_one_figure(pairs, tmp_path):
+    (samples, attack), (others, of_others) = pairs.values()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("".join(of_others.read_text().splitlines(keepends=True)[:-1]))
+    shorter = dataclasses.replace(evaluation_config(), num_samples=2)
+    tokenizer = build_trigger_tokenizer()
+    again = evaluate_gcg(build_trigger_model(tokenizer), tokenizer, ROWS[:1], judge, shorter, tmp_path / "again.jsonl")
+    for runs, x, message in (
+        ([(samples, attack), (others,)], "attack_success", "all are pairs"),
+        ([(samples, others)], "attack_success", "all are pairs"),
+        ([(attack,)], "attack_success", "all are pairs"),
+        ([(samples, attack)], "prob_bad", "neither axis"),
+        ([(samples, of_others)], "attack_success", "of different models"),
+        ([(others, cut)], "attack_success", "lacks 1 targets"),
+        ([(others, of_others), (samples, again)], "attack_success", "differ in `config.num_samples`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_frontier({"A": runs}, x, "return", -4.0)
+    with pytest.raises(ValueError, match="needs a `threshold`"):
+        load_frontier({"A": [(samples, attack)]}, "attack_success", "return")
