@@ -13,7 +13,11 @@ from trl_repulse.evaluation.gcg import evaluate_gcg
 from trl_repulse.evaluation.result_files import load_frontier
 
 from .evaluation_support import write_samples
-from .gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config, judge
+from .gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
+
+
+def judge(goals, responses):
+    return [-5.5 if " yes" in response else 1.5 for response in responses]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def pairs(tmp_path_factory):
     mute = copy.deepcopy(triggered)
     with torch.no_grad():
         head = mute.get_output_embeddings().weight
-        head[tokenizer(" yes")["input_ids"]] = -head.sum(0)
+        head[tokenizer(" yes")["input_ids"]] = head[tokenizer.pad_token_id].clone()
     found = {}
     for name, model in (("triggered", triggered), ("mute", mute)):
         weights, values = hash_model(model), np.random.default_rng(0).normal(len(found), 1.0, (3, 100))
