@@ -12,6 +12,7 @@ import pytest
 from trl_repulse._commands.evaluate import SETTINGS
 from trl_repulse.cli import main
 from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
+from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.result_files import load_frontier
 from trl_repulse.evaluation.sampling import SamplingSettings
 
@@ -198,6 +199,27 @@ def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, mode
     assert main(["evaluate", folder, "--thresholds", "-5", "--quantiles", "0.5", "--per_prompt"]) == 0
     out = capsys.readouterr().out
     assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
+
+
+def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
+    (tmp_path / "second.py").write_text(
+        "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
+    )
+    place = arguments.index("--reward_type")
+    arguments[place : place + 2] = [
+        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'mine.py'}:reward"})),
+        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'second.py'}:length"})),
+    ]
+    folder = tmp_path / "samples"
+    assert main(["evaluate", str(folder), *arguments, "--reward_weights", "1", "0.5"]) == 0
+    table = load_samples(folder).table.to_pandas()
+    assert (table["rewards/length"] == table["completion"].str.len()).all()
+    assert np.allclose(table["reward"], table["rewards/reward"] + 0.5 * table["rewards/length"])
+    capsys.readouterr()
+    assert main(["evaluate", str(folder), "--column", "rewards/length", "--thresholds", "1"]) == 0
+    assert "| P(r < 1) |" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "other"), *arguments, "--reward_type", "toxicity"]) == 1
+    assert "`--reward` holds all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "batch_size": {"type": int, "help": "completions of one pass (32)"},
     "shard_size": {"type": int, "help": "completions written at a time (1024)"},
     "beta": {"type": float, "help": "KL coefficient of the returns (0)"},
-    "reward_weights": {"type": float, "nargs": "+", "help": "weight of the reward (1)"},
+    "reward_weights": {"type": float, "nargs": "+", "help": "weight of each reward (1)"},
     "reward_transform": {"choices": ("exponential", "indicator"), "help": "transform of `return_transformed` (none)"},
     "reward_transform_alpha": {"type": float, "help": "the transform's a (1)"},
     "reward_transform_beta": {"type": float, "help": "the exponential transform's b (-1)"},
@@ -50,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
     sampling.add_argument(
         "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
+    )
+    sampling.add_argument(
+        "--reward",
+        dest="rewards",
+        metavar="JSON",
+        type=parse_object,
+        action="append",
+        help="in place of the three above, and once for each of several rewards: all three and further arguments in one, "
+        """such as '{"reward_type": "toxicity", "reward_model_path": "my/model", "max_length": 300}'""",
     )
     sampling.add_argument("--reference", help="path or Hub id of the model that the KL is measured against")
     sampling.add_argument(
@@ -111,7 +120,7 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.model is not None:
         _sample(args)
     else:
-        given = {"prompts", "reward_model_path", "reward_type", "reference", "negatives", *SETTINGS} & {
+        given = {"prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", *SETTINGS} & {
             name for name, value in vars(args).items() if value is not None
         }
         if given:
@@ -125,7 +134,6 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
 def _sample(args: argparse.Namespace) -> None:
     from ..data import load_prompts
     from ..evaluation.sampling import SamplingSettings, sample_completions
-    from ..rewards.loading import load_reward
 
     if len(args.folders) > 1:
         raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
@@ -141,11 +149,25 @@ def _sample(args: argparse.Namespace) -> None:
         args.folders[0],
         args.model,
         prompts,
-        load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs),
+        _load_rewards(args),
         SamplingSettings(**given),
         reference=args.reference,
         engine_kwargs=args.engine_kwargs,
     )
+
+
+def _load_rewards(args: argparse.Namespace) -> Any:
+    from ..rewards.loading import load_reward
+
+    if args.rewards is None:
+        return load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
+    if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:
+        raise ValueError("`--reward` holds all of a reward; leave out the other arguments of rewards.")
+    loaded = []
+    for each in args.rewards:
+        more = {name: value for name, value in each.items() if name not in ("reward_type", "reward_model_path")}
+        loaded.append(load_reward(each.get("reward_type"), each.get("reward_model_path"), **more))
+    return loaded
 
 
 def _score_negatives(args: argparse.Namespace) -> Any:
