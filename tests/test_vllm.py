@@ -165,17 +165,25 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.trainer
-@pytest.mark.parametrize("kind", ["whole", "adapters"])
 @pytest.mark.parametrize(
-    "config",
-    ["cpu_ddp", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))],
+    ("config", "kind"),
+    [
+        ("cpu_ddp", "whole"),
+        ("cpu_ddp", "adapters"),
+        ("cpu_ddp", "one engine"),
+        ("fsdp2", "whole"),  # which refuses adapters
+        pytest.param("zero2", "whole", marks=needs_deepspeed),
+        pytest.param("zero2", "adapters", marks=needs_deepspeed),
+        pytest.param("zero3", "whole", marks=needs_deepspeed),
+        pytest.param("zero3", "adapters", marks=needs_deepspeed),
+    ],
 )
 def test_two_processes_sample_from_the_weights_they_have(tokenizer, tmp_path, config, kind):
-    """Each has an engine of its own; with ZeRO-3 none has a whole model besides."""
+    """Each has an engine of its own, or half of one (tensor parallelism); with ZeRO-3 and FSDP2 none has a whole model besides."""
     build("llama", tokenizer, tmp_path / "model")
     done = run([*launcher(2, config), "-m", "tests.vllm_run", str(tmp_path), kind])
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
-    assert result["world_size"] == 2
+    assert result["world_size"] == 2 and result["engine"] == (2 if kind == "one engine" else 1)
     for prefix in ("", "proposal/"):
         gaps = [log[f"{prefix}sampling/sampling_logp_difference/max"] for log in result["logs"]]
         assert len(gaps) == 3 and max(gaps) < 1e-4

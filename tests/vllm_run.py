@@ -36,6 +36,7 @@ def main(folder: str, kind: str) -> None:
         vllm_mode="colocate",
         vllm_max_model_length=32,
         vllm_gpu_memory_utilization=0.1,
+        vllm_tensor_parallel_size=2 if kind == "one engine" else 1,
     )
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
     adapters = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear") if kind == "adapters" else None
@@ -49,7 +50,9 @@ def main(folder: str, kind: str) -> None:
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
-        print(json.dumps({"world_size": trainer.accelerator.num_processes, "logs": trainer.state.log_history[:-1]}))
+        parallel = trainer.vllm_generation.llm.llm_engine.vllm_config.parallel_config
+        sizes = {"world_size": trainer.accelerator.num_processes, "engine": parallel.tensor_parallel_size}
+        print(json.dumps(sizes | {"logs": trainer.state.log_history[:-1]}))
     leave()
 
 
