@@ -48,6 +48,10 @@ class GCGConfig:
         merge_swaps (`int`, *optional*, defaults to `0`):
             If above 1, each step also tries the best 2, 3, ... up to this many candidates merged into one. Not part of
             the published algorithm.
+        screen_dtype (`str`, *optional*):
+            `"bfloat16"` or `"float16"`: a copy of the model in this precision scores all candidates, and the model itself
+            those that may be the best, with room for the copy's errors. The same strings as without, up to rare outliers
+            among these; faster where the hardware multiplies in half precision faster than in the model's.
         probe_sampling_factor (`int`, *optional*, defaults to `16`):
             With a draft model: one of so many candidates is in the probe set (Zhao et al. 2024, arXiv 2403.01251).
         probe_reduction (`int`, *optional*, defaults to `8`):
@@ -92,6 +96,9 @@ class GCGConfig:
     merge_swaps: int = field(
         default=0, metadata={"help": "Best candidates that are also tried merged into one; 0 for none."}
     )
+    screen_dtype: Literal["bfloat16", "float16"] | None = field(
+        default=None, metadata={"help": "Precision of a copy of the model that scores all candidates; unset, none."}
+    )
     probe_sampling_factor: int = field(
         default=16, metadata={"help": "With a draft model: one of so many candidates is in the probe set."}
     )
@@ -117,7 +124,11 @@ class GCGConfig:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:
             raise ValueError("`suffix_init` is empty; give a text of as many tokens as the suffix shall have.")
-        for name, allowed in (("filter_roundtrip", ("context", "suffix", "off")), ("prompt_format", ("chat", "raw"))):
+        for name, allowed in (
+            ("filter_roundtrip", ("context", "suffix", "off")),
+            ("prompt_format", ("chat", "raw")),
+            ("screen_dtype", (None, "bfloat16", "float16")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(repr, allowed))}.")
 

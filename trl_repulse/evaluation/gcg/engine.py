@@ -1,5 +1,6 @@
 """The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1."""
 
+import copy
 import warnings
 
 import torch
@@ -12,6 +13,7 @@ from .probe import probe_search
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt, decode
 from .result import GCGResult, StopReason
 from .scoring import SuffixScorer
+from .screening import screened_losses
 
 
 # Times that the candidates of a step are drawn anew if none survives the round trip
@@ -94,6 +96,13 @@ class GCG:
             raise ValueError(
                 "`merge_swaps` needs the losses of all candidates; set it to 0, or leave out `draft_model`."
             )
+        if draft_model is not None and config.screen_dtype is not None:
+            raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
+        self._screen: PreTrainedModel | None = None
+        if config.screen_dtype is not None:
+            # Its weights must require a gradient: torch (2.13) else multiplies a slice of the hidden states with the head
+            # row by row, on CPU and in half precision a hundred times slower
+            self._screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
         self._allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
         self._allowed = self._allowed.to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
@@ -123,7 +132,7 @@ class GCG:
             [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
         """
         prompt = build_prompt(self.tokenizer, messages, target, self.config.prompt_format)
-        models = [self.model] if self.draft_model is None else [self.model, self.draft_model]
+        models = [model for model in (self.model, self.draft_model, self._screen) if model is not None]
         training = [model.training for model in models]
         try:
             for model in models:
@@ -136,9 +145,10 @@ class GCG:
     def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
         config = self.config
         generator = torch.Generator().manual_seed(seed)
-        scorer, draft = self._scorer(self.model, prompt), None
-        if self.draft_model is not None:
-            draft = self._scorer(self.draft_model, prompt)
+        scorer, draft, screen = (
+            None if model is None else self._scorer(model, prompt)
+            for model in (self.model, self.draft_model, self._screen)
+        )
         buffer = self._fill_buffer(prompt, scorer, generator)
         initial_loss, ids = best = buffer[0]
         losses, suffixes = [], []
@@ -150,7 +160,7 @@ class GCG:
                 break
             candidates = self._draw(prompt, ids, gradient, generator)
             if draft is None:
-                loss, found = self._search(prompt, scorer, ids, candidates)
+                loss, found = self._search(prompt, scorer, screen, ids, candidates)
             else:
                 loss, found = probe_search(
                     scorer,
@@ -225,10 +235,18 @@ class GCG:
         )
 
     def _search(
-        self, prompt: AttackPrompt, scorer: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
+        self,
+        prompt: AttackPrompt,
+        scorer: SuffixScorer,
+        screen: SuffixScorer | None,
+        ids: torch.Tensor,
+        candidates: torch.Tensor,
     ) -> tuple[float, torch.Tensor]:
         """The best candidate, or the best merge of several, and its loss."""
-        losses = finite(scorer.losses(candidates))
+        if screen is None:
+            losses = finite(scorer.losses(candidates))
+        else:
+            losses = screened_losses(scorer, screen, ids, candidates)
         if self.config.merge_swaps > 1:
             merged = merge_candidates(ids, candidates, losses, self.config.merge_swaps)
             merged = merged[prompt.survives(merged, self.config.filter_roundtrip)]
