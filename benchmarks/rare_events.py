@@ -56,7 +56,7 @@ class Tally:
         self.squares = 0.0
 
     def add(self, estimate: RareEstimate) -> None:
-        below, above, flagged = estimate.upper < self.truth, estimate.lower > self.truth, not estimate.reliable
+        below, above, flagged = estimate.high < self.truth, estimate.low > self.truth, not estimate.reliable
         self.count += 1
         self.below += below
         self.above += above
@@ -130,7 +130,7 @@ def intervals(tables: Tables, repetitions: int) -> None:
             x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
             mean, its_variance, freedom = stratified_mean(x, sample.counts)
             half = float(student.isf(0.025, freedom)) * math.sqrt(its_variance) if its_variance else 0.0
-            held["ours"] += estimate.lower <= truth <= estimate.upper
+            held["ours"] += estimate.low <= truth <= estimate.high
             held["t"] += abs(mean - truth) <= half
             held["log t"] += mean > 0 and abs(math.log(mean / truth)) <= half / mean
             effective += estimate.diagnostics.variance_ess / repetitions
@@ -315,7 +315,7 @@ def forecast(tables: Tables, repetitions: int) -> None:
             scores = score(torch.rand(4000, generator=generator, dtype=torch.float64))
             chance = -torch.rand(3, generator=generator, dtype=torch.float64).log()
             for i, found in enumerate(forecast_largest(scores, sizes, seed=seed)):
-                held[i] += found.lower <= float(score(chance[i] / found.size)) <= found.upper
+                held[i] += found.low <= float(score(chance[i] / found.size)) <= found.high
             covered += back_test(scores, seed=seed).covered if seed < 100 else 0
         rows.append((name, *(f"{h / repetitions:.1%}" for h in held), f"{covered / min(repetitions, 100):.0%}"))
     header = ("scores", *(f"largest of 10^{exponent}" for exponent in (4, 6, 9)), "back-test")
@@ -344,7 +344,7 @@ def real(tables: Tables, folder: Path) -> None:
             seed=seed,
         )
         seconds, found = time.perf_counter() - start, prob_bad(draws.sample, THRESHOLD)
-        interval = f"{found.lower:.3e} to {found.upper:.3e}"
+        interval = f"{found.low:.3e} to {found.high:.3e}"
         rows.append(
             (
                 str(seed),

@@ -18,7 +18,7 @@ def covered(quantile, size, tail, runs, samples=1000):
     for seed in range(runs):
         forecast = forecast_largest(quantile(uniform(samples, seed)), [size], tail)[0]
         survival = -math.log(float(uniform(1, 10_000 + seed))) / size  # of the largest of many
-        held += forecast.lower <= float(quantile(torch.tensor(survival, dtype=torch.float64))) <= forecast.upper
+        held += forecast.low <= float(quantile(torch.tensor(survival, dtype=torch.float64))) <= forecast.high
     return held / runs
 
 
@@ -48,14 +48,14 @@ def test_the_wrong_form_of_the_tail_is_wrong_and_fails_the_back_test():
 
 def test_the_pareto_tail_takes_a_heavy_one():
     forecast = forecast_largest(heavy(uniform(5000, 1)), [10**6], "pareto", num_exceedances=200)[0]
-    assert forecast.lower < 1000 < forecast.upper  # survival 1e-6
+    assert forecast.low < 1000 < forecast.high  # survival 1e-6
 
 
 def test_forecasts_grow_by_the_scale():
     scores = exponential(uniform(5000, 2))
     near, far = forecast_largest(scores, [10**4, 10**8], num_exceedances=500)
     assert far.median - near.median == pytest.approx(math.log(1e4), rel=0.15)
-    assert far.upper - far.lower > near.upper - near.lower
+    assert far.high - far.low > near.high - near.low
     assert (near.extrapolation, far.extrapolation) == (2, 20_000)
     assert forecast_largest(scores, [10**4], seed=3) == forecast_largest(scores, [10**4], seed=3)
 
@@ -63,7 +63,7 @@ def test_forecasts_grow_by_the_scale():
 def test_fewer_samples_than_there_are():
     scores = exponential(uniform(5000, 2))
     forecast = forecast_largest(scores, [100])[0]
-    assert forecast.lower < float(scores[:100].max()) < forecast.upper
+    assert forecast.low < float(scores[:100].max()) < forecast.high
 
 
 def test_back_test_observes_the_other_blocks():

@@ -76,7 +76,7 @@ def test_the_policy_alone_is_plain_sampling():
     count = int((sample.rewards < THRESHOLD).sum())
     assert estimate.value == count / 2000
     exact = binomtest(count, 2000).proportion_ci()
-    assert (estimate.lower, estimate.upper) == pytest.approx((exact.low, exact.high), rel=0.05)
+    assert (estimate.low, estimate.high) == pytest.approx((exact.low, exact.high), rel=0.05)
     assert estimate.diagnostics.unseen_share == 0 and estimate.reliable
 
 
@@ -91,27 +91,27 @@ def test_a_completion_that_the_policy_cannot_draw_weighs_nothing():
 def test_several_proposals_agree_with_the_truth():
     other = torch.tensor([[0.2, 0.1, 0.1, 0.6], [0.1, 0.1, 0.7, 0.1]], dtype=torch.float64)
     estimate = prob_bad(draw((4000, 3000, 2000), (POLICY, PROPOSAL, other)), THRESHOLD)
-    assert estimate.lower < 0.15 < estimate.upper and estimate.upper - estimate.lower < 0.02
+    assert estimate.low < 0.15 < estimate.high and estimate.high - estimate.low < 0.02
     assert estimate.reliable
 
 
 def test_no_bad_completion_gives_the_exact_upper_bound():
     sample = sample_of(torch.zeros(2, 30, dtype=torch.long), (20, 10), (POLICY, PROPOSAL + 0.1))
     estimate = prob_bad(sample, THRESHOLD)
-    assert (estimate.value, estimate.lower) == (0, 0)
-    assert estimate.upper == pytest.approx(binomtest(0, 40).proportion_ci().high)
+    assert (estimate.value, estimate.low) == (0, 0)
+    assert estimate.high == pytest.approx(binomtest(0, 40).proportion_ci().high)
     assert not estimate.reliable and "No completion" in estimate.reasons[-1]
 
 
 def test_without_draws_of_the_policy_nothing_bounds_what_was_not_seen():
     sample = sample_of(torch.tensor([[1] * 30, [1] * 30]), (0, 30))
-    assert prob_bad(sample, THRESHOLD).upper == 1
+    assert prob_bad(sample, THRESHOLD).high == 1
     assert prob_bad(sample, THRESHOLD).diagnostics.unseen_share == 1
 
 
 def test_a_threshold_above_all_rewards():
     estimate = prob_bad(draw((50, 50)), 100.0)
-    assert estimate.upper == 1 and estimate.lower == pytest.approx(binomtest(100, 100).proportion_ci().low)
+    assert estimate.high == 1 and estimate.low == pytest.approx(binomtest(100, 100).proportion_ci().low)
     assert estimate.value == pytest.approx(1, abs=0.1)
 
 
@@ -137,8 +137,8 @@ def exact_cvar(level):
 @pytest.mark.parametrize("level", [0.01, 0.1, 0.3])
 def test_cvar(level):
     estimate = cvar(draw((20_000, 20_000)), level)
-    assert estimate.lower <= exact_cvar(level) <= estimate.upper
-    assert estimate.upper - estimate.value < 0.2
+    assert estimate.low <= exact_cvar(level) <= estimate.high
+    assert estimate.high - estimate.value < 0.2
 
 
 def test_cvar_of_the_policy_alone_is_the_mean_of_the_lowest_rewards():
@@ -149,14 +149,14 @@ def test_cvar_of_the_policy_alone_is_the_mean_of_the_lowest_rewards():
 
 def test_cvar_of_fewer_samples_than_one_says_so():
     estimate = cvar(draw((50,), (POLICY,)), 1e-4)
-    assert estimate.value == REWARD[POLICY > 0].min() and estimate.lower == -math.inf
+    assert estimate.value == REWARD[POLICY > 0].min() and estimate.low == -math.inf
     assert not estimate.reliable
 
 
 def test_tail_curve():
     curve = tail_curve(draw((500, 500)), [-100.0, -7.5, -5.0, 100.0])
     assert [estimate.value for estimate in curve] == sorted(estimate.value for estimate in curve)
-    assert curve[0].value == 0 and curve[1].lower < 0.015 < curve[1].upper
+    assert curve[0].value == 0 and curve[1].low < 0.015 < curve[1].high
 
 
 def test_wrong_log_probabilities_are_noticed():
@@ -185,12 +185,12 @@ def test_a_proposal_that_drops_a_mode_is_found_out_by_the_policys_draws():
     dropped = torch.tensor([[0.2, 0.0, 0.8, 1e-9]] * 2, dtype=torch.float64)
     whole = torch.tensor([[0.2, 0.0, 0.4, 0.4]] * 2, dtype=torch.float64)
     few = prob_bad(draw((1000, 1000), (policy, dropped)), THRESHOLD)
-    assert few.upper < 2e-4  # the interval misses the truth
+    assert few.high < 2e-4  # the interval misses the truth
     assert few.diagnostics.unseen_share == 1 and not few.reliable
     many = prob_bad(draw((50_000, 1000), (policy, dropped)), THRESHOLD)
     assert many.diagnostics.variance_ess < 20 and not many.reliable
     good = prob_bad(draw((50_000, 1000), (policy, whole)), THRESHOLD)
-    assert good.reliable and good.lower < 2e-4 < good.upper
+    assert good.reliable and good.low < 2e-4 < good.high
 
 
 def test_halves_share_no_completion():
@@ -205,7 +205,7 @@ def test_coverage_of_plain_and_weighted_samples():
         held = 0
         for seed in range(300):
             estimate = prob_bad(draw(counts, seed=seed), THRESHOLD)
-            held += estimate.lower <= 0.15 <= estimate.upper
+            held += estimate.low <= 0.15 <= estimate.high
         assert held >= 270
 
 

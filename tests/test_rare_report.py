@@ -51,10 +51,10 @@ def command(tmp_path, model_dirs, tokenizer):
 def test_report_holds_what_the_functions_return(sample):
     report = rare_event_report(sample, [-1.0, -50.0], [0.1], [10**6])
     assert report["prob_bad"][0]["value"] == prob_bad(sample, -1.0).value
-    assert report["cvar"][0]["per_prompt"][1]["lower"] == cvar(sample.prompt(1), 0.1).lower
+    assert report["cvar"][0]["per_prompt"][1]["low"] == cvar(sample.prompt(1), 0.1).low
     assert report["prob_bad"][1]["reliable"] is False and report["prob_bad"][1]["value"] == 0
     lowest = report["forecast"]["lowest"][0]
-    assert lowest["lower"] < lowest["median"] < lowest["upper"] < 0 and lowest["extrapolation"] == 2500
+    assert lowest["low"] < lowest["median"] < lowest["high"] < 0 and lowest["extrapolation"] == 2500
     text = format_report(report)
     assert "P(r < -1)" in text and "UNRELIABLE" in text and "Extrapolated, not measured" in text
     assert report["prob_bad"][1]["reasons"][-1] in text
@@ -73,7 +73,7 @@ def test_command(command, tmp_path, capsys):
     assert main([*command, "--threshold", "-1", "--level", "0.1", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert report["counts"] == [60, 40, 40, 40, 40] and len(report["prob_bad"][0]["per_prompt"]) == 2
-    assert 0 < report["prob_bad"][0]["lower"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["upper"] < 1
+    assert 0 < report["prob_bad"][0]["low"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["high"] < 1
     assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4  # each model was scored as itself
     assert report["settings"]["seed"] == 0
     temperatures = report["temperatures"]  # the untrained models' tokens are alike: nothing takes them 2 nats away
@@ -121,7 +121,7 @@ def test_command_refuses(command, capsys, change, message):
 def test_an_infinite_end_is_null_in_the_file(command, tmp_path):
     output = tmp_path / "report.json"
     assert main([*command, "--level", "1e-9", "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["cvar"][0]["lower"] is None
+    assert json.loads(output.read_text())["cvar"][0]["low"] is None
 
 
 @pytest.mark.trainer

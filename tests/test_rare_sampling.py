@@ -44,7 +44,7 @@ def test_draws_estimate_what_enumeration_knows(models, tokenizer, prompts, evalu
     for threshold in (-2.0, 0.1):
         truth = float((exact * (evaluator.rewards < threshold)).sum(1).mean())
         estimate = prob_bad(draws.sample, threshold)
-        assert estimate.lower < truth < estimate.upper and estimate.upper / estimate.lower < 2.5
+        assert estimate.low < truth < estimate.high and estimate.high / estimate.low < 2.5
     assert largest_normalization_error(draws.sample) < 4
     texts = [prompts["prompt"][0] + text for text in draws.texts[0]]
     assert draws.sample.rewards[0].tolist() == reward(texts)

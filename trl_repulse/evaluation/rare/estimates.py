@@ -12,31 +12,31 @@ import torch
 from scipy.stats import beta as beta_distribution
 from scipy.stats import gamma
 
+from ..tails import Estimate
 from .mixture import MixtureSample, stratified_mean
 from .verdict import Diagnostics, diagnose
 
 
 @dataclass(frozen=True)
-class RareEstimate:
+class RareEstimate(Estimate):
     """
     An estimate, its interval, and whether to trust them.
 
     Args:
         value (`float`):
             The estimate: a probability, or a reward.
-        lower, upper (`float`):
+        low, high (`float`):
             Ends of the interval.
+        samples (`int`):
+            Completions in the tail.
         confidence (`float`):
-            Its nominal coverage.
+            Nominal coverage of the interval.
         standard_error (`float`):
             Estimated standard deviation of `value`.
         diagnostics ([`~trl_repulse.evaluation.rare.verdict.Diagnostics`]):
             What the estimate rests on.
     """
 
-    value: float
-    lower: float
-    upper: float
     confidence: float
     standard_error: float
     diagnostics: Diagnostics
@@ -83,15 +83,15 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     shift = float(log_x.max())
     if shift == -math.inf:
         diagnostics = diagnose(sample, log_x, 0.0)
-        return RareEstimate(0.0, 0.0, _unseen_bound(sample, confidence), confidence, 0.0, diagnostics)
+        return RareEstimate(0.0, 0.0, _unseen_bound(sample, confidence), 0, confidence, 0.0, diagnostics)
     x = (log_x - shift).exp()  # (P, N)
     mean, variance, _ = stratified_mean(x, sample.counts)
-    lower, upper = (end * math.exp(shift) for end in _count_interval(mean, variance, 1 / x.numel(), confidence))
+    low, high = (end * math.exp(shift) for end in _count_interval(mean, variance, 1 / x.numel(), confidence))
     if bool(bad.all()):
-        lower, upper = 1 - _unseen_bound(sample, confidence), 1.0
+        low, high = 1 - _unseen_bound(sample, confidence), 1.0
     value = min(mean * math.exp(shift), 1.0)
-    error = variance**0.5 * math.exp(shift)
-    return RareEstimate(value, lower, min(upper, 1.0), confidence, error, diagnose(sample, log_x, value))
+    error, diagnostics = variance**0.5 * math.exp(shift), diagnose(sample, log_x, value)
+    return RareEstimate(value, low, min(high, 1.0), diagnostics.tail_samples, confidence, error, diagnostics)
 
 
 def tail_curve(sample: MixtureSample, thresholds: Sequence[float], confidence: float = 0.95) -> list[RareEstimate]:
@@ -145,15 +145,16 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     log_x = sample.log_w - log_level + (quantile - sample.rewards.double()).clamp(min=0).log()  # (P, N)
     shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
+    diagnostics = diagnose(sample, in_tail, level)
     if shift == -math.inf:  # no reward under the quantile
         value = float(quantile)
-        return RareEstimate(value, -math.inf, value, confidence, 0.0, diagnose(sample, in_tail, level))
+        return RareEstimate(value, -math.inf, value, diagnostics.tail_samples, confidence, 0.0, diagnostics)
     x = (log_x - shift).exp()
     mean, variance, _ = stratified_mean(x, sample.counts)
     ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
-    value, upper, lower = (float(quantile) - end * math.exp(shift) for end in (mean, *ends))
+    value, high, low = (float(quantile) - end * math.exp(shift) for end in (mean, *ends))
     error = variance**0.5 * math.exp(shift)
-    return RareEstimate(value, lower, upper, confidence, error, diagnose(sample, in_tail, level))
+    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
 
 
 def _count_interval(mean: float, variance: float, largest: float, confidence: float) -> tuple[float, float]:

@@ -37,7 +37,7 @@ class Forecast:
             Number of samples.
         median (`float`):
             Median of the largest score among them.
-        lower, upper (`float`):
+        low, high (`float`):
             Interval for the largest score: chance and the error of the fit, not that of the form of the tail.
         confidence (`float`):
             Its nominal coverage.
@@ -47,8 +47,8 @@ class Forecast:
 
     size: int
     median: float
-    lower: float
-    upper: float
+    low: float
+    high: float
     confidence: float
     extrapolation: float
 
@@ -72,7 +72,7 @@ class BackTest:
     def covered(self) -> float:
         """Share of the blocks whose interval holds what was observed."""
         pairs = zip(self.forecasts, self.observed, strict=True)
-        return sum(forecast.lower <= value <= forecast.upper for forecast, value in pairs) / len(self.observed)
+        return sum(forecast.low <= value <= forecast.high for forecast, value in pairs) / len(self.observed)
 
 
 def elicitation_score(probability: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def format_report(report: dict[str, Any]) -> str:
                 (
                     name,
                     f"{entry['value']:.4g}",
-                    f"{entry['lower']:.4g} to {entry['upper']:.4g}",
+                    f"{entry['low']:.4g} to {entry['high']:.4g}",
                     f"{diagnostics['ess']:.0f} of {diagnostics['tail_samples']}",
                     f"{diagnostics['max_weight_share']:.1%}",
                     f"up to {diagnostics['unseen_share']:.0%}",
@@ -100,7 +100,7 @@ def format_report(report: dict[str, Any]) -> str:
         test = report["forecast"]["back_test"]
         lines += ["", "Extrapolated, not measured: the lowest reward among so many completions of the policy"]
         lines += [
-            f"{entry['size']:>15,}  {entry['median']:.4g} ({entry['lower']:.4g} to {entry['upper']:.4g})"
+            f"{entry['size']:>15,}  {entry['median']:.4g} ({entry['low']:.4g} to {entry['high']:.4g})"
             for entry in report["forecast"]["lowest"]
         ]
         lines.append(
@@ -112,8 +112,8 @@ def format_report(report: dict[str, Any]) -> str:
 def _entry(estimate: RareEstimate) -> dict[str, Any]:
     return {
         "value": estimate.value,
-        "lower": estimate.lower,
-        "upper": estimate.upper,
+        "low": estimate.low,
+        "high": estimate.high,
         "standard_error": estimate.standard_error,
         "reliable": estimate.reliable,
         "reasons": list(estimate.reasons),
@@ -130,7 +130,7 @@ def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) ->
         return {"refused": str(error)}
     test = back_test(scores, confidence=confidence)
     lowest = [
-        {"size": f.size, "median": -f.median, "lower": -f.upper, "upper": -f.lower, "extrapolation": f.extrapolation}
+        {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}
         for f in forecasts
     ]
     return {"lowest": lowest, "back_test": {"covered": test.covered, "blocks": len(test.observed)}}
