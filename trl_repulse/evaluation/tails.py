@@ -173,7 +173,8 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
     """
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
-    return np.asarray(q - np.maximum(q - rewards, 0.0) / level)
+    influence: np.ndarray = q - np.maximum(q - rewards, 0.0) / level
+    return influence
 
 
 def _skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
