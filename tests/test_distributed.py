@@ -327,3 +327,22 @@ def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
 def test_two_processes_of_ppo_cut_apart_equal_one(launch, config):
     alone = launch(1, 8, 1, "plain", script="distributed_ppo_run")
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run", config=config), PPO_METRICS)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "cpu_ddp",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
+    """Held-out completions, an odd number of them, shared by the processes: each is rewarded once, by its prompt."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    done = run([*launcher(2, config), "-m", "tests.distributed_tail_run", str(tmp_path)])
+    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
+    assert result["world_size"] == 2
+    assert [(report["update"], report["samples"]) for report in result["reports"]] == [(2, 9), (3, 9)]
+    assert all(10 < report["mean"] < 10.5 for report in result["reports"])

@@ -106,10 +106,12 @@ class TailReportCallback(TrainerCallback):
         """Rewards of shape (1, P, N), the same on all processes."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         total = len(self.dataset) * self.num_samples
-        mine = list(range(accelerator.process_index, total, accelerator.num_processes))
-        chosen = [place // self.num_samples for place in mine]
+        # As many on each process, since a model that is cut apart generates on all of them at once; places past the end are dropped
+        share = -(-total // accelerator.num_processes)
+        mine = [accelerator.process_index + i * accelerator.num_processes for i in range(share)]
+        chosen = [place % total // self.num_samples for place in mine]
         size = trainer.args.per_device_train_batch_size
-        columns = self.dataset[chosen] if chosen else {"prompt": []}
+        columns = self.dataset[chosen]
         prompts = columns.pop("prompt")
         with unwrap_model_for_generation(trainer.model_wrapped, accelerator) as model:
             engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
