@@ -171,8 +171,8 @@ def find_temperature(
     max_completion_length: int,
     divergence: float = 2.0,
     *,
-    num_samples: int = 64,
-    max_prompts: int = 64,
+    num_samples: int = 16,
+    max_prompts: int = 16,
     batch_size: int = 64,
     seed: int = 0,
 ) -> float:
@@ -193,9 +193,9 @@ def find_temperature(
             T.
         divergence (`float`, *optional*, defaults to `2.0`):
             In nats, above 0.
-        num_samples (`int`, *optional*, defaults to `64`):
+        num_samples (`int`, *optional*, defaults to `16`):
             Completions of each prompt.
-        max_prompts (`int`, *optional*, defaults to `64`):
+        max_prompts (`int`, *optional*, defaults to `16`):
             Prompts that are used, spread over all.
         batch_size (`int`, *optional*, defaults to `64`):
             B.
@@ -213,7 +213,7 @@ def find_temperature(
     chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
     end, seeds = end_tokens(model, tokenizer), _seeds(seed)
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
-    inverse = torch.linspace(1.0, 0.1, 91, dtype=torch.float64)  # (I,)
+    inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
     total, rows = torch.zeros_like(inverse), 0
     for ids in _tokens([model], tokenizer, chosen, max_completion_length):
         for batch in _batches(engine([ids] * num_samples, next(seeds)), batch_size):
@@ -223,11 +223,12 @@ def find_temperature(
             for i, s in enumerate(inverse.tolist()):
                 total[i] += ((1 - s) * mean + (s * log_q).logsumexp(dim=-1)).sum().item()
             rows += len(batch)
-    found = total / rows  # rises along the inverse temperatures
-    place = int(torch.searchsorted(found, divergence))
+    found = (total / rows).clamp(min=0).sqrt()  # rises along the inverse temperatures, nearly in a straight line
+    wanted = divergence**0.5
+    place = int(torch.searchsorted(found, wanted))
     if place == len(found):
         return 1 / float(inverse[-1])
-    share = (divergence - float(found[place - 1])) / float(found[place] - found[place - 1])
+    share = (wanted - float(found[place - 1])) / float(found[place] - found[place - 1])
     return 1 / float(torch.lerp(inverse[place - 1], inverse[place], share))
 
 
