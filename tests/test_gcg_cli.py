@@ -90,6 +90,18 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
     assert "of 0 targets" in capsys.readouterr().out  # with five samples, nothing is known of six
 
 
+def test_screening_by_command(folder, tmp_path, capsys):
+    arguments = ["gcg", "--config", folder / "config.yaml", "--max_targets", "2", "--output"]
+    assert run(*arguments, tmp_path / "a.jsonl") == 0
+    assert run(*arguments, tmp_path / "b.jsonl", "--screen_dtype", "bfloat16") == 0
+    suffixes = [[record["suffix"] for record in read_results(tmp_path / name)[1]] for name in ("a.jsonl", "b.jsonl")]
+    assert suffixes[0] == suffixes[1]
+    assert read_results(tmp_path / "b.jsonl")[0]["identity"]["config"]["screen_dtype"] == "bfloat16"
+    with pytest.raises(SystemExit):
+        run(*arguments, tmp_path / "c.jsonl", "--screen_dtype", "int8")
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+
+
 def test_the_example_does_the_same(folder, tmp_path, capsys, example):
     arguments = ["--config", str(folder / "config.yaml"), "--max_targets", "2", "--output"]
     assert run("gcg", *arguments, tmp_path / "a.jsonl") == 0

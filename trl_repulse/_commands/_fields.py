@@ -5,7 +5,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -62,7 +62,7 @@ def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
 
 def _kind(hint: Any) -> dict[str, Any]:
     """What argparse has to know of a type."""
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in (Union, UnionType):  # `Literal[...] | None` is the former
         options = [option for option in get_args(hint) if option is not type(None)]
         if dict in options:
             return {"type": parse_object, "metavar": "JSON"}
