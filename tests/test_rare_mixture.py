@@ -189,7 +189,11 @@ def test_a_proposal_that_drops_a_mode_is_found_out_by_the_policys_draws():
     assert few.diagnostics.unseen_share == 1 and not few.reliable
     many = prob_bad(draw((50_000, 1000), (policy, dropped)), THRESHOLD)
     assert many.diagnostics.variance_ess < 20 and not many.reliable
-    good = prob_bad(draw((50_000, 1000), (policy, whole)), THRESHOLD)
+    alone = prob_bad(draw((50_000, 1000), (policy, whole)), THRESHOLD)
+    assert alone.low < 2e-4 < alone.high
+    assert len(alone.reasons) == 1 and "One proposal alone" in alone.reasons[0]
+    softer = torch.tensor([[0.5, 0.0, 0.25, 0.25]] * 2, dtype=torch.float64)
+    good = prob_bad(draw((50_000, 500, 500), (policy, whole, softer)), THRESHOLD)
     assert good.reliable and good.low < 2e-4 < good.high
 
 

@@ -33,6 +33,8 @@ class Diagnostics:
             The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
             tail's probability that could be missing from the proposals and, with 95 % probability, leave no trace in them:
             3 / (the policy's draws × probability of the tail), at most 1; 0 without proposals.
+        num_proposals (`int`):
+            Components beside the policy, hotter copies among them.
         halves (`tuple[float, float]`):
             The probability of the tail from every other completion, and from the rest.
         halves_error (`float`):
@@ -47,6 +49,7 @@ class Diagnostics:
     max_weight_share: float
     variance_ess: float
     unseen_share: float
+    num_proposals: int
     halves: tuple[float, float]
     halves_error: float
     normalization_error: float
@@ -77,6 +80,11 @@ class Diagnostics:
             found.append(
                 f"The policy drew too few completions to tell whether the proposals miss bad outputs: up to "
                 f"{self.unseen_share:.0%} of their probability could be missing unseen. Draw more from the policy."
+            )
+        if self.num_proposals == 1:
+            found.append(
+                "One proposal alone cannot be seen to neglect bad outputs, and trained ones do: draw from a hotter copy of it "
+                "too, or from a second proposal."
             )
         if self.halves_error > MAX_ERROR:
             found.append(f"The two halves of the completions disagree by {self.halves_error:.1f} standard errors.")
@@ -113,6 +121,7 @@ def diagnose(sample: MixtureSample, log_x: torch.Tensor, probability: float) -> 
         max_weight_share=float(x.max()) / total if total else 0.0,
         variance_ess=squares**2 / float(x.pow(4).sum()) if squares else 0.0,
         unseen_share=unseen,
+        num_proposals=len(sample.counts) - 1,
         halves=(one * float(shift.exp()), other * float(shift.exp())),
         # The difference of two halves has four times the variance of the mean of both
         halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
