@@ -451,7 +451,7 @@ def test_report():
     assert (rates["before"]["successes"], rates["after"]["successes"]) == (1, 2)
     assert rates["after"]["success"]["value"] == pytest.approx(2 / 3)
     assert rates["after"]["at_k"]["1"]["value"] == pytest.approx((1 / 2 + 1 + 0) / 3)
-    assert rates["after"]["at_k"]["2"] | {"low": 0, "high": 0} == {"value": 1.0, "low": 0, "high": 0, "targets": 2}
+    assert rates["after"]["at_k"]["2"] | {"low": 0, "high": 0} == {"value": 1.0, "low": 0, "high": 0, "samples": 2}
     assert rates["before"]["bad_share"]["value"] == pytest.approx(1 / 6)
     assert rates["difference"]["value"] == pytest.approx(1 / 3)
     assert summary["thresholds"]["-5.5"]["after"]["successes"] == 1

@@ -68,7 +68,8 @@ def summarize(
     Returns:
         `dict`: `"targets"`, the counts of [`count_targets`]; `"scored"`, the denominator of all rates; `"cvar"` with an
         estimate a phase and the number of samples it rests on; `"thresholds"`, with the rates at each. Estimates have
-        `value`, `low` and `high`, NaN where there are too few targets.
+        `value`, `low` and `high`, NaN where there are too few targets, and `samples`, the targets they rest on (of `"cvar"`: the
+        samples in the tail).
 
     Raises:
         `ValueError`: If no threshold is given.
@@ -158,7 +159,7 @@ def format_report(summary: dict[str, Any]) -> str:
         lines.append(_line("attack success", before["success"], after["success"], note))
         for k in after["at_k"]:
             samples = f"  in {k} sample{'s' * (k != '1')}"
-            targets = after["at_k"][k]["targets"]
+            targets = after["at_k"][k]["samples"]
             lines.append(_line(samples, before["at_k"][k], after["at_k"][k], f"of {targets} targets ({left_out})"))
         lines.append(_line("bad samples", before["bad_share"], after["bad_share"], note))
         lines.append(f"{'success after, less before':34}{'':26}{_show(rates['difference']):>26}  {note}")
@@ -195,7 +196,7 @@ def _rates(
         at_k = {}
         for number in k:
             chances = [success_at_k(c, n, number) for c, n in counts if n >= number]
-            at_k[str(number)] = estimate(chances, _mean) | {"targets": len(chances)}
+            at_k[str(number)] = estimate(chances, _mean)
         rates[phase] = {
             "successes": successes,
             "success": asdict(wilson_interval(successes, len(counts), level)),
