@@ -166,6 +166,9 @@ def test_frontier_command(folders, tmp_path, capsys):
     assert (output.parent / "v1.5.pdf").read_bytes().startswith(b"%PDF")
     assert main(["frontier", str(output), *methods, "--method", "A", *folders["A"], "--threshold", "-1"]) == 1
     assert "given twice" in capsys.readouterr().err
+    comma = write_samples(tmp_path / "a, b", np.zeros((3, 100)))
+    assert main(["frontier", str(output), "--method", "A", str(comma), "--threshold", "-1"]) == 0
+    capsys.readouterr()
     assert main(["frontier", str(output), "--method", "A", "--threshold", "-1"]) == 1
     assert "`--method A` has no run" in capsys.readouterr().err
 
@@ -208,7 +211,7 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
     place = arguments.index("--reward_type")
     arguments[place : place + 2] = [
         *("--reward", json.dumps({"reward_type": f"{tmp_path / 'mine.py'}:reward"})),
-        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'second.py'}:length"})),
+        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'second.py'}:length", "reward_kwargs": {}})),
     ]
     folder = tmp_path / "samples"
     assert main(["evaluate", str(folder), *arguments, "--reward_weights", "1", "0.5"]) == 0

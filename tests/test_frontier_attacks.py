@@ -71,5 +71,7 @@ def test_pairs_that_may_not_stand_in_one_figure(pairs, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load_frontier({"A": runs}, x, "return", -4.0)
+    with pytest.raises(ValueError, match="There are no runs"):
+        load_frontier({}, "attack_success", "return", -4.0)
     with pytest.raises(ValueError, match="needs a `threshold`"):
         load_frontier({"A": [(samples, attack)]}, "attack_success", "return")

@@ -107,6 +107,20 @@ def test_the_temperature_of_a_divergence(models, tokenizer, prompts, evaluator, 
         find_temperature(model, tokenizer, prompts["prompt"], 2, 0.0)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2"], indirect=True)
+def test_tokens_of_probability_zero_have_no_part_in_the_temperature(models, tokenizer, prompts, monkeypatch):
+    model, forward = models[1], type(models[1]).forward
+
+    def without_dogs(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits[..., DOG] = -math.inf
+        return output
+
+    free = find_temperature(model, tokenizer, prompts["prompt"], 2, 0.1)
+    monkeypatch.setattr(type(model), "forward", without_dogs)
+    assert find_temperature(model, tokenizer, prompts["prompt"], 2, 0.1) == pytest.approx(free, rel=0.3)
+
+
 def test_settings_that_a_model_was_saved_with_play_no_part(models, tokenizer, prompts, reward):
     arguments = (tokenizer, prompts["prompt"][:2], reward, (20, 20), 3)
     plain = draw(models, *arguments, seed=3)

@@ -165,8 +165,9 @@ def _load_rewards(args: argparse.Namespace) -> Any:
         raise ValueError("`--reward` holds all of a reward; leave out the other arguments of rewards.")
     loaded = []
     for each in args.rewards:
-        more = {name: value for name, value in each.items() if name not in ("reward_type", "reward_model_path")}
-        loaded.append(load_reward(each.get("reward_type"), each.get("reward_model_path"), **more))
+        more = dict(each)
+        named = [more.pop(name, None) for name in ("reward_type", "reward_model_path")]
+        loaded.append(load_reward(*named, **more.pop("reward_kwargs", {}), **more))
     return loaded
 
 

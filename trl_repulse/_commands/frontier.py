@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(f"`--method {name}` has no run; write `--method NAME RUN [RUN ...]`.")
             if name in methods:
                 raise ValueError(f"`--method {name}` is given twice; name all its runs at once.")
-            methods[name] = [path.split(",") for path in paths]
+            # A comma may stand in a path as well: it parts two where a file of attacks follows
+            methods[name] = [path.rsplit(",", 1) if path.endswith(".jsonl") else [path] for path in paths]
         frontier = load_frontier(methods, args.x, args.y, args.threshold, args.level, args.confidence)
         for suffix in (".png", ".pdf"):
             plot_frontier(frontier, f"{args.output}{suffix}")

@@ -66,12 +66,12 @@ def load_frontier(
         raise ValueError(f"`{twice}` is named twice; name each run once.")
     attacked = [[path for path in run if path.suffix == ".jsonl"] for _, run in flat]
     others = [[path for path in run if path.suffix != ".jsonl"] for _, run in flat]
-    if any(len(run) != 1 for run in others) or len({len(run) for run in attacked}) > 1 or len(attacked[0]) > 1:
+    if any(len(run) != 1 for run in others) or {len(run) for run in attacked} not in (set(), {0}, {1}):
         raise ValueError(
             "A run is a folder of samples or a file of results; with attacks all are pairs, of one of these and a `.jsonl` file."
         )
     names = (x, y)
-    if not attacked[0]:
+    if not any(attacked):
         values = _read([run[0] for run in others], names, threshold, level)
     elif "attack_success" not in names:
         raise ValueError(
@@ -95,15 +95,18 @@ def _read_attacked(
         name = first_difference(header["identity"], first, ("model",))
         if name is not None:
             raise ValueError(f"`{path}` and `{attacks[0]}` differ in `{name}`; compare attacks of one kind.")
-    for path, attack, (header, records) in zip(paths, attacks, results, strict=True):
-        if path.is_dir() and load_samples(path).header["model"]["weights"] != header["identity"]["model"]:
-            raise ValueError(f"`{path}` and `{attack}` are of different models; pair those of one.")
+    for attack, (header, records) in zip(attacks, results, strict=True):
         missing = count_targets(header, records)["missing"]
         if missing:
             raise ValueError(f"`{attack}` lacks {missing} targets; call its evaluation again to complete it.")
     rates = [success_below(records, threshold) for _, records in results]
     (other,) = {name for name in names if name != "attack_success"} or {"attack_success"}
     found = _read(paths, (other, other), threshold, level)
+    for path, attack, (header, _) in zip(paths, attacks, results, strict=True):
+        if path.is_dir():
+            weights = json.loads((path / HEADER).read_text(encoding="utf-8"))["model"]["weights"]
+            if weights != header["identity"]["model"]:
+                raise ValueError(f"`{path}` and `{attack}` are of different models; pair those of one.")
     return [
         tuple(rate.value if name == "attack_success" else value[0] for name in names) + (int(rate.samples),)
         for rate, value in zip(rates, found, strict=True)

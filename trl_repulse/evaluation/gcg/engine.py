@@ -100,6 +100,8 @@ class GCG:
             raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
         self._screen: PreTrainedModel | None = None
         if config.screen_dtype is not None:
+            if model.dtype == getattr(torch, config.screen_dtype):
+                raise ValueError(f"The model is in {config.screen_dtype} already; leave `screen_dtype` out.")
             # Its weights must require a gradient: torch (2.13) else multiplies a slice of the hidden states with the head
             # row by row, on CPU and in half precision a hundred times slower
             self._screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)

@@ -20,7 +20,7 @@ def screened_losses(
 
     Candidates are scored with the model itself in the order of the copy's losses, until the best of them is ahead of what the
     copy says of the next by five standard deviations of the copy's errors so far. The best candidate is then, up to an
-    outlier beyond that, the best of all. Where the copy cannot tell candidates apart, all are scored.
+    outlier beyond that, the best of all. Where the copy cannot tell candidates apart, or overflows, all are scored.
 
     Args:
         scorer, screen ([`~trl_repulse.evaluation.gcg.scoring.SuffixScorer`]):
@@ -34,10 +34,12 @@ def screened_losses(
         `torch.Tensor` of shape `(B,)`: losses under the model in nats, infinite for candidates that were left out.
 
     Raises:
-        [`~trl_repulse.evaluation.gcg.GCGError`]: If a loss is not finite.
+        [`~trl_repulse.evaluation.gcg.GCGError`]: If a loss under the model itself is not finite.
     """
     screen.observe(ids)
-    guesses = finite(screen.losses(candidates))
+    guesses = screen.losses(candidates)
+    if not guesses.isfinite().all():
+        return finite(scorer.losses(candidates))
     order = guesses.argsort(stable=True)
     losses = torch.full_like(guesses, torch.inf)
     size = max(_LEAST, len(order) // _SHARE)

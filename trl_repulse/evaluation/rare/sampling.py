@@ -219,7 +219,7 @@ def find_temperature(
         for batch in _batches(engine([ids] * num_samples, next(seeds)), batch_size):
             logits, _, counts = _logits(model, ids, batch, end)
             log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
-            mean = (log_q.exp() * log_q).sum(dim=-1)
+            mean = -torch.special.entr(log_q.exp()).sum(dim=-1)  # 0 for tokens of probability 0
             for i, s in enumerate(inverse.tolist()):
                 total[i] += ((1 - s) * mean + (s * log_q).logsumexp(dim=-1)).sum().item()
             rows += len(batch)
