@@ -1,14 +1,16 @@
 """What `test_distributed`, `benchmarks/invariance.py` and the scripts they launch share."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, GradScalerKwargs
 from torch.distributed.fsdp import FSDPModule
 
 from trl_repulse.trainers._deepspeed import gathered
@@ -16,6 +18,7 @@ from trl_repulse.trainers._fsdp import whole
 
 
 STEPS = 5
+FP16_SCALE = 2.0**8  # what the small models' losses are scaled by at first: their gradients do not overflow
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 
@@ -54,6 +57,7 @@ def train(
 
 def start() -> None:
     """To be called before the trainer is built."""
+    Accelerator.__init__ = with_fp16_on_cpu
     # DeepSpeed's shared-memory collectives would be compiled for two minutes
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
@@ -63,7 +67,21 @@ def start() -> None:
         AcceleratorState.__init__ = _with_fsdp_on_cpu
 
 
+_build_accelerator = Accelerator.__init__
 _build_state = AcceleratorState.__init__
+
+
+def with_fp16_on_cpu(self, *args, **kwargs):
+    """Accelerate (1.15) reads `fp16` on CPU and trains in float32; torch has autocast and gradient scaling for it."""
+    _build_accelerator(self, *args, **kwargs)
+    if self.mixed_precision != "fp16":
+        return
+    assert self.scaler is None and not self.native_amp
+    if self.distributed_type == DistributedType.DEEPSPEED:  # which scales by itself, on CPU too
+        self.deepspeed_plugin.deepspeed_config["fp16"]["initial_scale_power"] = int(math.log2(FP16_SCALE))
+    else:
+        self.scaler_handler = GradScalerKwargs(init_scale=FP16_SCALE)
+        self.native_amp, self.scaler = True, torch.amp.GradScaler("cpu", **self.scaler_handler.to_kwargs())
 
 
 def _with_fsdp_on_cpu(self, mixed_precision=None, cpu=False, *args, fsdp_plugin=None, **kwargs):

@@ -118,7 +118,6 @@ def stub(kind, stage=None, fsdp2=False, precision="no", **config):
     ("accelerator", "message"),
     [
         (stub("FSDP"), "first version of FSDP; set `fsdp_version: 2`"),
-        (stub("FSDP", fsdp2=True, precision="fp16"), "`fp16=True` .* set `bf16=True`"),
         (stub("DEEPSPEED", 0), "stage 0"),
         (stub("DEEPSPEED", 2, optimizer={}), "section `optimizer`"),
         (stub("DEEPSPEED", 2, scheduler={}), "section `scheduler`"),

@@ -32,7 +32,7 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
             The second model.
 
     Raises:
-        `ValueError`: With FSDP's first version, adapters or fp16.
+        `ValueError`: With FSDP's first version, or adapters.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
@@ -46,8 +46,6 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
             "A second model that is an adapter is not trained with FSDP; leave out `peft_config`, or launch with "
             "DeepSpeed ZeRO (`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
         )
-    if accelerator.mixed_precision == "fp16":
-        raise ValueError("`fp16=True` does not scale a second model's gradient with FSDP; set `bf16=True` instead.")
 
 
 def keep_precision(accelerator: Accelerator) -> None:
@@ -64,6 +62,21 @@ def keep_precision(accelerator: Accelerator) -> None:
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=torch.float32)
+
+
+def start_scaler(accelerator: Accelerator) -> None:
+    """
+    Lets the optimizer of the trainer's own model be loaded under FSDP2 with `fp16=True`.
+
+    Torch takes a step, of rate 0, to build the state that it fills; through accelerate's (1.15) wrapper that is a step of the
+    scaler, which refuses before it has scaled anything. Way out: accelerate handing on the optimizer that it has wrapped.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            The trainer's accelerator.
+    """
+    if accelerator.is_fsdp2 and accelerator.scaler is not None:
+        accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
 
 
 def prepare(

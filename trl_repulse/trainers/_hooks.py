@@ -121,6 +121,10 @@ class TrainerHooks:
             load_position(self, Path(resume_from_checkpoint))
         return prepared
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        _fsdp.start_scaler(self.accelerator)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     def _save_second_model(self, checkpoint: Path) -> None:
         """Writes what goes on training a second model, beside the weights that `save_model` writes."""
 

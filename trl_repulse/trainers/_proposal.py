@@ -64,8 +64,6 @@ def shares_base(
     obstacle = _change_of_base(policy_config) or _change_of_base(own_config)
     if args is not None and args.fsdp:
         obstacle = "FSDP flattens all weights"
-    elif args is not None and args.deepspeed_plugin is not None and args.fp16:
-        obstacle = "DeepSpeed scales the loss in fp16 for one optimizer"
     elif own_config.peft_type != policy_config.peft_type:
         obstacle = f"one is {policy_config.peft_type.value} and the other {own_config.peft_type.value}"
     if obstacle is not None:

@@ -327,7 +327,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             metrics = self._metrics["train"]
             metrics[f"{VALUE_FOLDER}/learning_rate"].append(self.value.optimizer.param_groups[0]["lr"])
             metrics[f"{VALUE_FOLDER}/grad_norm"].append(self.value.step())
-            self.value.scheduler.step()
+            self.value.step_schedule()
         return loss
 
     # Logging

@@ -430,7 +430,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         if self.use_vllm:
             self.vllm_generation.changed(PROPOSAL_FOLDER)
         if advance_schedule:
-            self.proposal.scheduler.step()
+            self.proposal.step_schedule()
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)

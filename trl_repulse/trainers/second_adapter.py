@@ -242,9 +242,7 @@ class SecondAdapter(SecondModel):
                 with gathered(self.module):
                     self._masters = [p.detach().float().clone() for p in self.module.parameters()]
             self.optimizer = self._create_optimizer(trainer)
-            if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
-                self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
-            self._max_grad_norm = args.max_grad_norm
+            self._prepare_clipping(args.max_grad_norm)
         self.scheduler = get_scheduler(
             args.lr_scheduler_type,
             optimizer=self.optimizer,

@@ -25,8 +25,9 @@ class SecondModel:
     """
     A model trained beside a TRL trainer's own: its engine, optimizer, schedule, clipping, saving and loading.
 
-    The trainer keeps its policy as any TRL trainer does and drives this one through four calls: [`prepare`] once
-    training is set up, [`backward`] for each micro-batch inside [`gradient_sync`], [`step`] for each update.
+    The trainer keeps its policy as any TRL trainer does and drives this one through five calls: [`prepare`] once
+    training is set up, [`backward`] for each micro-batch inside [`gradient_sync`], [`step`] and [`step_schedule`] for
+    each update.
 
     Args:
         module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -53,7 +54,8 @@ class SecondModel:
         self._accelerator = accelerator
         self._deepspeed = zero_stage(accelerator) is not None
         self._fsdp = accelerator.is_fsdp2
-        self._scaler = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._step_was_skipped = False
         self._max_grad_norm = 0.0
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
@@ -83,9 +85,7 @@ class SecondModel:
             else:
                 self.engine = self._accelerator.prepare_model(self.module)
                 self.optimizer = self._create_optimizer(trainer)
-            if self._accelerator.scaler is not None:  # fp16; a scaler must not be shared by two optimizers
-                self._scaler = torch.amp.GradScaler(self._accelerator.device.type)
-            self._max_grad_norm = args.max_grad_norm
+            self._prepare_clipping(args.max_grad_norm)
         self.scheduler = get_scheduler(
             args.lr_scheduler_type,
             optimizer=self.optimizer,
@@ -93,6 +93,14 @@ class SecondModel:
             num_training_steps=num_training_steps,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
+
+    def _prepare_clipping(self, max_grad_norm: float) -> None:
+        self._max_grad_norm = max_grad_norm
+        if self._accelerator.mixed_precision == "fp16" and not self._deepspeed:  # DeepSpeed's engines scale themselves
+            # A scaler of its own, for one must not be shared by two optimizers
+            handler = self._accelerator.scaler_handler
+            kwargs = {} if handler is None else handler.to_kwargs()
+            self._scaler = torch.amp.GradScaler(self._accelerator.device.type, **kwargs)
 
     def _create_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
         optimizer_cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, self.module)
@@ -126,12 +134,15 @@ class SecondModel:
         """
         Clips the accumulated gradient by norm, updates the parameters and clears the gradient.
 
+        With `fp16=True` a gradient that overflows is dropped, whatever becomes of the trainer's own model.
+
         Returns:
-            `float`: The gradient's norm before clipping.
+            `float`: The gradient's norm before clipping; not finite where it was dropped.
         """
         if self._deepspeed:
             self.engine.step()  # clips, updates and clears
             self.optimizer.step()  # does nothing, but schedulers want to have seen it
+            self._step_was_skipped = self.optimizer.step_was_skipped
             norm = self.engine.get_global_grad_norm()
             return math.nan if norm is None else float(norm)  # fp16: the first step may overflow and be skipped
         if self._scaler is not None:
@@ -141,10 +152,17 @@ class SecondModel:
         if self._scaler is None:
             self.optimizer.step()
         else:
+            scale = self._scaler.get_scale()
             self._scaler.step(self.optimizer)
             self._scaler.update()
+            self._step_was_skipped = self._scaler.get_scale() < scale
         self.optimizer.zero_grad(set_to_none=True)
         return _fsdp.whole(norm).item()
+
+    def step_schedule(self) -> None:
+        """Moves the learning rate on, as the trainer moves its own model's: not after a step that was skipped."""
+        if not self._step_was_skipped:
+            self.scheduler.step()
 
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
         """
