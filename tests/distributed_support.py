@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,14 +25,27 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 
 
-def launcher(processes: int, config: str | None) -> list[str]:
-    """Start of a command line: `accelerate launch` with a configuration of ours, or torch's launcher without."""
+def launcher(processes: int, config: str | None, machines: list[str] | None = None) -> list[str]:
+    """
+    Start of a command line: `accelerate launch` with a configuration of ours, or torch's launcher without.
+
+    A configuration for several machines takes the options that `machine_options` gives each; else it is told there is one.
+    """
     if config is None:
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     options = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes)]
     if config.startswith("multi_node"):
-        options += ["--num_machines", "1", "--machine_rank", "0"]
+        options += machines or ["--num_machines", "1", "--machine_rank", "0"]
     return [sys.executable, "-m", "accelerate.commands.launch", *options]
+
+
+def machine_options(machines: int) -> list[list[str]]:
+    """Of each of several launchers, which meet at a free port of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meeting = ["--num_machines", str(machines), "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    return [[*meeting, "--machine_rank", str(rank)] for rank in range(machines)]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
@@ -42,11 +57,22 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def train(
-    folder, processes: int, batch_size: int, accumulation: int, variant: str, config=None, script="distributed_run"
+    folder,
+    processes: int,
+    batch_size: int,
+    accumulation: int,
+    variant: str,
+    config=None,
+    script="distributed_run",
+    machines=1,
+    checkpoint=None,
 ):
     """What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant."""
-    command = launcher(processes, config)
-    run([*command, "-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant])
+    arguments = ["-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant]
+    arguments += [] if checkpoint is None else [str(checkpoint)]
+    options = [None] if machines == 1 else machine_options(machines)
+    with ThreadPoolExecutor(machines) as pool:
+        list(pool.map(lambda each: run([*launcher(processes, config, each), *arguments]), options))
     result = json.loads(Path(folder, "result.json").read_text())
     assert result["world_size"] == processes
     sharded = (config or "").removeprefix("multi_node_")

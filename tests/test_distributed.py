@@ -1,6 +1,6 @@
 """Two processes train what one trains: prompts whole on a process, or cut apart over processes and micro-batches.
 
-Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3, FSDP2. Several machines and GPUs are not run.
+Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3, FSDP2. GPUs are not run, several machines as one.
 """
 
 import functools
@@ -306,6 +306,17 @@ def test_both_models_train_in_half_precision(launch, config, precision, rel, err
 def test_several_machines_of_one_are_as_many_processes(launch):
     """The configuration for two machines, told that there is one."""
     assert_equal(launch(1, 8, 1), launch(2, 4, 1, config="multi_node_zero3"), METRICS)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_several_machines_train_and_resume_both_models(launch, tmp_path, tokenizer):
+    """Two launchers, each with a process and a rank as on a machine of its own, that meet by address and share a folder."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    run_on_two = functools.partial(train, tmp_path, 2, 4, 1, config="multi_node_zero3", machines=2)
+    assert_equal(launch(1, 8, 1), run_on_two("leave one out"), METRICS)
+    whole = run_on_two("checkpoints")["parameters"]
+    assert run_on_two("checkpoints", checkpoint=tmp_path / "run" / "checkpoint-2")["parameters"] == whole
 
 
 def test_the_comparison_can_fail(launch):
