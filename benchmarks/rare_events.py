@@ -23,6 +23,7 @@ from rare_world import (
     hotter,
     load_models,
     load_tables,
+    mediocre_proposals,
     pool,
     samples,
     train,
@@ -115,14 +116,14 @@ def intervals(tables: Tables, repetitions: int) -> None:
     print(
         f"### Kinds of interval for P(r < {THRESHOLD:g}) at few effective completions, {repetitions:,} repetitions\n"
     )
-    first, second, worse = tables["trained"], tables["elsewhere"], bad_proposals(tables)
+    first, second, worse = tables["trained"], tables["elsewhere"], mediocre_proposals(tables)
     truth, rows = true_prob_bad(tables), []
     for name, proposals, counts in (
         ("policy alone", [], (12_500,)),
         ("policy, first", [first], (2_000, 2_000)),
         ("policy, first, second", [first, second], (50, 50, 50)),
         ("policy, noisy", [worse["noisy (e^N(0, 2²))"]], (2_000, 1_000)),
-        ("policy, under-tilted and noisy", [worse["under-tilted and noisy (e^N(0, 2²))"]], (2_000, 1_000)),
+        ("policy, under-tilted and noisy", [worse["under-tilted and noisy (12 times, e^N(0, 2²))"]], (2_000, 1_000)),
     ):
         held, effective = dict.fromkeys(("ours", "t", "log t"), 0), 0.0
         for sample in samples(tables, proposals, counts, repetitions):
@@ -181,6 +182,7 @@ def verdict(tables: Tables, repetitions: int) -> None:
     }
     beside = tables | {"policy": tables["beside_policy"]}
     cases = [("good", name, tables, proposal) for name, proposal in good.items()]
+    cases += [("mediocre", name, tables, proposal) for name, proposal in mediocre_proposals(tables).items()]
     cases += [("bad", name, tables, proposal) for name, proposal in bad_proposals(tables).items()]
     cases += [
         ("trained", f"{name} alone", tables, tables[key])

@@ -127,24 +127,36 @@ def hotter(log_q: torch.Tensor, divergence: float = 2.0) -> torch.Tensor:
 
 
 def bad_proposals(tables: Tables) -> Tables:
-    """Proposals made worse on purpose, from a good one q and the policy p."""
-    q, p, generator = pool(tables), tables["policy"], torch.Generator().manual_seed(1)
-    noise = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    """Proposals made worse on purpose, from a good one q and the policy p, until they are hardly worth drawing from."""
+    q, p, noise = pool(tables), tables["policy"], noise_like(tables["policy"], 1)
     bad = tables["rewards"] < THRESHOLD
     # The likeliest bad outputs of each prompt, up to half of its bad probability
     log_bad = p.masked_fill(~bad, -math.inf)
     ordered, order = log_bad.sort(dim=1, descending=True)
     share = ordered.softmax(dim=1).cumsum(dim=1)
     half = torch.zeros_like(bad).scatter(1, order, (share - ordered.softmax(dim=1)) < 0.5) & bad
-    mild = (p + 2.5 * bad).log_softmax(dim=1)  # bad outputs 12 times as often as under the policy
     return {
-        "under-tilted (12 times the policy's P(bad))": mild,
-        "under-tilted and noisy (e^N(0, 2²))": (mild + 2 * noise).log_softmax(dim=1),
-        "noisy (e^N(0, 2²))": (q + 2 * noise).log_softmax(dim=1),
-        "very noisy (e^N(0, 4²))": (q + 4 * noise).log_softmax(dim=1),
+        "noisy (e^N(0, 4²))": (q + 4 * noise).log_softmax(dim=1),
         "mode dropped (half of P(bad) or more, by e⁻¹²)": (q - 12.0 * half).log_softmax(dim=1),
         "all modes but one dropped": (q - 12.0 * (bad & ~top_one(log_bad))).log_softmax(dim=1),
     }
+
+
+def mediocre_proposals(tables: Tables) -> Tables:
+    """Proposals made worse on purpose that, with their hotter copies, find enough all the same."""
+    q, p, noise = pool(tables), tables["policy"], noise_like(tables["policy"], 1)
+    bad = tables["rewards"] < THRESHOLD
+    tilted = (p + 2.5 * bad).log_softmax(dim=1)  # bad outputs 12 times as often as under the policy
+    return {
+        "under-tilted (twice the policy's P(bad))": (p + math.log(2) * bad).log_softmax(dim=1),
+        "under-tilted (12 times the policy's P(bad))": tilted,
+        "under-tilted and noisy (12 times, e^N(0, 2²))": (tilted + 2 * noise).log_softmax(dim=1),
+        "noisy (e^N(0, 2²))": (q + 2 * noise).log_softmax(dim=1),
+    }
+
+
+def noise_like(values: torch.Tensor, seed: int) -> torch.Tensor:
+    return torch.randn(values.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def top_one(values: torch.Tensor) -> torch.Tensor:

@@ -197,6 +197,39 @@ def test_a_proposal_that_drops_a_mode_is_found_out_by_the_policys_draws():
     assert good.reliable and good.low < 2e-4 < good.high
 
 
+def test_proposals_that_add_nothing_are_not_called_reliable():
+    """The policy itself for a proposal, or ones that hardly find bad outputs: the draws of the policy are all there is."""
+    policy = torch.tensor([[0.9996, 0.0, 2e-4, 2e-4]] * 2, dtype=torch.float64)
+    weak = torch.tensor([[0.9993, 0.0, 4e-4, 3e-4]] * 2, dtype=torch.float64)
+    strong = torch.tensor([[0.9, 0.0, 0.05, 0.05]] * 2, dtype=torch.float64)
+    same = prob_bad(draw((40_000, 20_000, 20_000), (policy, policy, policy)), THRESHOLD)
+    # Equal weights: as good as twice as many draws of the policy
+    assert same.diagnostics.gain == pytest.approx(2, rel=0.02)
+    for proposal in (policy, weak):
+        poor = prob_bad(draw((40_000, 20_000, 20_000), (policy, policy, proposal)), THRESHOLD)
+        assert poor.diagnostics.variance_ess > 20 and poor.diagnostics.unseen_share < 0.3
+        assert len(poor.reasons) == 1 and "The proposals make the policy's draws worth only" in poor.reasons[0]
+    good = prob_bad(draw((40_000, 20_000, 20_000), (policy, policy, strong)), THRESHOLD)
+    assert good.diagnostics.gain > 10 and good.reliable
+    # Where the policy draws more than a hundred bad outputs, these alone will do
+    assert prob_bad(draw((150_000, 20_000, 20_000), (policy, policy, weak)), THRESHOLD).reliable
+    assert prob_bad(draw((40_000,), (policy,)), THRESHOLD).diagnostics.gain == 1
+
+
+def test_gain_is_what_plain_sampling_would_need():
+    """By enumeration: the policy's variance for one draw, over its number of draws and the estimate's variance."""
+    counts, gains = (40_000, 10_000, 10_000), []
+    policy = torch.tensor([[0.9998, 0.0, 1e-4, 1e-4]] * 2, dtype=torch.float64)
+    strong = torch.tensor([[0.7, 0.0, 0.1, 0.2]] * 2, dtype=torch.float64)
+    values = []
+    for seed in range(200):
+        estimate = prob_bad(draw(counts, (policy, strong, strong), seed=seed), THRESHOLD)
+        gains.append(estimate.diagnostics.gain)
+        values.append(estimate.value)
+    plain = 2e-4 * (1 - 2e-4) / (2 * counts[0])  # variance of the policy's draws alone
+    assert sum(gains) / 200 == pytest.approx(plain / float(torch.tensor(values).var()), rel=0.25)
+
+
 def test_halves_share_no_completion():
     values = torch.tensor([[1.0, 2.0, 10.0, 30.0], [1.0, 2.0, 10.0, 30.0]])
     sample = sample_of(torch.ones(2, 4, dtype=torch.long), (2, 2))

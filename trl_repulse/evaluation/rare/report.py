@@ -74,7 +74,9 @@ def format_report(report: dict[str, Any]) -> str:
     Returns:
         `str`: several lines.
     """
-    rows = [("", "estimate", f"{report['confidence']:.0%} interval", "ESS", "largest weight", "unseen", "verdict")]
+    rows = [
+        ("", "estimate", f"{report['confidence']:.0%} interval", "ESS", "largest weight", "unseen", "gain", "verdict")
+    ]
     reasons = []
     for key, label in (("prob_bad", "P(r < {threshold:g})"), ("cvar", "CVaR at {level:g}")):
         for entry in report[key]:
@@ -87,6 +89,7 @@ def format_report(report: dict[str, Any]) -> str:
                     f"{diagnostics['ess']:.0f} of {diagnostics['tail_samples']}",
                     f"{diagnostics['max_weight_share']:.1%}",
                     f"up to {diagnostics['unseen_share']:.0%}",
+                    f"{diagnostics['gain']:.3g}",
                     "reliable" if entry["reliable"] else "UNRELIABLE",
                 )
             )
