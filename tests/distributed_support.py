@@ -39,12 +39,22 @@ def launcher(processes: int, config: str | None, machines: list[str] | None = No
     return [sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
-def machine_options(machines: int) -> list[list[str]]:
-    """Of each of several launchers, which meet at a free port of this machine."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = ["--num_machines", str(machines), "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+        return free.getsockname()[1]
+
+
+def machine_options(machines: int) -> list[list[str]]:
+    """Of each of several launchers, which meet at a free port of this machine."""
+    meeting = [
+        "--num_machines",
+        str(machines),
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(free_port()),
+    ]
     return [[*meeting, "--machine_rank", str(rank)] for rank in range(machines)]
 
 

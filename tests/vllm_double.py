@@ -33,7 +33,7 @@ class Runner:
 
 
 class LLM:
-    """Greedy sampling from a copy of a model; sleep level 2 loses the weights."""
+    """Greedy sampling from a copy of a model; sleep level 2 loses the weights, adapters are read for each request."""
 
     def __init__(self, model, lora=False):
         self.model = copy.deepcopy(model).eval()
