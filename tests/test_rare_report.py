@@ -15,6 +15,7 @@ from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
 from .conftest import build_model
+from .distributed_support import launcher, run
 
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,35 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
     command[command.index(adapter, 2)] = model_dirs["gpt2"]  # negative control: the base is another model
     assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
     assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9
+
+
+@pytest.mark.distributed
+def test_two_processes_estimate_what_one_estimates(command, tmp_path, capsys):
+    """Five components of three prompts, cut in the middle of the second; the report is printed once."""
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "a dog"}\n')
+    with (tmp_path / "mine.py").open("a") as file:  # who was asked
+        file.write(
+            "import os, pathlib\npathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n"
+        )
+    command = [*command, "--threshold", "-1", "--level", "0.1"]
+    done = run([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", str(tmp_path / "two.json")])
+    assert main([*command, "--output", str(tmp_path / "one.json")]) == 0
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank", "rank0", "rank1"]
+    assert done.stdout.count("P(r < -1)  ") == capsys.readouterr().out.count("P(r < -1)  ") == 1
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for report in (one, two):
+        del report["settings"]
+    assert dict(leaves(two)) == pytest.approx(dict(leaves(one)), rel=1e-4)
+
+
+def leaves(value, path=()):
+    """Numbers of a report, and where they stand; reasons, which have numbers in them, are only counted."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, (*path, key))
+    else:
+        yield str(path), 0.0 if isinstance(value, str) or value is None else float(value)
 
 
 @pytest.mark.parametrize(

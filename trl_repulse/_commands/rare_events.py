@@ -66,16 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Estimates and returns 0, or 1 with a message if that cannot be done."""
+    from ..evaluation._generation import process_state
     from ..evaluation.rare.report import format_report
 
     try:
+        state = process_state()
         report = estimate(args)
-        if args.output is not None:
-            _write(args.output, report)
+        if state.is_main_process:
+            if args.output is not None:
+                _write(args.output, report)
+            print(format_report(report))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"trl-repulse rare-events: {error}", file=sys.stderr)
         return 1
-    print(format_report(report))
+    state.destroy_process_group()
     return 0
 
 
@@ -96,10 +100,11 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
-    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from ..data import load_prompts
+    from ..evaluation._generation import process_state
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
@@ -112,7 +117,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         check_share(name, value)
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
     check_counts([args.num_samples, *(others for _ in args.proposal)])
-    device, code = PartialState().device, {"trust_remote_code": args.trust_remote_code}
+    device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
     prompts = list(load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"])
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
@@ -134,6 +139,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
             temperatures.append(
                 find_temperature(model, tokenizer, prompts, args.max_completion_length, args.divergence, **options)
             )
+    broadcast_object_list(temperatures)  # devices of two kinds may round otherwise
     counts = [args.num_samples, *(others for _ in components[1:])]
     draws = draw(
         components,

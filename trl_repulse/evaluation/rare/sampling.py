@@ -8,16 +8,28 @@ The sequences of a pass all continue one prompt: nothing is padded on the left, 
 model counts positions.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._checks import check_prompt_lengths
-from .._generation import Prompt, as_function, end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
+from .._generation import (
+    Prompt,
+    as_function,
+    end_tokens,
+    evaluate_rewards,
+    process_state,
+    prompt_tokens,
+    transformers_engine,
+)
 from ..exact import _evaluating
 from .mixture import MixtureSample, check_counts
 
@@ -60,6 +72,9 @@ def draw(
     Sampling is pure: settings that a model was saved with play no part. A completion ends with one of the policy's end tokens
     or at T tokens. Log-probabilities come from passes over the finished completions, in float32 from the logits on, never
     from generation. Equal completions of a prompt are rewarded once.
+
+    Processes that were launched together (`accelerate launch`) share the work, by prompts and components; all of them get the
+    draws of one.
 
     A component is a model at a temperature. The same model at several costs no further pass to score, and a proposal at a
     temperature above 1 draws what training made it neglect.
@@ -115,19 +130,22 @@ def draw(
         transformers_engine(model, tokenizer, max_completion_length, batch_size, temperature=temperature, end=end)
         for model, temperature in zip(models, temperatures, strict=True)
     ]
-    rewards, densities, texts = [], [], []
-    function, seeds = as_function(reward, reward_tokenizer, models[0].device), _seeds(seed)
-    for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        rows = [
-            row
-            for engine, count in zip(engines, counts, strict=True)
-            if count
-            for row in engine([ids] * count, next(seeds))
-        ]
-        densities.append(_score(models, temperatures, ids, rows, end, batch_size))
-        texts.append(tokenizer.batch_decode(rows, skip_special_tokens=True))
-        rewards.append(_reward(*function, prompt, texts[-1], batch_size))
-    return Draws(MixtureSample(torch.stack(rewards), torch.stack(densities), tuple(counts)), texts)
+    state, seeds = process_state(), _seeds(seed)
+    units = [(p, k, next(seeds)) for p in range(len(prompts)) for k, count in enumerate(counts) if count]
+    parts = []
+    with state.split_between_processes(units) as mine:  # one after another: those of a prompt are scored together
+        for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
+            rows = [row for _, k, seed in own for row in engines[k]([prompt_ids[p]] * counts[k], seed)]
+            density = _score(models, temperatures, prompt_ids[p], rows, end, batch_size)
+            parts.append((p, tokenizer.batch_decode(rows, skip_special_tokens=True), density))
+    texts: list[list[str]] = [[] for _ in prompts]
+    densities: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for p, part, density in gather_object(parts):
+        texts[p] += part
+        densities[p].append(density)
+    log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
+    rewards = _rewards(*as_function(reward, reward_tokenizer, models[0].device), prompts, texts, batch_size, state)
+    return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
 
 
 def completion_log_prob(
@@ -294,14 +312,23 @@ def _score(
     return torch.cat(parts)
 
 
-def _reward(name: str, function: Reward, prompt: Prompt, texts: list[str], batch_size: int) -> torch.Tensor:
-    """Rewards of the completions of one prompt, (N,); equal completions are scored once."""
-    distinct = list(dict.fromkeys(texts))
-    given = evaluate_rewards({name: function}, [prompt] * len(distinct), distinct, None, {}, batch_size)[name]
+def _rewards(
+    name: str,
+    function: Reward,
+    prompts: Sequence[Prompt],
+    texts: list[list[str]],
+    batch_size: int,
+    state: PartialState,
+) -> torch.Tensor:
+    """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes."""
+    distinct = list(dict.fromkeys((p, text) for p, row in enumerate(texts) for text in row))
+    with state.split_between_processes(distinct) as mine:
+        columns = [prompts[p] for p, _ in mine], [text for _, text in mine]
+        given = gather_object(evaluate_rewards({name: function}, *columns, None, {}, batch_size)[name])
     if None in given:
         raise ValueError(
             f"The reward function '{name}' gave `None` to {given.count(None)} of {len(given)} completions; an estimate needs a "
             "number for each."
         )
     values = dict(zip(distinct, given, strict=True))
-    return torch.tensor([values[text] for text in texts], dtype=torch.float64)
+    return torch.tensor([[values[p, text] for text in row] for p, row in enumerate(texts)], dtype=torch.float64)
