@@ -3,6 +3,7 @@
 Weights go through a store where they would go through NCCL (`tests/vllm_server.py`). Each server takes half a minute to start.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl_repulse.generation import VLLMGenerator
 
 from .distributed_support import free_port, launcher, run
+from .test_distributed import needs_deepspeed
 from .test_vllm import alternate, build, shake
 from .vllm_double import greedy
 from .vllm_server import let_cpu_push
@@ -106,13 +108,19 @@ def test_servers_sample_from_the_right_weights(tokenizer, model, servers, monkey
 
 @pytest.mark.trainer
 @pytest.mark.distributed
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("kind", ["whole", "adapters"])
-@pytest.mark.parametrize("number", [1, 2])
-def test_repulse_samples_from_servers(tokenizer, model, servers, tmp_path, processes, kind, number):
+@pytest.mark.parametrize(
+    ("processes", "config", "kind", "number"),
+    [
+        *itertools.product((1, 2), ("cpu_ddp",), ("whole", "adapters"), (1, 2)),
+        (2, "fsdp2", "whole", 2),
+        pytest.param(2, "zero3", "whole", 1, marks=needs_deepspeed),
+        pytest.param(2, "zero3", "adapters", 2, marks=needs_deepspeed),
+    ],
+)
+def test_repulse_samples_from_servers(tokenizer, model, servers, tmp_path, processes, config, kind, number):
     (tmp_path / "model").symlink_to(model)
     urls = ",".join(servers[:number])
-    command = [*launcher(processes, "cpu_ddp"), "-m", "tests.vllm_run", str(tmp_path), kind, urls]
+    command = [*launcher(processes, config), "-m", "tests.vllm_run", str(tmp_path), kind, urls]
     done = run(command)
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
     assert result["world_size"] == processes and result["servers"] == number

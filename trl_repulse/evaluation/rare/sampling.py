@@ -73,8 +73,8 @@ def draw(
     or at T tokens. Log-probabilities come from passes over the finished completions, in float32 from the logits on, never
     from generation. Equal completions of a prompt are rewarded once.
 
-    Processes that were launched together (`accelerate launch`) share the work, by prompts and components; all of them get the
-    draws of one.
+    Processes that were launched together (`accelerate launch`) share the work, by prompts and components: all must call it, and
+    all get the draws of one.
 
     A component is a model at a temperature. The same model at several costs no further pass to score, and a proposal at a
     temperature above 1 draws what training made it neglect.
