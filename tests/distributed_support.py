@@ -148,6 +148,7 @@ def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
         result = {
             "world_size": trainer.accelerator.num_processes,
             "engines": [engine_name(engine) for engine in engines],
+            "wrapped": [any("checkpoint_wrapped" in name for name, _ in engine.named_modules()) for engine in engines],
             "logs": [log for log in trainer.state.log_history if "loss" in log],
             "evaluations": [log for log in trainer.state.log_history if "eval_loss" in log],
             "parameters": flat,

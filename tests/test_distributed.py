@@ -159,6 +159,26 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
     assert proposal.config.architectures == ["GPT2LMHeadModel"]
 
 
+@pytest.mark.slow
+def test_fsdp_may_checkpoint_the_activations_of_both_models(launch, tmp_path, tokenizer):
+    """Its layers are wrapped for that, under other names; updates and files are the same, and runs resume."""
+    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
+    command = [*launcher(2, "fsdp2"), "--fsdp_activation_checkpointing", "true", "-m", "tests.distributed_run"]
+    command += [str(tmp_path), "4", "1"]
+    run([*command, "leave one out"])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["wrapped"] == [True, True] and launch(2, 4, 1, config="fsdp2")["wrapped"] == [False, False]
+    assert_equal(launch(1, 8, 1), result, METRICS)
+    run([*command, "checkpoints"])
+    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
+    run([*command, "checkpoints", str(tmp_path / "run" / "checkpoint-2")])
+    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
+    proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
+    assert torch.equal(
+        torch.cat([p.detach().flatten() for p in proposal.parameters()]), torch.tensor(whole["proposal"])
+    )
+
+
 def _of_key_biases(tokenizer):
     """Which parameters of the small GPT-2, all in one row, are biases of keys."""
     marks = []

@@ -131,7 +131,9 @@ def load_weights(module: nn.Module, directory: str | Path) -> None:
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(Path(directory).glob("model*.safetensors")):
         weights |= load_file(path)
-    missing = {name for name, _ in module.named_parameters()} - set(weights)  # tied ones are named and saved once
+    # Layers whose activations are checkpointed by FSDP are wrapped, which neither files nor torch's names show
+    names = {name.replace("_checkpoint_wrapped_module.", "") for name, _ in module.named_parameters()}
+    missing = names - set(weights)  # tied ones are named and saved once
     if missing:
         raise ValueError(f"{directory} lacks weights of `{type(module).__name__}`, among them `{min(missing)}`.")
     set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))
