@@ -148,7 +148,7 @@ def several_seeds(world: World, rng: np.random.Generator, repetitions: int, popu
     """Intervals over seeds and prompts: those of a report on several folders."""
     every = np.arange(len(world.rewards))
     truth = truths(*world.mixture(population, every), (), (0.1,))
-    for seeds, prompts, samples in ((3, 16, 100), (5, 4, 250), (5, 16, 100), (10, 16, 100)):
+    for seeds, prompts, samples in ((3, 16, 100), (5, 4, 250), (5, 8, 250), (5, 16, 100), (10, 16, 100)):
 
         def once(tally: Tally, seeds=seeds, prompts=prompts, samples=samples) -> None:
             values = world.draw(rng, rng.choice(population, seeds), rng.choice(every, prompts), samples)
