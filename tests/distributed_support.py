@@ -157,7 +157,14 @@ def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
 
 
 def leave() -> None:
-    """Left to the interpreter's exit, gloo's threads may abort the process."""
+    """
+    Ends a process whose results are written.
+
+    Gloo's threads may abort it where the process group is destroyed, or left to the interpreter's exit, after another process
+    has gone.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
