@@ -165,14 +165,25 @@ def test_bootstrap_over_seeds_and_prompts_covers():
 
 @pytest.mark.parametrize(("seeds", "prompts"), [(5, 4), (3, 16)])
 @pytest.mark.parametrize("effects", [(0.0, 0.0), (0.3, 0.0), (0.3, 0.3), (1.0, 0.2)])
-def test_intervals_over_seeds_and_prompts_are_no_wider_than_they_must(seeds, prompts, effects):
-    """Differences that are there, hardly there, or not: the test that pools them costs no coverage, and saves some width."""
+def test_intervals_over_seeds_and_prompts_cover_with_differences_and_without(seeds, prompts, effects):
+    """Differences that are there, hardly there, or not: the test that pools them costs no coverage."""
     generator, covered, repetitions = np.random.default_rng(2), 0, 600
     for _ in range(repetitions):
         cells = effects[0] * generator.normal(size=(seeds, 1)) + effects[1] * generator.normal(size=(1, prompts))
         low, high = crossed_interval(cells + generator.normal(size=(seeds, prompts)), replicates=400)
         covered += low <= 0.0 <= high
     assert 0.92 < covered / repetitions < 0.985
+
+
+def test_differences_that_are_not_there_are_pooled():
+    """By hand, up to the bootstrap's own error: neither seeds nor prompts differ, or seeds alone do."""
+    alike = np.array([[1.0, -1.0], [-1.0, 1.0]])  # all of the variation is that of cells: 4 over 3 degrees of freedom
+    half = student_t.ppf(0.975, 3) * math.sqrt(4 / 3 / 4)
+    assert crossed_interval(alike) == pytest.approx((-half, half), rel=0.04)
+    seeds = np.array([0.0, 10.0, 20.0, 35.0, 40.0])
+    cells = seeds[:, None] + np.array([[0.1, -0.1], [-0.1, 0.1], [0.1, -0.1], [-0.1, 0.1], [0.0, 0.0]])
+    half = student_t.ppf(0.975, 4) * seeds.std(ddof=1) / math.sqrt(5)
+    assert crossed_interval(cells) == pytest.approx((21 - half, 21 + half), abs=0.04 * half)
 
 
 def test_parts_of_the_bootstrap():
