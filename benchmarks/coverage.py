@@ -22,7 +22,7 @@ from trl_repulse.embedded import grammar
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
-from trl_repulse.evaluation.report import estimates
+from trl_repulse.evaluation.report import MIN_PROMPTS, estimates
 from trl_repulse.evaluation.tails import Estimate
 
 
@@ -147,11 +147,18 @@ def one_model(world: World, rng: np.random.Generator, repetitions: int) -> None:
 def several_seeds(world: World, rng: np.random.Generator, repetitions: int, population: np.ndarray) -> None:
     """Intervals over seeds and prompts: those of a report on several folders."""
     every = np.arange(len(world.rewards))
-    truth = truths(*world.mixture(population, every), (), (0.1,))
-    for seeds, prompts, samples in ((3, 16, 100), (5, 4, 250), (5, 8, 250), (5, 16, 100), (10, 16, 100)):
+    overall = truths(*world.mixture(population, every), (), (0.1,))
+    for seeds, prompts, samples in (
+        *((3, 4, 250), (3, 16, 100), (5, 4, 250), (5, 6, 250), (5, 8, 250), (5, 16, 100)),
+        *((10, 4, 250), (10, 16, 100)),
+    ):
 
         def once(tally: Tally, seeds=seeds, prompts=prompts, samples=samples) -> None:
-            values = world.draw(rng, rng.choice(population, seeds), rng.choice(every, prompts), samples)
+            chosen = rng.choice(every, prompts)
+            values = world.draw(rng, rng.choice(population, seeds), chosen, samples)
+            truth = overall
+            if prompts < MIN_PROMPTS:  # intervals are for these prompts
+                truth = truths(*world.mixture(population, chosen), (), (0.1,))
             for name, estimate in estimates(values, [THRESHOLD], (0.1,)).items():
                 tally.add(name, estimate, truth[name])
 

@@ -126,33 +126,36 @@ def hotter(log_q: torch.Tensor, divergence: float = 2.0) -> torch.Tensor:
     return at(high)
 
 
-def bad_proposals(tables: Tables) -> Tables:
-    """Proposals made worse on purpose, from a good one q and the policy p, until they are hardly worth drawing from."""
-    q, p, noise = pool(tables), tables["policy"], noise_like(tables["policy"], 1)
+def good_proposals(tables: Tables, seed: int = 2) -> Tables:
+    """Proposals that find the bad outputs: the trained ones together, and the target, both also with some noise."""
+    q, target = pool(tables), (tables["policy"] + BETA * tables["rewards"]).log_softmax(dim=1)
+    noise = noise_like(target, seed)
+    return {
+        "first and second, half each": q,
+        "the same, noisy (e^N(0, 0.5²))": (q + 0.5 * noise).log_softmax(dim=1),
+        "the target itself": target,
+        "the target, noisy (e^N(0, 0.5²))": (target + 0.5 * noise).log_softmax(dim=1),
+        "the target, noisy (e^N(0, 1))": (target + noise).log_softmax(dim=1),
+    }
+
+
+def bad_proposals(tables: Tables, seed: int = 1) -> Tables:
+    """Proposals made bad on purpose: under-tilted from the policy p; noisy, or with modes dropped, from a good one q."""
+    q, p, noise = pool(tables), tables["policy"], noise_like(tables["policy"], seed)
     bad = tables["rewards"] < THRESHOLD
     # The likeliest bad outputs of each prompt, up to half of its bad probability
     log_bad = p.masked_fill(~bad, -math.inf)
     ordered, order = log_bad.sort(dim=1, descending=True)
     share = ordered.softmax(dim=1).cumsum(dim=1)
     half = torch.zeros_like(bad).scatter(1, order, (share - ordered.softmax(dim=1)) < 0.5) & bad
-    return {
-        "noisy (e^N(0, 4²))": (q + 4 * noise).log_softmax(dim=1),
-        "mode dropped (half of P(bad) or more, by e⁻¹²)": (q - 12.0 * half).log_softmax(dim=1),
-        "all modes but one dropped": (q - 12.0 * (bad & ~top_one(log_bad))).log_softmax(dim=1),
+    made = {
+        f"under-tilted (bad outputs {times} times as likely)": p + math.log(times) * bad for times in (2, 5, 12, 30)
     }
-
-
-def mediocre_proposals(tables: Tables) -> Tables:
-    """Proposals made worse on purpose that, with their hotter copies, find enough all the same."""
-    q, p, noise = pool(tables), tables["policy"], noise_like(tables["policy"], 1)
-    bad = tables["rewards"] < THRESHOLD
-    tilted = (p + 2.5 * bad).log_softmax(dim=1)  # bad outputs 12 times as often as under the policy
-    return {
-        "under-tilted (twice the policy's P(bad))": (p + math.log(2) * bad).log_softmax(dim=1),
-        "under-tilted (12 times the policy's P(bad))": tilted,
-        "under-tilted and noisy (12 times, e^N(0, 2²))": (tilted + 2 * noise).log_softmax(dim=1),
-        "noisy (e^N(0, 2²))": (q + 2 * noise).log_softmax(dim=1),
-    }
+    made["under-tilted and noisy (12 times, e^N(0, 2²))"] = p + math.log(12) * bad + 2 * noise
+    made |= {f"noisy (e^N(0, {scale}²))": q + scale * noise for scale in (2, 3, 4)}
+    made["mode dropped (half of P(bad) or more, by e⁻¹²)"] = q - 12.0 * half
+    made["all modes but one dropped"] = q - 12.0 * (bad & ~top_one(log_bad))
+    return {name: log_q.log_softmax(dim=1) for name, log_q in made.items()}
 
 
 def noise_like(values: torch.Tensor, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from scipy.stats import t as student_t
 
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.bootstrap import combined_interval, crossed_interval, resampled_weights
-from trl_repulse.evaluation.report import estimates, tail_report
+from trl_repulse.evaluation.report import TailReport, estimates, tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
 from .conftest import build_model
@@ -220,13 +220,31 @@ def test_report_over_seeds(sets):
     report = tail_report(sets, thresholds=[-2.5, -100.0], levels=[0.5])
     values = np.stack([each.column() for each in sets])
     assert (report.seeds, report.prompts, report.samples, report.per_prompt) == (3, 4, 60, {})
-    low, high = crossed_interval((values < -2.5).mean(axis=2))
+    # Four prompts do not speak for others: over seeds alone
+    by_seed = (values < -2.5).mean(axis=(1, 2))
+    low, high = crossed_interval(by_seed[:, None])
+    half = student_t.isf(0.025, 2) * by_seed.std(ddof=1) / math.sqrt(3)
+    assert (low, high) == pytest.approx((by_seed.mean() - half, by_seed.mean() + half), abs=0.05 * half)
     found = report.overall["P(r < -2.5)"]
-    assert (found.low, found.high) == (max(low, 0.0), min(high, 1.0))
+    assert (found.low, found.high) == pytest.approx((max(low, 0.0), min(high, 1.0)))
     pooled = tails.prob_below(values.reshape(12, 60), -2.5)
-    assert found.value == pooled.value and found.high - found.low > pooled.high - pooled.low
+    assert found.value == pooled.value
     assert report.overall["P(r < -100)"].high == pytest.approx(1 - 0.025 ** (1 / 720), rel=1e-9)
     assert "by each of 3 models" in report.to_markdown()
+    assert report.to_dict()["scope"] == "other seeds and these prompts"
+    assert "Intervals are for other seeds and these prompts." in report.to_markdown()
+    assert tail_report(sets[0]).scope == "this model and these prompts"
+
+
+@pytest.mark.parametrize("prompts", [5, 6])
+def test_six_prompts_speak_for_others(prompts):
+    values = np.random.default_rng(0).normal(size=(3, prompts, 200)) + np.arange(prompts)[:, None]
+    found, cells = estimates(values, [0.0], []), values.mean(axis=2)
+    alone, both = crossed_interval(cells.mean(axis=1, keepdims=True)), crossed_interval(cells)
+    assert both[1] - both[0] > 3 * (alone[1] - alone[0])
+    assert (found["mean"].low, found["mean"].high) == (both if prompts == 6 else alone)
+    report = TailReport("reward", *values.shape, 0.95, found, {})
+    assert report.scope == f"other seeds and {'other' if prompts == 6 else 'these'} prompts"
 
 
 def test_a_seed_more_certain_than_samples():

@@ -8,6 +8,8 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import t as student_t
+from scipy.stats import ttest_ind
 
 from trl_repulse._commands.evaluate import SETTINGS
 from trl_repulse.cli import main
@@ -57,6 +59,20 @@ def test_front_means_and_gains():
     assert points["behind"].gain.value == points["behind"].gain.high == 0.0
     assert found.x_label == "P(r < -5)"
     assert points["low"].gain.low == 0.0 < points["low"].gain.value < points["low"].gain.high
+
+
+def test_the_interval_of_a_gain_that_is_a_difference_is_welchs():
+    """Methods alike in y: what one gains is how far its mean of x lies beyond the other's."""
+    ahead, behind = [13.0, 14.0, 16.0], [9.0, 9.1, 9.6, 9.9]
+    corner = Run("corner", 0.0, 0.0)
+    methods = [*runs("ahead", *((x, 1.0) for x in ahead)), *runs("behind", *((x, 1.0) for x in behind)), corner]
+    gain = make_frontier(methods, "reward", "return").points[0].gain
+    expected = ttest_ind(ahead, behind, equal_var=False).confidence_interval(0.95)
+    assert gain.value == pytest.approx(np.mean(ahead) - np.mean(behind))
+    assert (gain.low, gain.high) == pytest.approx((max(expected.low, 0.0), expected.high), rel=0.03)
+    alone = make_frontier([*methods[:3], corner], "reward", "return").points[0].gain
+    half = student_t.isf(0.025, 2) * np.std(ahead, ddof=1) / math.sqrt(3)
+    assert (alone.low, alone.high) == pytest.approx((np.mean(ahead) - half, np.mean(ahead) + half), rel=0.03)
 
 
 def test_a_share_of_zero_is_bounded_by_the_exact_interval():

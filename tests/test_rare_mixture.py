@@ -197,37 +197,37 @@ def test_a_proposal_that_drops_a_mode_is_found_out_by_the_policys_draws():
     assert good.reliable and good.low < 2e-4 < good.high
 
 
-def test_proposals_that_add_nothing_are_not_called_reliable():
-    """The policy itself for a proposal, or ones that hardly find bad outputs: the draws of the policy are all there is."""
+def test_proposals_far_from_the_bad_outputs_are_not_called_reliable():
+    """The policy itself for a proposal, or ones that hardly find bad outputs, or find them out of proportion."""
     policy = torch.tensor([[0.9996, 0.0, 2e-4, 2e-4]] * 2, dtype=torch.float64)
     weak = torch.tensor([[0.9993, 0.0, 4e-4, 3e-4]] * 2, dtype=torch.float64)
-    strong = torch.tensor([[0.9, 0.0, 0.05, 0.05]] * 2, dtype=torch.float64)
+    uneven = torch.tensor([[0.0, 0.0, 0.995, 0.005]] * 2, dtype=torch.float64)
+    strong = torch.tensor([[0.8, 0.0, 0.1, 0.1]] * 2, dtype=torch.float64)
     same = prob_bad(draw((40_000, 20_000, 20_000), (policy, policy, policy)), THRESHOLD)
-    # Equal weights: as good as twice as many draws of the policy
-    assert same.diagnostics.gain == pytest.approx(2, rel=0.02)
-    for proposal in (policy, weak):
-        poor = prob_bad(draw((40_000, 20_000, 20_000), (policy, policy, proposal)), THRESHOLD)
+    # Equal weights: a draw is worth as many bad outputs as the policy's own
+    assert same.diagnostics.efficiency == pytest.approx(4e-4, rel=0.3)
+    for proposals in ((policy, policy), (policy, weak), (uneven, uneven)):
+        poor = prob_bad(draw((40_000, 20_000, 20_000), (policy, *proposals)), THRESHOLD)
         assert poor.diagnostics.variance_ess > 20 and poor.diagnostics.unseen_share < 0.3
-        assert len(poor.reasons) == 1 and "The proposals make the policy's draws worth only" in poor.reasons[0]
-    good = prob_bad(draw((40_000, 20_000, 20_000), (policy, policy, strong)), THRESHOLD)
-    assert good.diagnostics.gain > 10 and good.reliable
+        assert len(poor.reasons) == 1 and "The proposals are far from the bad outputs" in poor.reasons[0]
+    good = prob_bad(draw((40_000, 20_000, 20_000), (policy, strong, strong)), THRESHOLD)
+    assert good.diagnostics.efficiency > 0.05 and good.reliable
     # Where the policy draws more than a hundred bad outputs, these alone will do
     assert prob_bad(draw((150_000, 20_000, 20_000), (policy, policy, weak)), THRESHOLD).reliable
-    assert prob_bad(draw((40_000,), (policy,)), THRESHOLD).diagnostics.gain == 1
+    assert prob_bad(draw((40_000,), (policy,)), THRESHOLD).diagnostics.efficiency == 0
 
 
-def test_gain_is_what_plain_sampling_would_need():
-    """By enumeration: the policy's variance for one draw, over its number of draws and the estimate's variance."""
-    counts, gains = (40_000, 10_000, 10_000), []
+def test_efficiency_is_in_bad_outputs_of_the_policy():
+    """By the variance over many samples: what the policy would have to draw for it, less its draws, over the proposals'."""
+    counts, found, values = (40_000, 10_000, 10_000), [], []
     policy = torch.tensor([[0.9998, 0.0, 1e-4, 1e-4]] * 2, dtype=torch.float64)
     strong = torch.tensor([[0.7, 0.0, 0.1, 0.2]] * 2, dtype=torch.float64)
-    values = []
     for seed in range(200):
         estimate = prob_bad(draw(counts, (policy, strong, strong), seed=seed), THRESHOLD)
-        gains.append(estimate.diagnostics.gain)
+        found.append(estimate.diagnostics.efficiency)
         values.append(estimate.value)
-    plain = 2e-4 * (1 - 2e-4) / (2 * counts[0])  # variance of the policy's draws alone
-    assert sum(gains) / 200 == pytest.approx(plain / float(torch.tensor(values).var()), rel=0.25)
+    plain = 2e-4**2 / float(torch.tensor(values).var())  # bad outputs for that variance, as P is small
+    assert sum(found) / 200 == pytest.approx((plain - 2 * 40_000 * 2e-4) / (2 * 20_000), rel=0.25)
 
 
 def test_halves_share_no_completion():

@@ -179,10 +179,11 @@ def make_frontier(
     Means over each method's runs, intervals, front and hypervolume gains.
 
     Intervals of means are Student's. A share that is 0 (or 1) in all runs of a method has the interval of Clopper and Pearson for all
-    its samples, if their number is known, and else none. For the gains the means of all methods are drawn anew from Student's distributions with
-    the covariance of their runs (a parametric bootstrap), and the interval lies between quantiles of the gains that result; the
-    corner from which areas are measured, the worst run in either quantity, is taken as given. A single run has no interval,
-    and in the intervals of others it is held where it is.
+    its samples, if their number is known, and else none. For the gains the means of all methods are drawn anew from normal
+    distributions with the covariance of their runs (a parametric bootstrap), spread as Student's at the degrees of freedom that
+    Satterthwaite (1946) gives the sum of what each method adds to the gain's variance; the interval lies between quantiles of
+    the gains that result. The corner from which areas are measured, the worst run in either quantity, is taken as given. A
+    single run has no interval, and in the intervals of others it is held where it is.
 
     Args:
         runs (`Sequence[Run]`):
@@ -219,7 +220,8 @@ def make_frontier(
     means = np.stack([group.mean(axis=0) for group in places])  # (M, 2)
     worst = np.concatenate(places).min(axis=0)
     generator = np.random.default_rng(seed)
-    resampled = np.stack([_resampled(group, generator) for group in places], axis=1)  # (R, M, 2)
+    shifts = np.stack([_shifts(group, generator) for group in places], axis=1)  # (R, M, 2)
+    sizes = np.array([len(group) for group in places])
     points = []
     for index, (method, group) in enumerate(groups.items()):
         ends = []
@@ -231,7 +233,7 @@ def make_frontier(
             ends.append(Estimate(mean, *interval, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
-        gain = _gain_estimate(means, resampled, len(group), index, worst, confidence)
+        gain = _gain_estimate(means, shifts, sizes, index, worst, confidence, generator)
         points.append(Point(method, tuple(group), *ends, bool(on_front), gain))
     return Frontier(x, y, *labels, confidence, tuple(points))
 
@@ -268,32 +270,50 @@ def _interval_of_share(value: float, low: float, high: float, samples: int, conf
     return float(interval.low), float(interval.high)
 
 
-def _resampled(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _shifts(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """
-    Means of a method's S runs, (S, 2), as they might have been, (R, 2): Student's distribution with the runs' covariance.
+    Normal errors of the mean of a method's S runs, (S, 2), with the runs' covariance: (R, 2).
 
     Resampling the runs themselves would give three of them ten different means. A single run stays where it is.
     """
     count = len(group)
     if count == 1:
-        return np.repeat(group, REPLICATES, axis=0)
+        return np.zeros((REPLICATES, 2))
     deviations = (group - group.mean(axis=0)) / math.sqrt(count * (count - 1))
-    scale = np.sqrt((count - 1) / generator.chisquare(count - 1, size=(REPLICATES, 1)))
-    return group.mean(axis=0) + generator.standard_normal((REPLICATES, count)) @ deviations * scale
+    return generator.standard_normal((REPLICATES, count)) @ deviations
 
 
 def _gain_estimate(
-    means: np.ndarray, resampled: np.ndarray, count: int, index: int, worst: np.ndarray, confidence: float
+    means: np.ndarray,
+    shifts: np.ndarray,
+    sizes: np.ndarray,
+    index: int,
+    worst: np.ndarray,
+    confidence: float,
+    generator: np.random.Generator,
 ) -> Estimate:
-    """The area a method adds to that of the others, with its interval between quantiles of the resampled."""
+    """
+    The area a method adds to that of the others, with its interval.
+
+    Student's distributions drawn for each method by itself would have the tails of the fewest runs added up: the interval of
+    Behrens and Fisher, which covers 98 to 99 % for three runs.
+    """
 
     def gain(points: np.ndarray) -> np.ndarray:
         area = hypervolume(points, worst)
         added = area - hypervolume(np.delete(points, index, axis=1), worst)
         return np.where(added > 1e-12 * area, added, 0.0)  # what is left of rounding is no gain
 
-    value = float(gain(means[None])[0])
+    value, count = float(gain(means[None])[0]), int(sizes[index])
     if count == 1:
         return Estimate(value, -math.inf, math.inf, 1)
-    low, high = np.quantile(gain(resampled), [(1 - confidence) / 2, (1 + confidence) / 2])
+    variances = np.zeros(len(means))
+    for method in range(len(means)):
+        alone = np.zeros_like(shifts)
+        alone[:, method] = shifts[:, method]
+        variances[method] = gain(means + alone).var()
+    spread = (variances**2 / np.maximum(sizes - 1, 1)).sum()
+    freedom = float(variances.sum() ** 2 / spread) if spread else count - 1
+    scale = np.sqrt(freedom / generator.chisquare(freedom, size=(REPLICATES, 1, 1)))
+    low, high = np.quantile(gain(means + scale * shifts), [(1 - confidence) / 2, (1 + confidence) / 2])
     return Estimate(value, min(float(low), value), max(float(high), value), count)

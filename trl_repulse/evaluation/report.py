@@ -14,6 +14,7 @@ from .tails import Estimate
 
 
 MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # beside the reward, where there are such columns
+MIN_PROMPTS = 6  # fewer draws of anything miss its median, all on one side, more than once in twenty times
 OF_THE_MODEL = ("hash", "settings.seed", "settings.revision")
 
 
@@ -43,12 +44,19 @@ class TailReport:
     overall: dict[str, Estimate]
     per_prompt: dict[str, dict[str, Estimate]]
 
+    @property
+    def scope(self) -> str:
+        """What the intervals are for."""
+        if self.seeds == 1:
+            return "this model and these prompts"
+        return "other seeds and " + ("other prompts" if self.prompts >= MIN_PROMPTS else "these prompts")
+
     def to_dict(self) -> dict[str, Any]:
         """
         The report as JSON knows it.
 
         Returns:
-            `dict`: As the attributes; ends of intervals that are infinite become `None`.
+            `dict`: As the attributes, and `scope`; ends of intervals that are infinite become `None`.
         """
 
         def plain(estimates: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
@@ -58,7 +66,7 @@ class TailReport:
             }
 
         per_prompt = {prompt: plain(estimates) for prompt, estimates in self.per_prompt.items()}
-        return vars(self) | {"overall": plain(self.overall), "per_prompt": per_prompt}
+        return vars(self) | {"scope": self.scope, "overall": plain(self.overall), "per_prompt": per_prompt}
 
     def to_markdown(self, per_prompt: bool = False) -> str:
         """
@@ -72,7 +80,8 @@ class TailReport:
             `str`: Markdown.
         """
         models = "" if self.seeds == 1 else f" by each of {self.seeds} models"
-        lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}", ""]
+        lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}"]
+        lines += [f"Intervals are for {self.scope}.", ""]
         lines += _table(self.overall, self.confidence)
         for prompt, estimates in self.per_prompt.items() if per_prompt else ():
             lines += ["", f"Prompt {prompt!r}", "", *_table(estimates, self.confidence)]
@@ -100,7 +109,9 @@ def tail_report(
 
     Of one model, all intervals are for the prompts at hand. Of several, one a training seed, mean, probabilities and CVaR have
     intervals over seeds and prompts ([`~trl_repulse.evaluation.bootstrap.crossed_interval`]): what to expect of another run on
-    other prompts. Without a single sample under a threshold the interval stays that of Clopper and Pearson for all samples.
+    other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one: the
+    intervals are over seeds alone then, for these prompts. Without a single sample under a threshold the interval stays that
+    of Clopper and Pearson for all samples.
 
     Args:
         samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
@@ -183,10 +194,11 @@ def estimates(
     pooled = values.reshape(-1, samples)
 
     def over_seeds(estimate: Estimate, influence: np.ndarray) -> Estimate:
-        """The interval over seeds and prompts in place of that for these seeds and prompts."""
+        """The interval over seeds, and over prompts if they are enough, in place of that for these seeds and prompts."""
         if seeds == 1:
             return estimate
-        ends = crossed_interval(influence.reshape(seeds, prompts, samples).mean(axis=2), confidence)
+        cells = influence.reshape(seeds, prompts, samples).mean(axis=2)
+        ends = crossed_interval(cells if prompts >= MIN_PROMPTS else cells.mean(axis=1, keepdims=True), confidence)
         return Estimate(estimate.value, *ends, estimate.samples)
 
     found = {"mean": over_seeds(tails.mean(pooled, confidence), values)}

@@ -75,7 +75,16 @@ def format_report(report: dict[str, Any]) -> str:
         `str`: several lines.
     """
     rows = [
-        ("", "estimate", f"{report['confidence']:.0%} interval", "ESS", "largest weight", "unseen", "gain", "verdict")
+        (
+            "",
+            "estimate",
+            f"{report['confidence']:.0%} interval",
+            "ESS",
+            "largest weight",
+            "unseen",
+            "efficiency",
+            "verdict",
+        )
     ]
     reasons = []
     for key, label in (("prob_bad", "P(r < {threshold:g})"), ("cvar", "CVaR at {level:g}")):
@@ -89,7 +98,7 @@ def format_report(report: dict[str, Any]) -> str:
                     f"{diagnostics['ess']:.0f} of {diagnostics['tail_samples']}",
                     f"{diagnostics['max_weight_share']:.1%}",
                     f"up to {diagnostics['unseen_share']:.0%}",
-                    f"{diagnostics['gain']:.3g}",
+                    f"{diagnostics['efficiency']:.2g}",
                     "reliable" if entry["reliable"] else "UNRELIABLE",
                 )
             )

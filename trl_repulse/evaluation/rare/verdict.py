@@ -9,7 +9,7 @@ from .mixture import MixtureSample, halves, largest_normalization_error, stratif
 
 MIN_VARIANCE_ESS = 20.0
 MAX_UNSEEN_SHARE = 0.3
-MIN_GAIN = 10.0  # where the policy's own draws hold fewer bad outputs than the next
+MIN_EFFICIENCY = 0.05  # asked for where the policy's own draws hold fewer bad outputs than the next
 ENOUGH_OF_THE_POLICYS = 100.0
 MAX_ERROR = 4.0  # standard errors
 
@@ -35,9 +35,11 @@ class Diagnostics:
             The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
             tail's probability that could be missing from the proposals and, with 95 % probability, leave no trace in them:
             3 / (the policy's draws × probability of the tail), at most 1; 0 without proposals.
-        gain (`float`):
-            Bad outputs that plain sampling would have to draw for an interval as narrow, over those that the policy draws
-            here: 1 where the proposals add nothing; 1 without proposals.
+        efficiency (`float`):
+            Bad outputs drawn by the policy that a draw of the proposals is worth: those that plain sampling would have to
+            draw for a variance as small, less those that the policy draws here, over the proposals' draws. The probability
+            of the tail for a proposal that is the policy itself, about 1 for one that draws the policy's bad outputs in the
+            policy's proportions, and more with exact weights; 0 without proposals.
         num_proposals (`int`):
             Components beside the policy, hotter copies among them.
         halves (`tuple[float, float]`):
@@ -54,7 +56,7 @@ class Diagnostics:
     max_weight_share: float
     variance_ess: float
     unseen_share: float
-    gain: float
+    efficiency: float
     num_proposals: int
     halves: tuple[float, float]
     halves_error: float
@@ -87,11 +89,11 @@ class Diagnostics:
                 f"The policy drew too few completions to tell whether the proposals miss bad outputs: up to "
                 f"{self.unseen_share:.0%} of their probability could be missing unseen. Draw more from the policy."
             )
-        if self.num_proposals and self.gain < MIN_GAIN and 3.0 / self.unseen_share < ENOUGH_OF_THE_POLICYS:
+        if self.num_proposals and self.efficiency < MIN_EFFICIENCY and 3.0 / self.unseen_share < ENOUGH_OF_THE_POLICYS:
             found.append(
-                f"The proposals make the policy's draws worth only {self.gain:.1f} times as many, {MIN_GAIN:.0f} are needed: "
-                "they find bad outputs hardly more often, with weights that are too uneven, or not all kinds of them. Train "
-                "them further, or report the interval of the policy's draws alone."
+                f"The proposals are far from the bad outputs: a draw of theirs is worth {self.efficiency:.2g} bad outputs of the "
+                f"policy, {MIN_EFFICIENCY:g} are needed. They draw too few, with weights that are too uneven, or not all kinds "
+                "of them. Train them further, or report the interval of the policy's draws alone."
             )
         if self.num_proposals == 1:
             found.append(
@@ -126,6 +128,7 @@ def diagnose(sample: MixtureSample, log_x: torch.Tensor, probability: float) -> 
     unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / audit) if audit else 1.0
     one, other = halves(sample, x)
     mean, variance, _ = stratified_mean(x, sample.counts)
+    drawn = sum(sample.counts[1:]) * sample.num_prompts
     return Diagnostics(
         tail_samples=int(in_tail.sum()),
         policy_tail_samples=int(in_tail[:, : sample.counts[0]].sum()),
@@ -133,7 +136,7 @@ def diagnose(sample: MixtureSample, log_x: torch.Tensor, probability: float) -> 
         max_weight_share=float(x.max()) / total if total else 0.0,
         variance_ess=squares**2 / float(x.pow(4).sum()) if squares else 0.0,
         unseen_share=unseen,
-        gain=mean**2 / variance / audit if len(sample.counts) > 1 and variance and audit else 1.0,
+        efficiency=max(0.0, mean**2 / variance - audit) / drawn if drawn and variance else 0.0,
         num_proposals=len(sample.counts) - 1,
         halves=(one * float(shift.exp()), other * float(shift.exp())),
         # The difference of two halves has four times the variance of the mean of both
