@@ -178,7 +178,8 @@ def frontier(world: World, rng: np.random.Generator, repetitions: int, populatio
             runs = []
             for name, models in zip("AB", populations, strict=True):
                 for values in world.draw(rng, rng.choice(models, seeds), prompts, 1000):
-                    runs.append(Run(name, tails.prob_below(values, THRESHOLD).value, float(values.mean())))
+                    prob_bad = tails.prob_below(values, THRESHOLD).value
+                    runs.append(Run(name, prob_bad, float(values.mean()), x_samples=values.size))
             found = make_frontier(runs, "prob_bad", "reward", THRESHOLD)
             worst = np.array([-max(run.x for run in runs), min(run.y for run in runs)])
             for i, point in enumerate(found.points):

@@ -27,7 +27,7 @@ def write_samples(folder, values, weights="w", prompts=None, shards=1, **setting
         {
             "prompt": [prompt for prompt in prompts for _ in range(values.shape[1])],
             "reward": pa.array(values.ravel(), pa.float64(), from_pandas=True),
-            "return": values.ravel() - 1.0,
+            "return": pa.array(values.ravel() - 1.0, pa.float64(), from_pandas=True),
         }
     )
     size = -(-len(table) // shards)

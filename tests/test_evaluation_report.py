@@ -1,5 +1,6 @@
 """The tail report: estimates against brute force, intervals against tables and by their coverage, what is refused."""
 
+import dataclasses
 import json
 import math
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -201,8 +203,38 @@ def test_negatives_against_enumeration(tmp_path, model_dirs, tokenizer):
     assert found.logsumexp == pytest.approx(math.log(sum(map(math.exp, per_prompt)) / 2), abs=1e-5)
 
 
+def test_every_completion_begins_with_an_empty_one(tmp_path, model_dirs, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    found = {}
+    for name, texts in (("without", [" bad", " fish"]), ("with", [" bad", "", " fish"])):
+        rows = [json.dumps({"prompt": "the cat", "completion": text}) for text in texts]
+        rows += [json.dumps({"prompt": "fish", "completion": ""})] * (name == "with")
+        (tmp_path / name).write_text("\n".join(rows))
+        found[name] = negative_log_probs(model, tokenizer, tmp_path / name)
+    assert found["with"] == dataclasses.replace(found["without"], empty=2)
+
+
+def test_a_sample_without_a_return_costs_the_mean_of_it_alone(tmp_path):
+    values = np.random.default_rng(0).normal(size=(2, 50))
+    values[0, 0] = math.nan
+    samples = load_samples(write_samples(tmp_path / "s", values))
+    with pytest.raises(ValueError, match="1 of 100 samples"):
+        tail_report(samples)
+    other = np.where(np.isnan(values), 0.0, values).ravel()
+    samples = dataclasses.replace(samples, table=samples.table.append_column("length", pa.array(other)))
+    report = tail_report(samples, column="length", levels=[])
+    assert list(report.overall) == ["mean"] and report.overall["mean"].value == pytest.approx(other.mean())
+
+
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "no file"), ("", "is empty"), ('{"prompt": "a"}', "Line 1"), ("{", "Line 1")]
+    ("text", "message"),
+    [
+        (None, "no file"),
+        ("", "is empty"),
+        ('{"prompt": "a"}', "Line 1"),
+        ("{", "Line 1"),
+        ('{"prompt": "a", "completion": ""}', "empty completions only"),
+    ],
 )
 def test_negatives_that_are_refused(tmp_path, model_dirs, tokenizer, text, message):
     if text is not None:

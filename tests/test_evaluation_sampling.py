@@ -20,9 +20,12 @@ from trl_repulse.evaluation import records
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.rewards.functions import FunctionReward
+from trl_repulse.rewards.transformed import TransformedReward
 
 from .conftest import BAD, build_model, word_reward
 from .evaluation_support import sample_slowly, write_samples
+from .reward_models import save_model
 
 
 ROOT = Path(__file__).parents[1]
@@ -194,6 +197,44 @@ def test_a_folder_goes_on_with_its_own_settings_only(tmp_path, model_dirs, promp
     assert files(tmp_path / "s") == before
 
 
+def write_reward(file, factor):
+    file.write_text(f"def score(completions, **kwargs):\n    return [{factor} * len(c) for c in completions]\n")
+    return FunctionReward(file, "score")
+
+
+@pytest.mark.parametrize("kind", ["another file", "the file's text", "the folder's weights", "the transform"])
+def test_a_folder_goes_on_with_its_own_reward_only(tmp_path, model_dirs, prompts, tokenizer, kind):
+    """Rewards of the same name."""
+    first = write_reward(tmp_path / "a.py", 1)
+    if kind == "another file":
+        second = write_reward(tmp_path / "b.py", 2)
+    elif kind == "the transform":
+        first, second = (TransformedReward(first, "exponential", alpha=alpha) for alpha in (0.3, 0.5))
+    elif kind == "the folder's weights":
+        first = second = save_model(tmp_path / "reward", "gpt2", tokenizer)[0]
+    sample(tmp_path / "s", model_dirs["gpt2"], prompts, first)
+    sample(tmp_path / "s", model_dirs["gpt2"], prompts, first)  # the same
+    if kind == "the file's text":
+        second = write_reward(tmp_path / "a.py", 2)
+    elif kind == "the folder's weights":
+        save_model(tmp_path / "reward", "gpt2", tokenizer, initializer_range=0.4)
+    with pytest.raises(ValueError, match="begun with another `rewards"):
+        sample(tmp_path / "s", model_dirs["gpt2"], prompts, second)
+
+
+def test_a_completion_ends_as_in_training(tmp_path, model_dirs, prompts, tokenizer):
+    """At the model's own end tokens and at the tokenizer's; the trainers stop at both."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    model.generation_config.eos_token_id = [5]
+    samples = sample(tmp_path / "s", model, prompts, tokenizer=tokenizer, num_samples=50, max_completion_length=8)
+    ended = 0
+    for row in samples.table.to_pylist():
+        assert not {5, tokenizer.eos_token_id} & set(row["completion_ids"][:-1])
+        assert row["ended"] == (row["completion_ids"][-1] in (5, tokenizer.eos_token_id))
+        ended += row["completion_ids"][-1] == tokenizer.eos_token_id
+    assert ended
+
+
 def test_no_folder_of_something_else_is_written_to(tmp_path, model_dirs, prompts):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds something else than samples"):
@@ -205,6 +246,8 @@ def test_no_folder_of_something_else_is_written_to(tmp_path, model_dirs, prompts
     ("arguments", "message"),
     [
         ({"prompts": []}, "`prompts` is empty"),
+        ({"prompts": ["the cat", ""]}, "Prompt 1, '', has no tokens"),
+        ({"dtype": "foo"}, "`dtype='foo'` must be 'auto'"),
         ({"reward": lambda completions, **_: [float("inf")] * len(completions)}, "inf"),
         ({"reward": lambda completions, **_: [float("nan")] * len(completions)}, "nan"),
         ({"reward": lambda completions, **_: [0.0]}, "1 reward"),

@@ -225,15 +225,23 @@ def test_report_over_seeds(sets):
     low, high = crossed_interval(by_seed[:, None])
     half = student_t.isf(0.025, 2) * by_seed.std(ddof=1) / math.sqrt(3)
     assert (low, high) == pytest.approx((by_seed.mean() - half, by_seed.mean() + half), abs=0.05 * half)
-    found = report.overall["P(r < -2.5)"]
-    assert (found.low, found.high) == pytest.approx((max(low, 0.0), min(high, 1.0)))
-    pooled = tails.prob_below(values.reshape(12, 60), -2.5)
+    found, pooled = report.overall["P(r < -2.5)"], tails.prob_below(values.reshape(12, 60), -2.5)
+    assert (found.low, found.high) == (min(low, pooled.low), max(high, pooled.high))
     assert found.value == pooled.value
     assert report.overall["P(r < -100)"].high == pytest.approx(1 - 0.025 ** (1 / 720), rel=1e-9)
     assert "by each of 3 models" in report.to_markdown()
     assert report.to_dict()["scope"] == "other seeds and these prompts"
     assert "Intervals are for other seeds and these prompts." in report.to_markdown()
     assert tail_report(sets[0]).scope == "this model and these prompts"
+
+
+def test_seeds_alike_are_no_more_certain_than_their_counts():
+    """One bad sample in each of three models; every sample bad."""
+    values = np.ones((3, 4, 100))
+    values[:, 0, 0] = -9.0
+    assert estimates(values, [-5.0], [])["P(r < -5)"] == tails.prob_below(values.reshape(12, 100), -5.0)
+    all_bad = estimates(values, [10.0], [])["P(r < 10)"]
+    assert all_bad.low == pytest.approx(0.025 ** (1 / 1200)) and all_bad.value == all_bad.high == 1
 
 
 @pytest.mark.parametrize("prompts", [5, 6])

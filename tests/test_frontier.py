@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest, ttest_ind
 from scipy.stats import t as student_t
-from scipy.stats import ttest_ind
 
 from trl_repulse._commands.evaluate import SETTINGS
 from trl_repulse.cli import main
@@ -77,11 +77,15 @@ def test_the_interval_of_a_gain_that_is_a_difference_is_welchs():
 
 def test_a_share_of_zero_is_bounded_by_the_exact_interval():
     """No bad sample in any run says that bad samples are rare, not that there are none."""
-    none = [Run("a", 0.0, 1.0, 1000), Run("a", 0.0, 2.0, 1000)]
+    none = [Run("a", 0.0, 1.0, x_samples=1000), Run("a", 0.0, 2.0, x_samples=1000)]
     point, other = make_frontier([*none, *runs("b", (0.001, 1.0), (0.002, 2.0))], "prob_bad", "reward", -5.0).points
     assert (point.x.value, point.x.low) == (0.0, 0.0)
     assert point.x.high == pytest.approx(1 - 0.025 ** (1 / 2000), rel=1e-9)
     assert other.x.low == 0.0 < other.x.high  # Student's would go below
+    alike = [Run("a", 0.002, 1.0, x_samples=1000), Run("a", 0.002, 2.0, x_samples=1000)]
+    x = make_frontier(alike, "prob_bad", "reward", -5.0).points[0].x
+    exact = binomtest(4, 2000).proportion_ci(0.95, "exact")
+    assert (x.low, x.high) == (exact.low, exact.high)  # Student's would be a point
     unknown = make_frontier(runs("a", (1.0, 1.0), (1.0, 2.0)), "attack_success", "reward").points[0]
     assert (unknown.x.low, unknown.x.high) == (-math.inf, math.inf)
 

@@ -47,6 +47,10 @@ def test_attacks_are_paired_with_samples(pairs, tmp_path, capsys):
     assert points["mute"].y.value - points["triggered"].y.value == pytest.approx(1.0)
     # All targets of the only run: the exact interval of as many trials
     assert points["triggered"].x.high == 1 and points["triggered"].x.low == pytest.approx(0.025 ** (1 / len(ROWS)))
+    # Each axis by its own counts: no sample of 300 is so bad, beside few targets
+    both = load_frontier(methods, "prob_bad", "attack_success", -100.0).points[0]
+    assert (both.x.value, both.x.high) == (0, pytest.approx(1 - 0.025 ** (1 / 300)))
+    assert both.y.value == 0 and both.y.high == pytest.approx(1 - 0.025 ** (1 / len(ROWS)))
     given = [part for name, pair in pairs.items() for part in ("--method", name, ",".join(map(str, pair)))]
     figure = tmp_path / "attacks"
     assert main(["frontier", str(figure), *given, "--x", "attack_success", "--threshold", "-4"]) == 0

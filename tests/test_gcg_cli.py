@@ -166,6 +166,33 @@ def test_a_file_with_other_names_is_refused(tmp_path, capsys):
     assert "has `steps`, which is no argument" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
+        ("scenario: other\n", "has `scenario: other`, which must be one of behaviors, strings"),
+        ("a: [\n", "is no YAML"),
+        ("- a\n", "must hold arguments by name"),
+        ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
+    ],
+)
+def test_values_of_a_file_that_are_refused(tmp_path, capsys, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    assert run("gcg", "--config", tmp_path / "config.yaml") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_reads_as_flags_do(folder, tmp_path):
+    """PyYAML takes 1e-3 for text, and a single threshold is a number."""
+    text = "threshold: 0.5\nstop_loss: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\n"
+    (tmp_path / "config.yaml").write_text(text + "model_name_or_path: m\ntable: t\nreward_kwargs: {match: any}\n")
+    args = build_parser("gcg").parse_args(["gcg", "--config", str(tmp_path / "config.yaml")])
+    arguments, config = read_fields(args, GCGRunArguments, GCGEvaluationConfig)
+    assert arguments.threshold == [0.5] and arguments.reward_kwargs == {"match": "any"}
+    assert (config.stop_loss, config.num_steps, config.save_responses, config.max_targets) == (1e-3, 7, True, None)
+    assert GCGRunArguments(model_name_or_path="m", table="t", threshold=0.5).threshold == [0.5]
+
+
 # The published command: flag -> (name, value), or None for what concerns training alone
 RULES = {
     "pretrain": lambda value: ("model_name_or_path", value),

@@ -298,6 +298,20 @@ def test_transformers_generator_draws_from_the_model(tokenizer, model_dirs):
     assert ((counts / 5000 - p).abs() < 5 * (p * (1 - p) / 5000).sqrt() + 1e-4).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": [1, 5]}, {"eos_token_id": 5}])
+def test_transformers_generator_stops_at_every_end(tokenizer, model_dirs, options):
+    """The model's end tokens, as in chat models whose turns end with one of their own, and the tokenizer's."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    model.generation_config.eos_token_id = [5]
+    ends = {5} if options.get("eos_token_id") == 5 else {1, 5}
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=8, **options)
+    [drawn] = generator.complete(["the cat"], model="policy", num_completions=200)
+    assert {c.token_ids[-1] for c in drawn} >= ends
+    for completion in drawn:
+        assert not ends & set(completion.token_ids[:-1])
+        assert completion.token_ids[-1] in ends or len(completion.token_ids) == 8
+
+
 @pytest.mark.slow
 @pytest.mark.trainer
 @pytest.mark.parametrize("adapters", [False, True])

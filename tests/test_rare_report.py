@@ -16,6 +16,7 @@ from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
 from .conftest import build_model
 from .distributed_support import launcher, run
+from .reward_models import save_model
 
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +68,23 @@ def test_scores_without_a_slope_cost_the_forecast_alone(sample):
     report = rare_event_report(alike, [1.0], forecast_sizes=[10**6])
     assert report["prob_bad"][0]["value"] > 0 and "no slope" in report["forecast"]["refused"]
     assert "No forecast: " in format_report(report)
+
+
+def test_few_draws_cost_the_forecast_alone(sample):
+    """Enough for a forecast, and too few for a back-test; too few for either."""
+    for draws in (40, 5):
+        few = MixtureSample(sample.rewards[:, :draws], sample.log_density[:, :draws, :1], (draws,))
+        report = rare_event_report(few, [1.0], forecast_sizes=[10**6])
+        assert report["prob_bad"][0]["value"] > 0 and "too few" in report["forecast"]["refused"]
+
+
+def test_command_reads_one_reward(command, tmp_path, tokenizer, capsys):
+    """A classifier of two labels would be read at the first."""
+    place = command.index("--reward_type")
+    for labels, code in ((1, 0), (2, 1)):
+        path = ["--reward_model_path", save_model(tmp_path / "reward", "gpt2", tokenizer, num_labels=labels)[0]]
+        assert main([*command[:place], *path, *command[place + 2 :], "--threshold", "0"]) == code
+    assert "size" in capsys.readouterr().err
 
 
 def test_command(command, tmp_path, capsys):
@@ -141,6 +159,10 @@ def leaves(value, path=()):
         (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
         (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
         (["--level", "2"], "`level=2.0`"),
+        (["--threshold", "nan"], "`--threshold nan`"),
+        (["--forecast", "0"], "`--forecast 0`"),
+        (["--forecast", "1e6", "--num_samples", "0"], "set `--num_samples` above 0"),
+        (["--threshold", "0", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
     ],
 )
 def test_command_refuses(command, capsys, change, message):

@@ -89,7 +89,7 @@ def check_prompt_lengths(
     prompt_ids: list[list[int]], prompts: list[Any], config: PretrainedConfig, max_completion_length: int
 ) -> None:
     """
-    Refuses prompts that leave no room for a completion in the model's context.
+    Refuses prompts without a token, and those that leave no room for a completion in the model's context.
 
     Args:
         prompt_ids (`list[list[int]]`):
@@ -102,8 +102,13 @@ def check_prompt_lengths(
             Tokens a completion may have.
 
     Raises:
-        `ValueError`: If a prompt and a completion together exceed the context.
+        `ValueError`: If a prompt has no tokens, or with a completion exceeds the context.
     """
+    if not all(prompt_ids):
+        place = next(place for place, ids in enumerate(prompt_ids) if not ids)
+        raise ValueError(
+            f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it with a token."
+        )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is None:
         return

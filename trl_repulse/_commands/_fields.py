@@ -52,12 +52,38 @@ def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
     if args.config is not None:
         if not args.config.is_file():
             raise ValueError(f"There is no file `{args.config}`; give a YAML file.")
-        values = yaml.safe_load(args.config.read_text(encoding="utf-8")) or {}
+        try:
+            values = yaml.safe_load(args.config.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"`{args.config}` is no YAML ({error}); mend it.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"`{args.config}` must hold arguments by name, such as `seed: 1`.")
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"`{args.config}` has `{unknown[0]}`, which is no argument; remove it.")
+        hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+        values = {name: _from_file(args.config, name, value, hints[name]) for name, value in values.items()}
     values |= {name: value for name, value in vars(args).items() if name in known}
     return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
+
+
+def _from_file(path: Path, name: str, value: Any, hint: Any) -> Any:
+    """A value of the YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text."""
+    kind = _kind(hint)
+    if value is None and type(None) in get_args(hint):
+        return None
+    if "choices" in kind:
+        if value not in kind["choices"]:
+            raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {', '.join(kind['choices'])}.")
+        return value
+    if kind["type"] is parse_object and isinstance(value, dict):
+        return value
+    several = kind.get("nargs") == "+"
+    try:
+        parsed = [kind["type"](str(each)) for each in (value if several and isinstance(value, list) else [value])]
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise ValueError(f"`{path}` has `{name}: {value}`, which cannot be read ({error}).") from error
+    return parsed if several else parsed[0]
 
 
 def _kind(hint: Any) -> dict[str, Any]:

@@ -120,8 +120,17 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.model is not None:
         _sample(args)
     else:
-        given = {"prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", *SETTINGS} & {
-            name for name, value in vars(args).items() if value is not None
+        needless = {"prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", *SETTINGS}
+        needless |= {"reward_kwargs", "engine_kwargs", "apply_chat_template", "split", "prompt_column"}
+        unset = {"split": "train", "prompt_column": "prompt"}
+        given = {
+            name
+            for name, value in vars(args).items()
+            if name in needless
+            and value is not None
+            and value is not False
+            and value != {}
+            and value != unset.get(name)
         }
         if given:
             raise ValueError(f"`--{min(given)}` has no effect without `--model`; name the model, or leave it out.")

@@ -30,16 +30,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         header, records = read_results(*args.results)
         summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
+        print(format_report(summary))
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(_without_nan(summary), indent=2), encoding="utf-8")
+        if args.figure is not None:
+            from ..plots import plot_attack_success
+
+            args.figure.parent.mkdir(parents=True, exist_ok=True)
+            plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
     except (ValueError, OSError) as error:
         print(f"trl-repulse gcg-report: {error}", file=sys.stderr)
         return 1
-    print(format_report(summary))
-    if args.json is not None:
-        args.json.write_text(json.dumps(_without_nan(summary), indent=2), encoding="utf-8")
-    if args.figure is not None:
-        from ..plots import plot_attack_success
-
-        plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
     return 0
 
 

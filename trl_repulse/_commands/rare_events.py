@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from ..data import load_prompts
-    from ..evaluation._generation import process_state
+    from ..evaluation._generation import check_dtype, process_state
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
@@ -115,6 +116,15 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
+    for name, values in (("threshold", args.threshold), ("forecast", args.forecast)):
+        for value in values:
+            if not math.isfinite(value) or (name == "forecast" and value < 1):
+                raise ValueError(
+                    f"`--{name} {value:g}` must be a {'count from 1 up' if name == 'forecast' else 'number'}."
+                )
+    if args.forecast and not args.num_samples:
+        raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
+    check_dtype(args.dtype)
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
     check_counts([args.num_samples, *(others for _ in args.proposal)])
     device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
@@ -123,7 +133,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     reward_tokenizer = None
     if isinstance(reward, str):
         reward_tokenizer = AutoTokenizer.from_pretrained(reward, **code)
-        reward = AutoModelForSequenceClassification.from_pretrained(reward, **code).to(device)
+        reward = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1, **code).to(device)
     models = [
         AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).to(device)
         for name in (args.policy, *args.proposal)
@@ -159,7 +169,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _count(value: str) -> int:
-    number = float(value)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
     return int(number)

@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..generation._habits import end_tokens, until_end
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
 from .exact import _evaluating, _reward_of_model
@@ -58,6 +60,25 @@ def hash_model(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def hash_folder(folder: Path) -> str:
+    """SHA-256 of a model's folder: names and bytes of configuration and weights."""
+    digest = hashlib.sha256()
+    for path in sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind)):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def check_dtype(name: str) -> None:
+    """Refuses what is neither `"auto"` nor a precision of weights, before anything is loaded."""
+    if name != "auto" and not (
+        isinstance(found := getattr(torch, name, None), torch.dtype) and found.is_floating_point
+    ):
+        raise ValueError(f"`dtype={name!r}` must be 'auto', 'float32', 'bfloat16' or 'float16'.")
+
+
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
     """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template."""
     if isinstance(prompt, str):
@@ -69,13 +90,6 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     """Tokens of a prompt, as in TRL's trainers."""
     # A chat template writes the special tokens itself
     return tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=isinstance(prompt, str))["input_ids"]
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion: the model's own end tokens, else the tokenizer's."""
-    end = model.generation_config.eos_token_id
-    end = tokenizer.eos_token_id if end is None else end
-    return [] if end is None else list(end) if isinstance(end, list | tuple) else [end]
 
 
 def transformers_engine(
@@ -147,12 +161,6 @@ def vllm_engine(
         return [until_end(list(output.outputs[0].token_ids), end) for output in outputs]
 
     return engine
-
-
-def until_end(row: list[int], end: Sequence[int]) -> list[int]:
-    """A completion's tokens, the one that ends it included."""
-    places = [row.index(token) for token in end if token in row]
-    return row[: min(places) + 1] if places else row
 
 
 def as_function(

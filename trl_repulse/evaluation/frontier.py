@@ -43,14 +43,15 @@ class Run:
             Name of the method.
         x, y (`float`):
             The two quantities.
-        samples (`int`, *optional*, defaults to `0`):
-            Completions that shares among them rest on, 0 if that is not known.
+        x_samples, y_samples (`int`, *optional*, defaults to `0`):
+            Completions, or attacks, that each rests on if it is a share; 0 if that is not known.
     """
 
     method: str
     x: float
     y: float
-    samples: int = 0
+    x_samples: int = 0
+    y_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,8 @@ def make_frontier(
     """
     Means over each method's runs, intervals, front and hypervolume gains.
 
-    Intervals of means are Student's. A share that is 0 (or 1) in all runs of a method has the interval of Clopper and Pearson for all
-    its samples, if their number is known, and else none. For the gains the means of all methods are drawn anew from normal
+    Intervals of means are Student's. That of a share holds the interval of Clopper and Pearson for all samples of its runs, if their
+    number is known; where the share is 0 (or 1) in all runs it is that interval, or none. For the gains the means of all methods are drawn anew from normal
     distributions with the covariance of their runs (a parametric bootstrap), spread as Student's at the degrees of freedom that
     Satterthwaite (1946) gives the sum of what each method adds to the gain's variance; the interval lies between quantiles of
     the gains that result. The corner from which areas are measured, the worst run in either quantity, is taken as given. A
@@ -225,11 +226,14 @@ def make_frontier(
     points = []
     for index, (method, group) in enumerate(groups.items()):
         ends = []
-        for name, values in ((x, [run.x for run in group]), (y, [run.y for run in group])):
+        for name, values, samples in (
+            (x, [run.x for run in group], [run.x_samples for run in group]),
+            (y, [run.y for run in group], [run.y_samples for run in group]),
+        ):
             mean, half = mean_and_interval(values, confidence)
             interval = (mean - half, mean + half)
             if name in SHARES:
-                interval = _interval_of_share(mean, *interval, sum(run.samples for run in group), confidence)
+                interval = _interval_of_share(mean, *interval, sum(samples) if all(samples) else 0, confidence)
             ends.append(Estimate(mean, *interval, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
@@ -261,13 +265,19 @@ def hypervolume(points: np.ndarray, worst: np.ndarray) -> np.ndarray:
 
 
 def _interval_of_share(value: float, low: float, high: float, samples: int, confidence: float) -> tuple[float, float]:
-    """Student's interval within [0, 1]; where all runs have 0 or all have 1, that of Clopper and Pearson for all samples."""
-    if 0.0 < value < 1.0:
+    """
+    Student's interval within [0, 1], and at least that of Clopper and Pearson for all samples: runs that agree by chance do not
+    make counts more certain than they are. Of a single run, or where all have 0 or all have 1, one of the two.
+    """
+    inside = 0.0 < value < 1.0
+    if inside and not (math.isfinite(low) and samples):
         return (max(low, 0.0), min(high, 1.0)) if math.isfinite(low) else (low, high)
     if not samples:
         return -math.inf, math.inf
-    interval = binomtest(round(value * samples), samples).proportion_ci(confidence, "exact")
-    return float(interval.low), float(interval.high)
+    exact = binomtest(round(value * samples), samples).proportion_ci(confidence, "exact")
+    if not inside:
+        return float(exact.low), float(exact.high)
+    return min(max(low, 0.0), float(exact.low)), max(min(high, 1.0), float(exact.high))
 
 
 def _shifts(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:

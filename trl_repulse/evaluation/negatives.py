@@ -27,12 +27,15 @@ class NegativeLogProbs:
             Log of the probability that a completion of a prompt chosen uniformly begins with one of the prompt's completions.
         per_prompt (`dict[str, dict[str, float]]`):
             `"count"`, `"mean"` and `"logsumexp"` of each prompt's own.
+        empty (`int`):
+            Empty completions, which are left out: every completion begins with them.
     """
 
     count: int
     mean: float
     logsumexp: float
     per_prompt: dict[str, dict[str, float]]
+    empty: int = 0
 
 
 def negative_log_probs(
@@ -65,9 +68,18 @@ def negative_log_probs(
         [`NegativeLogProbs`]
 
     Raises:
-        `ValueError`: If the file has no rows, or a row no prompt or completion, or one is too long for the model.
+        `ValueError`: If the file has no rows or empty completions alone, a row has no prompt or completion, or one is too long
+            for the model.
     """
     pairs = _read(Path(path), tokenizer)
+    empty = 0
+    for _, completions in pairs.values():
+        if "" in completions:
+            del completions[""]
+            empty += 1
+    pairs = {text: pair for text, pair in pairs.items() if pair[1]}
+    if not pairs:
+        raise ValueError(f"`{path}` has empty completions only; there is none to score.")
     prompts = {text: prompt_tokens(tokenizer, prompt) for text, (prompt, _) in pairs.items()}
     texts = [(text, completion) for text, (_, completions) in pairs.items() for completion in completions]
     ids = [tokenizer(completion, add_special_tokens=False)["input_ids"] for _, completion in texts]
@@ -81,7 +93,7 @@ def negative_log_probs(
         per_prompt[text] = {"count": len(own), "mean": own.mean().item(), "logsumexp": own.logsumexp(dim=0).item()}
     sums = torch.tensor([entry["logsumexp"] for entry in per_prompt.values()], dtype=torch.float64)
     overall = (sums.logsumexp(dim=0) - torch.tensor(len(sums), dtype=torch.float64).log()).item()
-    return NegativeLogProbs(len(log_prob), log_prob.mean().item(), overall, per_prompt)
+    return NegativeLogProbs(len(log_prob), log_prob.mean().item(), overall, per_prompt, empty)
 
 
 def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, dict[str, None]]]:

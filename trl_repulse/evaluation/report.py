@@ -110,8 +110,8 @@ def tail_report(
     Of one model, all intervals are for the prompts at hand. Of several, one a training seed, mean, probabilities and CVaR have
     intervals over seeds and prompts ([`~trl_repulse.evaluation.bootstrap.crossed_interval`]): what to expect of another run on
     other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one: the
-    intervals are over seeds alone then, for these prompts. Without a single sample under a threshold the interval stays that
-    of Clopper and Pearson for all samples.
+    intervals are over seeds alone then, for these prompts. An interval of a probability over seeds holds that
+    of Clopper and Pearson for all samples, which it is where none or all are under the threshold.
 
     Args:
         samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
@@ -123,7 +123,8 @@ def tail_report(
         quantiles (`Sequence[float]`, *optional*):
             Levels of quantiles; of one model only.
         column (`str`, *optional*, defaults to `"reward"`):
-            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ...
+            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... Means of the others are reported beside it, of those that
+            have a number for every sample.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
 
@@ -152,7 +153,9 @@ def tail_report(
     others = {
         name: np.stack([each.column(name) for each in sets])
         for name in MEANS
-        if name != column and name in sets[0].table.column_names
+        if name != column
+        and all(each.table[name].null_count == 0 for each in sets if name in each.table.column_names)
+        and name in sets[0].table.column_names
     }
     options = (thresholds, levels, quantiles, confidence)
     per_prompt = {}
@@ -204,9 +207,10 @@ def estimates(
     found = {"mean": over_seeds(tails.mean(pooled, confidence), values)}
     for threshold in thresholds:
         estimate = tails.prob_below(pooled, threshold, confidence)
-        if estimate.samples:
-            estimate = over_seeds(estimate, (values < threshold).astype(np.float64))
-            low, high = max(estimate.low, 0.0), min(estimate.high, 1.0)
+        if 0.0 < estimate.value < 1.0:
+            # Seeds that agree by chance do not make counts more certain than they are
+            wider = over_seeds(estimate, (values < threshold).astype(np.float64))
+            low, high = min(estimate.low, max(wider.low, 0.0)), max(estimate.high, min(wider.high, 1.0))
             estimate = Estimate(estimate.value, low, high, estimate.samples)
         found[f"P(r < {threshold:g})"] = estimate
     for level in quantiles:

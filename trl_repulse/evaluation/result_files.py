@@ -85,8 +85,8 @@ def load_frontier(
 
 def _read_attacked(
     paths: list[Path], attacks: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
-) -> list[tuple[float, float, int]]:
-    """As `_read`, with attack success from files of attacks; the samples are the targets."""
+) -> list[tuple[float, float, int, int]]:
+    """As `_read`, with attack success from files of attacks, whose samples are the targets."""
     if threshold is None:
         raise ValueError("The quantity 'attack_success' of attacks needs a `threshold`.")
     results = [read_results(path) for path in attacks]
@@ -108,15 +108,18 @@ def _read_attacked(
             if weights != header["identity"]["model"]:
                 raise ValueError(f"`{path}` and `{attack}` are of different models; pair those of one.")
     return [
-        tuple(rate.value if name == "attack_success" else value[0] for name in names) + (int(rate.samples),)
+        (
+            *(rate.value if name == "attack_success" else value[0] for name in names),
+            *(int(rate.samples) if name == "attack_success" else value[2] for name in names),
+        )
         for rate, value in zip(rates, found, strict=True)
     ]
 
 
 def _read(
     paths: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
-) -> list[tuple[float, float, int]]:
-    """The two quantities of each run, and the samples they rest on, as far as known."""
+) -> list[tuple[float, float, int, int]]:
+    """The two quantities of each run, and the samples that each rests on, as far as known."""
     kinds = {"samples" if path.is_dir() else "file" for path in paths}
     if len(kinds) > 1:
         raise ValueError("Folders of samples and result files stand in one figure; compare runs of one kind.")
@@ -131,7 +134,7 @@ def _read(
                 return tails.cvar(run.column(), level).value
             return float(run.column(name).mean())
 
-        return [(value(each, names[0]), value(each, names[1]), len(each.table)) for each in samples]
+        return [(value(each, names[0]), value(each, names[1]), *[len(each.table)] * 2) for each in samples]
     contents = [_read_json(path) for path in paths]
     if all({"initial", "final", "samples"} <= set(content) for content in contents):
         contents = [run["final"] | {"settings": {}} for run in load_runs(paths)]
@@ -158,7 +161,7 @@ def _read(
             if not isinstance(content.get(name), int | float):
                 numbers = [key for key, number in content.items() if isinstance(number, int | float)]
                 raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")
-    return [(float(content[names[0]]), float(content[names[1]]), 0) for content in contents]
+    return [(float(content[names[0]]), float(content[names[1]]), 0, 0) for content in contents]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Held-out sampling: completions of a model with all that a reader may ask of them
 Legend: P prompts, N completions per prompt, F reward functions.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import version
@@ -16,17 +17,22 @@ import torch
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .._checks import check_dataset, check_prompt_lengths
+from ..rewards.functions import FunctionReward
+from ..rewards.models import ModelReward
+from ..rewards.transformed import TransformedReward
 from ..trainers._hooks import transform_rewards
 from . import records
 from ._generation import (
     EngineName,
     Prompt,
     as_function,
+    check_dtype,
     end_tokens,
     evaluate_rewards,
+    hash_folder,
     hash_model,
     process_state,
     prompt_text,
@@ -104,6 +110,7 @@ class SamplingSettings:
             raise ValueError(f"`reward_transform={self.reward_transform!r}` must be 'exponential' or 'indicator'.")
         if self.reward_transform == "indicator" and self.reward_transform_threshold is None:
             raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
+        check_dtype(self.dtype)
         if self.engine not in ("transformers", "vllm"):
             raise ValueError(f"`engine={self.engine!r}` must be 'transformers' or 'vllm'.")
         if not self.reward_transform_alpha >= 0:
@@ -323,7 +330,17 @@ def _description(reward: Reward) -> Any:
     if isinstance(reward, nn.Module):
         return _identity(reward)
     if isinstance(reward, str):
-        return {"name": reward}
+        if Path(reward).is_dir():
+            return {"name": reward, "weights": hash_folder(Path(reward))}
+        return {"name": reward, "revision": getattr(AutoConfig.from_pretrained(reward), "_commit_hash", None)}
+    if isinstance(reward, FunctionReward):
+        content = hashlib.sha256(reward.path.read_bytes()).hexdigest()
+        return {"name": reward.function, "label_column": reward.label_column, "sha256": content}
+    if isinstance(reward, TransformedReward):
+        names = ("transform", "alpha", "beta", "threshold")
+        return {name: getattr(reward, name) for name in names} | {"reward": _description(reward.reward)}
+    if isinstance(reward, ModelReward) and reward._module is not None:
+        return {"name": repr(reward), "weights": hash_model(reward._module)}
     return {"name": repr(reward) if is_dataclass(reward) else getattr(reward, "__qualname__", type(reward).__name__)}
 
 

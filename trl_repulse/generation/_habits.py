@@ -1,9 +1,9 @@
-"""What a model was saved with, and `generate` would follow."""
+"""What a model was saved with, and `generate` would follow; what ends a completion."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @contextlib.contextmanager
@@ -30,3 +30,17 @@ def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         base.generation_config = habits
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends a completion, as in TRL's trainers: the model's own end tokens, and the tokenizer's."""
+    config = getattr(model, "generation_config", None)
+    own = None if config is None else config.eos_token_id
+    own = list(own) if isinstance(own, list | tuple) else [own]
+    return [end for end in dict.fromkeys([*own, tokenizer.eos_token_id]) if end is not None]
+
+
+def until_end(row: list[int], end: Sequence[int]) -> list[int]:
+    """A completion's tokens, the one that ends it included."""
+    places = [row.index(token) for token in end if token in row]
+    return row[: min(places) + 1] if places else row

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ._habits import without_generation_habits
+from ._habits import end_tokens, until_end, without_generation_habits
 from .completions import Completion, group_completions, tokenize
 
 
@@ -15,7 +15,8 @@ class TransformersGenerator:
     Draws completions from several models, one at a time, with transformers' `generate`.
 
     Samples follow the models exactly (temperature 1, whole vocabulary) unless `generation_kwargs` say otherwise; what a
-    model was saved with (`top_p`, `suppress_tokens` and the like) is left out of account.
+    model was saved with (`top_p`, `suppress_tokens` and the like) is left out of account, but for its end tokens, which end a
+    completion beside the tokenizer's.
 
     Example:
 
@@ -62,9 +63,8 @@ class TransformersGenerator:
             "top_k": 0,
             "top_p": 1.0,
             "pad_token_id": pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
         }
-        self._config = GenerationConfig(**settings | generation_kwargs)
+        self._settings = settings | generation_kwargs
 
     @torch.no_grad()
     def complete(
@@ -101,12 +101,14 @@ class TransformersGenerator:
         return group_completions(self.tokenizer, drawn, num_completions, model, version=0)
 
     def _generate(self, lm: PreTrainedModel, rows: list[list[int]]) -> list[list[int]]:
-        """One batch: left-padded, completions cut after their end-of-sequence token."""
+        """One batch: left-padded, completions cut after the token that ends them."""
+        config = GenerationConfig(**{"eos_token_id": end_tokens(lm, self.tokenizer) or None} | self._settings)
+        ends = config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         width = max(map(len, rows))
         padding = [width - len(row) for row in rows]
-        pad = self._config.pad_token_id
+        pad = 0 if config.pad_token_id is None else config.pad_token_id
         ids = torch.tensor([[pad] * k + row for k, row in zip(padding, rows, strict=True)], device=lm.device)
         mask = torch.tensor([[0] * k + [1] * (width - k) for k in padding], device=lm.device)
-        drawn = lm.generate(input_ids=ids, attention_mask=mask, generation_config=self._config)[:, width:].tolist()
-        ends = self._config.eos_token_id
-        return [row[: row.index(ends) + 1] if ends in row else row for row in drawn]
+        drawn = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        return [until_end(row, ends) for row in drawn]

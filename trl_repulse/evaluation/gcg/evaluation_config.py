@@ -131,6 +131,11 @@ class GCGRunArguments:
         for name in ("model_name_or_path", "table"):
             if getattr(self, name) is None:
                 raise ValueError(f"`--{name}` is needed.")
+        from .._generation import check_dtype
+
+        check_dtype(self.dtype)
+        if isinstance(self.threshold, int | float):  # as in a YAML file
+            self.threshold = [float(self.threshold)]
         if isinstance(self.reward_kwargs, str):
             try:
                 self.reward_kwargs = json.loads(self.reward_kwargs)

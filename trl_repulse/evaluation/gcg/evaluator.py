@@ -173,7 +173,7 @@ class _Evaluation:
         prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
         with _timed(seconds, "sample"):
-            before = self._respond(row, prompt.encode([""])[0], prompt.target_ids, "before")
+            before = self._respond(row, prompt.encode([""])[0] or self._beginning(), prompt.target_ids, "before")
         with _timed(seconds, "attack"):
             result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
         with _timed(seconds, "sample"):
@@ -187,6 +187,14 @@ class _Evaluation:
             if not config.save_responses:
                 del phase["responses"]
         return _attack_fields(result) | {"before": before, "after": after, "seconds": seconds}
+
+    def _beginning(self) -> list[int]:
+        """What a text begins with where there is no goal, and the tokenizer puts nothing before it."""
+        tokenizer = self.attack.tokenizer
+        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if begin is None:
+            raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
+        return [begin]
 
     def _respond(self, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str) -> dict[str, Any]:
         attack, config = self.attack, self.config

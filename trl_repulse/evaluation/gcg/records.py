@@ -74,8 +74,17 @@ def has_results(path: Path) -> bool:
 
     Returns:
         `bool`
+
+    Raises:
+        `ValueError`: If the file has no line break and does not begin as results do: it is something else, to be kept.
     """
-    return path.exists() and _complete_lines(path) != b""
+    if not path.exists():
+        return False
+    content = path.read_bytes()
+    begin = _as_line({"schema": SCHEMA})[:-3]  # a torn header may be shorter
+    if b"\n" not in content and content[: len(begin)] != begin[: len(content)]:
+        raise ValueError(f"`{path}` is no file of attack results; use another file.")
+    return b"\n" in content
 
 
 def read_results(*paths: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -5,7 +5,9 @@ Axis letters: L tokens of the prompt, T of the target, N samples, V vocabulary.
 """
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...generation._habits import end_tokens
 
 
 @torch.no_grad()
@@ -39,11 +41,12 @@ def sample_responses(
         `list[str]`: N responses, without special tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    ends = _end_ids(model, tokenizer)
-    outputs = model(input_ids=torch.tensor([prompt_ids], device=model.device), use_cache=True)
-    cache = outputs.past_key_values
-    cache.batch_repeat_interleave(num_samples)
-    logits = outputs.logits[:, -1].expand(num_samples, -1)  # (N, V)
+    ends = end_tokens(model, tokenizer)
+    if not prompt_ids:
+        raise ValueError("The prompt has no tokens; begin it with one.")
+    prompt = torch.tensor([prompt_ids], device=model.device)
+    logits, cache = _read_prompt(model, prompt, num_samples)
+    logits, ids = logits.expand(num_samples, -1), prompt.expand(num_samples, -1)  # (N, V) and (N, L)
     rows: list[list[int]] = [[] for _ in range(num_samples)]
     done = [False] * num_samples
     for _ in range(max_new_tokens):
@@ -54,7 +57,12 @@ def sample_responses(
                 rows[i].append(token)
         if all(done):
             break
-        logits = model(input_ids=drawn.to(model.device), past_key_values=cache, use_cache=True).logits[:, -1]
+        drawn = drawn.to(model.device)
+        if cache is not None:
+            logits = model(input_ids=drawn, past_key_values=cache, use_cache=True).logits[:, -1]
+        else:
+            ids = torch.cat([ids, drawn], dim=1)
+            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
     return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -79,8 +87,18 @@ def target_log_probs(model: PreTrainedModel, prompt_ids: list[int], target_ids: 
     return logits.log_softmax(dim=-1).cpu().gather(1, torch.tensor(target_ids)[:, None])[:, 0]
 
 
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Tokens that end a response: the model's, and the tokenizer's."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = ends if isinstance(ends, list) else [ends]
-    return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
+def _read_prompt(model: PreTrainedModel, prompt: torch.Tensor, num_samples: int) -> tuple[torch.Tensor, Cache | None]:
+    """
+    Logits behind the prompt, (1, V), and its cache for all samples; without one where it cannot be repeated.
+
+    Recurrent models keep states in place of keys and values, under other names or in a form that has no rows to repeat.
+    """
+    try:
+        outputs = model(input_ids=prompt, use_cache=True)
+        cache = outputs.past_key_values
+        cache.batch_repeat_interleave(num_samples)
+        if cache.get_seq_length() != prompt.shape[1]:  # of states alone
+            raise ValueError("no keys and values")
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return model(input_ids=prompt, use_cache=False).logits[:, -1], None
+    return outputs.logits[:, -1], cache

@@ -27,6 +27,10 @@ class NoSlopeError(ValueError):
     """The largest scores are all alike: there is nothing to extrapolate."""
 
 
+class TooFewScoresError(ValueError):
+    """There are no more scores than a fit would rest on."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """
@@ -204,7 +208,7 @@ def _check(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, conf
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
     if not 2 <= count < values.size:
-        raise ValueError(
+        raise TooFewScoresError(
             f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
         )
     if not sizes or min(sizes) < 1:

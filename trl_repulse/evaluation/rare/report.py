@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .estimates import RareEstimate, cvar, prob_bad
-from .forecast import NoSlopeError, back_test, forecast_largest
+from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
 from .mixture import MixtureSample
 
 
@@ -37,7 +37,7 @@ def rare_event_report(
         nothing to extrapolate.
 
     Raises:
-        `ValueError`: If an argument is out of range, or there are too few draws to extrapolate from.
+        `ValueError`: If an argument is out of range.
     """
     report: dict[str, Any] = {
         "counts": list(sample.counts),
@@ -138,9 +138,9 @@ def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) ->
     scores = -sample.rewards[:, : sample.counts[0]].flatten()
     try:
         forecasts = forecast_largest(scores, sizes, confidence=confidence)
-    except NoSlopeError as error:  # the estimates are worth having all the same
+        test = back_test(scores, confidence=confidence)
+    except (NoSlopeError, TooFewScoresError) as error:  # the estimates are worth having all the same
         return {"refused": str(error)}
-    test = back_test(scores, confidence=confidence)
     lowest = [
         {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}
         for f in forecasts
