@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
@@ -41,6 +41,27 @@ def test_two_adapters_over_one_base_in_4_bits(make, tmp_path, own):
         assert {name for name in matrices if adapter in name.split(".") and "lora_B" in name} <= changed
     trainer.save_model()
     assert {path.parent.name for path in (tmp_path / "out").glob("**/*.safetensors")} == {"out", "proposal"}
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit"])
+def test_optimizers_in_8_bits_resume_bit_for_bit(make, tmp_path, tokenizer, optim):
+    """Matrices of fewer than 4,096 numbers keep a state of 32 bits."""
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=32, n_embd=48, n_layer=2, n_head=2, eos_token_id=1, pad_token_id=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = {"optim": optim, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "learning_rate": 1e-3}
+    settings["model"] = str(tmp_path / "model")
+    whole = make(**settings)
+    whole.train()
+    states = whole.proposal.optimizer.state.values()
+    assert {state["state1"].dtype for state in states} == {torch.uint8, torch.float32}
+    resumed = make(**settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    for one, other in ((whole.model, resumed.model), (whole.proposal.module, resumed.proposal.module)):
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), name
 
 
 def test_gradient_checkpointing_changes_no_update(make):

@@ -45,6 +45,37 @@ def train_step(second, vocab_size, scale=1.0):
     return norm
 
 
+class Grouped(torch.optim.SGD):
+    """State in groups, and a table that parameters share, as of bitsandbytes' optimizers in 8 bits."""
+
+    table = torch.arange(4.0)
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "step": 1,
+                    "quant": {"map": self.table, "inner": {"absmax": p.detach().clone(), "n": 2}},
+                }
+
+
+def test_grouped_state_survives(trainer, tokenizer, tmp_path):
+    first, other = build(trainer, len(tokenizer)), build(trainer, len(tokenizer))
+    for second in (first, other):
+        second.optimizer = Grouped(second.module.parameters(), lr=0.1)
+    train_step(first, len(tokenizer))
+    first.save_state(tmp_path)
+    other.load_state(tmp_path)
+    states = [second.optimizer.state_dict()["state"] for second in (first, other)]
+    assert set(states[0]) == set(states[1])
+    for key, one in states[0].items():
+        two = states[1][key]
+        assert one["step"] == two["step"] and one["quant"]["inner"]["n"] == two["quant"]["inner"]["n"]
+        assert torch.equal(one["quant"]["map"], two["quant"]["map"])
+        assert torch.equal(one["quant"]["inner"]["absmax"], two["quant"]["inner"]["absmax"])
+
+
 def test_optimizer_schedule_and_decay_are_its_own(trainer, tokenizer):
     second = build(trainer, len(tokenizer))
     assert {group["weight_decay"] for group in second.optimizer.param_groups} == {0.1, 0.0}

@@ -85,6 +85,47 @@ def check_datasets(
         check_dataset(dataset, name)
 
 
+def check_eval_batch(args: Any) -> None:
+    """
+    Refuses a batch of evaluation that cuts a prompt's completions apart.
+
+    Args:
+        args ([`~trl.RLOOConfig`]):
+            The trainer's configuration.
+
+    Raises:
+        `ValueError`: If the batch over all processes is no multiple of the completions a prompt.
+    """
+    size = args.per_device_eval_batch_size * args.world_size
+    generations = args.num_generations_eval or args.num_generations
+    if size % generations:
+        raise ValueError(
+            f"`per_device_eval_batch_size={args.per_device_eval_batch_size}` on {args.world_size} processes is no multiple of the "
+            f"{generations} completions of each prompt in evaluation; change it, or `num_generations_eval`."
+        )
+
+
+def check_adapters(model: Any, *configs: Any) -> None:
+    """
+    Refuses adapters whose forward pass is not that of the layers under it.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            A policy as it was passed.
+        *configs (`peft.PeftConfig` or `None`):
+            Configurations of adapters to be made.
+
+    Raises:
+        `ValueError`: If one is of prompt learning, or AdaLoRA.
+    """
+    for config in (*getattr(model, "peft_config", {}).values(), *configs):
+        if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA"):
+            raise ValueError(
+                f"Adapters of the kind {getattr(config.peft_type, 'value', config.peft_type)} have a forward pass of their own, in which completions cannot be "
+                "scored; use LoRA or another adapter of layers."
+            )
+
+
 def check_prompt_lengths(
     prompt_ids: list[list[int]], prompts: list[Any], config: PretrainedConfig, max_completion_length: int
 ) -> None:

@@ -54,7 +54,9 @@ def check_reward_config(args: "RewardConfig") -> None:
 
 
 def check_engine_config(args: "EngineConfig") -> None:
-    """Refuses bad values among [`EngineConfig`]'s fields."""
+    """Refuses bad values among [`EngineConfig`]'s fields, and completions without an end."""
+    remedy = "must be a number of tokens, at least 1"
+    require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
     require_choice(args, "vllm_sleep_level", (1, 2, None))
     if args.vllm_sleep_level is not None:
         remedy = "has no effect; set `use_vllm=True`, `vllm_mode='colocate'` and `vllm_enable_sleep_mode=True`"
@@ -100,6 +102,7 @@ def check_ppo_config(args: "PPOConfig") -> None:
     remedy = "must be above 0, or left unset to use `epsilon`"
     require(args, args.epsilon_high is None or args.epsilon_high > 0, "epsilon_high", remedy)
     _check_group_free(args)
+    _check_second_schedule(args)
 
 
 def _check_group_free(args: "PPOConfig") -> None:
@@ -183,6 +186,7 @@ def _check_sampling(args: "RePULSeConfig") -> None:
         "top_k": (0, None),
         "min_p": (None, 0.0),
         "repetition_penalty": (1.0,),
+        "vllm_structured_outputs_regex": (None,),
     }
     for name, accepted in exact.items():
         remedy = f"would make the importance weights wrong: samples must follow the models; leave it at {accepted[0]}"
@@ -193,6 +197,8 @@ def _check_sampling(args: "RePULSeConfig") -> None:
         require(args, not other, "generation_kwargs", remedy)
     remedy = "would make the log-probabilities behind the importance weights noisy; leave it True"
     require(args, args.disable_dropout, "disable_dropout", remedy)
+    remedy = "adds noise to the policy's embeddings, and so to the log-probabilities behind the importance weights; leave it unset"
+    require(args, not args.neftune_noise_alpha, "neftune_noise_alpha", remedy)
     remedy = "would count truncated completions as empty, with wrong importance weights; leave it False"
     require(args, not args.mask_truncated_completions, "mask_truncated_completions", remedy)
 
@@ -206,8 +212,14 @@ def _check_negative_term(args: "RePULSeConfig") -> None:
         require(args, args.reweighting_beta is None, "reweighting_beta", remedy)
 
 
+def _check_second_schedule(args: "RePULSeConfig | PPOConfig") -> None:
+    remedy = "follows one metric, and would have to serve two models; choose a schedule of the number of updates"
+    require(args, args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", remedy)
+
+
 def _check_proposal(args: "RePULSeConfig") -> None:
     check_uploads(args)
+    _check_second_schedule(args)
     remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
     require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")

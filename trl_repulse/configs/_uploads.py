@@ -55,6 +55,8 @@ def check_uploads(args: "RePULSeConfig") -> None:
                 f"`report_to={args.report_to}` with {variable}={value} in the environment uploads whole checkpoints, "
                 f"the proposal in them; set {variable}=false."
             )
+    if "flyte" in args.report_to:
+        raise ValueError("`report_to='flyte'` uploads whole checkpoints, the proposal in them; report elsewhere.")
     published = args.push_to_hub and not args.hub_private_repo and args.trackio_static_space_id is not False
     if "trackio" in args.report_to and args.log_completions and published and args.trackio_space_id is None:
         raise ValueError(

@@ -16,8 +16,9 @@ def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Unwrapped model; its `generation_config` is back in place afterwards, and is what gets saved.
+            Unwrapped model, compiled or not; its `generation_config` is back in place afterwards, and is what gets saved.
     """
+    model = getattr(model, "_orig_mod", model)  # compiled
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     habits = base.generation_config
     base.generation_config = GenerationConfig(

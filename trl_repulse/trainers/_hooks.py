@@ -20,7 +20,7 @@ from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
 from ._rewards import with_checks
-from ._trl_bridge import prepare_scoring, withheld_from_uploads, without_generation_habits
+from ._trl_bridge import disable_dropout, prepare_scoring, withheld_from_uploads, without_generation_habits
 
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class TrainerHooks:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
         for scored in (self.model, self.ref_model):
             if scored is not None:
+                if self.args.disable_dropout:
+                    disable_dropout(scored)
                 unwrapped = self.accelerator.unwrap_model(scored)
                 prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
 

@@ -18,7 +18,7 @@ from ._trl_bridge import (
     add_fused_lm_head,
     copy_unpatched,
     create_model_from_path,
-    disable_dropout_in_model,
+    disable_dropout,
     prepare_scoring,
 )
 from .second_adapter import Adapter, SecondAdapter, add_adapter
@@ -232,6 +232,8 @@ def _ready(
             init_kwargs["quantization_config"] = quantization_config
         if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
             init_kwargs["device_map"] = None
+        if model != getattr(trainer.model.config, "_name_or_path", None):
+            init_kwargs.pop("revision", None)  # the policy's
         saved = adapter_config(model)
         if saved is None:
             model = create_model_from_path(model, **init_kwargs)
@@ -249,7 +251,7 @@ def _ready(
         )
     model.config.get_text_config().pad_token_id = trainer._tokenizer.pad_token_id
     model.generation_config.pad_token_id = trainer._tokenizer.pad_token_id
-    if peft_config is not None:
+    if peft_config is not None and not is_peft_model(model):
         from peft import get_peft_model
 
         # As TRL does: ZeRO-3 gathers in one dtype
@@ -257,11 +259,13 @@ def _ready(
         model = get_peft_model(model, peft_config, autocast_adapter_dtype=whole)
     if is_peft_model(model) and args.activation_checkpointing:
         model.enable_input_require_grads()
-    disable_dropout_in_model(model)
+    disable_dropout(model)
     base = model.get_base_model() if is_peft_model(model) else model
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
-    return model
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("`proposal_model` has nothing to train; load its adapter with `is_trainable=True`.")
+    return model.train()  # activation checkpointing works in training mode alone
 
 
 def serve_proposal(trainer: "RePULSeTrainer") -> None:

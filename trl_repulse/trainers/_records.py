@@ -167,7 +167,9 @@ def record_advantages(trainer: "ReinforceTrainer", rows: torch.Tensor, advantage
     start = len(column) - local * trainer.accelerator.num_processes
     for process in range(trainer.accelerator.num_processes):
         for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
-            column[start + process * local + row] = advantage
+            place = start + process * local + row
+            if place >= 0:  # a batch of evaluation can be longer than what is kept
+                column[place] = advantage
 
 
 def show_completions(trainer: "ReinforceTrainer", logs: dict[str, Any], name: str) -> None:

@@ -48,7 +48,7 @@ __all__ = [
     "add_fused_lm_head",
     "copy_unpatched",
     "create_model_from_path",
-    "disable_dropout_in_model",
+    "disable_dropout",
     "disable_gradient_checkpointing",
     "get_config_model_id",
     "no_reference_built",
@@ -353,6 +353,23 @@ def token_log_probs(
     with accelerator.autocast():
         outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **extra)
     return outputs.log_probs, outputs.entropy, outputs.aux_loss
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turns all dropout of a model off, in place.
+
+    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures (OPT) hold a
+    probability as a number of a layer instead, and drop in training mode: noise in every log-probability.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model; its configuration, which is saved, stays as it is.
+    """
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:

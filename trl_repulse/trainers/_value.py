@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ._deepspeed import gathered
-from ._trl_bridge import create_model_from_path, disable_dropout_in_model, get_config_model_id
+from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
 
 def build_value_model(
@@ -72,7 +72,7 @@ def build_value_model(
         peft_config.task_type = "TOKEN_CLS"  # the head is new: it has to be trained and saved with the adapter
         value = get_peft_model(value, peft_config)
     value.config.get_text_config().use_cache = False
-    disable_dropout_in_model(value)
+    disable_dropout(value)
     return value.train()  # activation checkpointing works in training mode alone
 
 

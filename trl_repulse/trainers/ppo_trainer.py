@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
-from .._checks import check_datasets, check_rewards
+from .._checks import check_adapters, check_datasets, check_rewards
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
@@ -146,6 +146,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         connect(args)
         if environment_factory is None:  # an environment may bring the prompts
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+        check_adapters(model, peft_config)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:

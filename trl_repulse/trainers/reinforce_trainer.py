@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import RLOOTrainer
 
-from .._checks import check_datasets, check_rewards
+from .._checks import check_adapters, check_datasets, check_eval_batch, check_rewards
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
@@ -149,6 +149,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
         connect(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+        if eval_dataset is not None:
+            check_eval_batch(args)
+        check_adapters(model, *self._adapter_configs(peft_config))
 
         with self._engine_fits(args, model, self._adapter_configs(peft_config)):
             super().__init__(

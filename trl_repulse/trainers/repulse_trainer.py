@@ -284,8 +284,9 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         normalized_w = normalize_weights(log_w)
         if args.negative_loss == "push_down":
             return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
+        baseline = args.negative_baseline if log_w.size(1) > 1 else "none"  # one sample: only in evaluation
         return negative_reinforce_coefficients(
-            normalized_w, returns_negative, alpha, args.negative_baseline, returns, args.alpha_normalization
+            normalized_w, returns_negative, alpha, baseline, returns, args.alpha_normalization
         )
 
     def _weigh(
@@ -368,11 +369,11 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
                 inputs = inputs | self._credit(inputs, old_log_p)
             if "negative_coefficients" not in inputs:
                 inputs = inputs | self._weigh(inputs, sampled_log_p, sampled_log_q)
-            if "proposal_coefficients" not in inputs:
-                inputs = inputs | self._contrast(inputs, sampled_log_p, sampled_log_q, log_q_now.detach())
 
             # Proposal loss
             if learn:
+                if "proposal_coefficients" not in inputs:
+                    inputs = inputs | self._contrast(inputs, sampled_log_p, sampled_log_q, log_q_now.detach())
                 self._learn(inputs, log_q_now, sampled_log_p, self.current_gradient_accumulation_steps)
         if self.model.training and not learn:
             self._pending.append({key: inputs[key] for key in _DRAWN if key in inputs})

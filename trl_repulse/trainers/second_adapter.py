@@ -17,7 +17,7 @@ from transformers import Trainer, get_scheduler
 
 from ._deepspeed import end_backward, gathered, zero_stage
 from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
-from ._trl_bridge import disable_dropout_in_model
+from ._trl_bridge import disable_dropout
 from .second_model import SecondModel
 
 
@@ -164,7 +164,7 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
             p.data = model.get_parameter(theirs).data.clone()
         elif _is_matrix_of(key, name):
             p.data = p.data.to(dtype)
-    disable_dropout_in_model(model)  # the new adapter's; TRL has done so with all others
+    disable_dropout(model)  # the new adapter's; TRL has done so with all others
     model.save_pretrained = MethodType(_save_the_others, model)
     bind_adapters_to_checkpoints(model.get_base_model())
     return Adapter(model, name, weights).requires_grad_(False)

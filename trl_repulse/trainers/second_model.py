@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -205,7 +206,7 @@ class SecondModel:
             state = _fsdp.optimizer_state(self.module, self.optimizer) if self._fsdp else self.optimizer.state_dict()
             groups = state["param_groups"]
             for index, slots in state["state"].items():
-                for name, value in slots.items():
+                for name, value in _flat(slots):
                     if isinstance(value, torch.Tensor):
                         tensors[f"{index}.{name}"] = value.contiguous()
                     else:
@@ -255,7 +256,11 @@ class SecondModel:
             slots: dict[int | str, dict] = {}
             for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
                 parameter, name = key.rsplit(".", 1)  # its name with FSDP, else its number
-                slots.setdefault(parameter if self._fsdp else int(parameter), {})[name] = value
+                *groups, name = name.split("/")
+                slot = slots.setdefault(parameter if self._fsdp else int(parameter), {})
+                for group in groups:
+                    slot = slot.setdefault(group, {})
+                slot[name] = value
             state = {"state": slots, "param_groups": rest["param_groups"]}
             if self._fsdp:
                 _fsdp.load_optimizer_state(self.module, self.optimizer, state)
@@ -264,3 +269,14 @@ class SecondModel:
         self.scheduler.load_state_dict(rest["scheduler"])
         if self._scaler is not None and rest["scaler"]:
             self._scaler.load_state_dict(rest["scaler"])
+
+
+def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """An optimizer's state of one parameter without the groups in it (bitsandbytes), whose names go before a slash."""
+    for name, value in slots.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif prefix and isinstance(value, torch.Tensor):
+            yield prefix + name, value.clone()  # tables that parameters share are written for each
+        else:
+            yield prefix + name, value
