@@ -112,6 +112,11 @@ class TrainerHooks:
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            if self.args.dataloader_persistent_workers and self.args.dataloader_num_workers:
+                logger.warning(
+                    "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
+                    "draw other completions than one that was not interrupted. Set it to False for the same ones."
+                )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_train_sampler(self, dataset: Any = None):
