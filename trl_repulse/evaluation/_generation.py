@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,8 @@ EngineName = Literal["transformers", "vllm"]
 
 def process_state() -> PartialState:
     """This process among those of a launch, on CPU as well; refuses to take itself for the only one if it is not."""
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    # The time is for the wait for the process that is last
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != started:
         raise ValueError(
