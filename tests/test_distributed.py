@@ -292,6 +292,13 @@ def test_settings_of_training_hold_for_both_models(launch, config, method, one, 
     assert_equal(alone, launch(2, *two, method, config=config), METRICS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_weights_in_parts_are_gathered_again_for_what_is_recomputed(launch, config):
+    together = launch(2, 4, 1, "checkpointed", config=config)
+    assert_equal(launch(1, 8, 1, "leave one out"), together, METRICS)
+
+
 @pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
 def test_two_processes_evaluate_what_one_evaluates(launch, config):
     alone, together = launch(1, 8, 1, "evaluated"), launch(2, 4, 1, "evaluated", config=config)
