@@ -267,6 +267,9 @@ def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, change
     [
         (["--seed", "1"], "`--seed` has no effect without `--model`"),
         (["--negatives", "n.jsonl"], "`--negatives` has no effect without `--model`"),
+        (["--apply_chat_template"], "`--apply_chat_template` has no effect without `--model`"),
+        (["--reward_kwargs", '{"negate": true}'], "`--reward_kwargs` has no effect without `--model`"),
+        (["--split", "test"], "`--split` has no effect without `--model`"),
         ([], "holds no samples"),
         (["--model", "m"], "`--prompts` is needed"),
         (["other", "--model", "m"], "samples into one folder"),

@@ -100,8 +100,8 @@ def check_eval_batch(args: Any) -> None:
     generations = args.num_generations_eval or args.num_generations
     if size % generations:
         raise ValueError(
-            f"`per_device_eval_batch_size={args.per_device_eval_batch_size}` on {args.world_size} processes is no multiple of the "
-            f"{generations} completions of each prompt in evaluation; change it, or `num_generations_eval`."
+            f"`per_device_eval_batch_size={args.per_device_eval_batch_size}` on {args.world_size} processes is no multiple "
+            f"of the {generations} completions of each prompt in evaluation; change it, or `num_generations_eval`."
         )
 
 
@@ -120,9 +120,10 @@ def check_adapters(model: Any, *configs: Any) -> None:
     """
     for config in (*getattr(model, "peft_config", {}).values(), *configs):
         if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA"):
+            kind = getattr(config.peft_type, "value", config.peft_type)
             raise ValueError(
-                f"Adapters of the kind {getattr(config.peft_type, 'value', config.peft_type)} have a forward pass of their own, in which completions cannot be "
-                "scored; use LoRA or another adapter of layers."
+                f"Adapters of the kind {kind} have a forward pass of their own, in which completions cannot be scored; use LoRA "
+                "or another adapter of layers."
             )
 
 
@@ -148,7 +149,8 @@ def check_prompt_lengths(
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
         raise ValueError(
-            f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it with a token."
+            f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it "
+            "with a token."
         )
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is None:

@@ -120,20 +120,12 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.model is not None:
         _sample(args)
     else:
-        needless = {"prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", *SETTINGS}
-        needless |= {"reward_kwargs", "engine_kwargs", "apply_chat_template", "split", "prompt_column"}
-        unset = {"split": "train", "prompt_column": "prompt"}
-        given = {
-            name
-            for name, value in vars(args).items()
-            if name in needless
-            and value is not None
-            and value is not False
-            and value != {}
-            and value != unset.get(name)
-        }
+        unset: dict[str, Any] = dict.fromkeys(("prompts", "reward_model_path", "reward_type", "rewards", "reference"))
+        unset |= {"negatives": None, "reward_kwargs": {}, "engine_kwargs": None, "apply_chat_template": False}
+        unset |= {"split": "train", "prompt_column": "prompt", **dict.fromkeys(SETTINGS)}
+        given = [name for name, default in unset.items() if getattr(args, name, default) != default]
         if given:
-            raise ValueError(f"`--{min(given)}` has no effect without `--model`; name the model, or leave it out.")
+            raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
     samples = [load_samples(folder) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)
