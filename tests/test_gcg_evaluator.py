@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import processors
-from transformers import MambaConfig, MambaForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from trl_repulse.evaluation.gcg import (
     GCGEvaluationConfig,
@@ -364,50 +362,6 @@ def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
     path = evaluate_gcg(model, tokenizer, [{"target": TARGET}], judge, config, tmp_path / "out.jsonl")
     (record,) = read_results(path)[1]
     assert (record["status"], record["goal"], len(record["after"]["rewards"])) == ("ok", "", 5)
-
-
-def test_a_tokenizer_that_begins_no_text(tmp_path):
-    """Without a goal the prompt before the attack is the token that begins a text, or ends one, as GPT-2 has it."""
-    tokenizer = build_bpe_tokenizer(chat_template=None)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    tokenizer.bos_token = None
-    model = build_model("gpt2", len(tokenizer))
-    config = evaluation_config(scenario="strings", prompt_format="raw", num_steps=1, suffix_init="x x x x")
-    path = evaluate_gcg(model, tokenizer, [{"target": " there"}], judge, config, tmp_path / "out.jsonl")
-    (record,) = read_results(path)[1]
-    expected = target_log_probs(model, [tokenizer.eos_token_id], tokenizer(" there")["input_ids"]).sum().item()
-    assert record["status"] == "ok"
-    assert record["before"]["target_log_prob"]["sum"] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "recurrent_gemma"])
-def test_models_without_keys_and_values_are_sampled(architecture):
-    """Each sample from a pass over the whole text."""
-    tokenizer = build_bpe_tokenizer(chat_template=None)
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    torch.manual_seed(0)
-    if architecture == "mamba":
-        model = MambaForCausalLM(MambaConfig(**sizes, state_size=4)).eval()
-    else:
-        config = RecurrentGemmaConfig(**sizes, intermediate_size=48, num_attention_heads=2, lru_width=16)
-        model = RecurrentGemmaForCausalLM(config).eval()
-    prompt, found = tokenizer("the house")["input_ids"], []
-    for text in sample_responses(model, tokenizer, prompt, 2000, 1, seed=0):
-        found.append(text)
-    with torch.no_grad():
-        p = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].softmax(dim=-1)
-    likely = p.argsort(descending=True)[:20]
-    for token in likely[[tokenizer.decode([i]).isascii() for i in likely.tolist()]].tolist():
-        text = tokenizer.decode([token], skip_special_tokens=True)
-        expected = sum(p[i].item() for i in range(len(p)) if tokenizer.decode([i], skip_special_tokens=True) == text)
-        assert abs(found.count(text) / 2000 - expected) < 5 * (expected / 2000) ** 0.5 + 1e-3
-    assert all(sample_responses(model, tokenizer, prompt, 3, 4, seed=1))
 
 
 @pytest.mark.parametrize(
