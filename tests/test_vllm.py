@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from pathlib import Path
 
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -179,6 +180,23 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
     assert trainer.vllm_generation.pushes == pushes
 
 
+@pytest.fixture
+def shared_memory():
+    """
+    None is left of an engine over several processes, before the test and after it.
+
+    The CPU build names it by ranks alone in a launch, and will not start where some is left of a process that was ended.
+    """
+
+    def forget():
+        for path in Path("/dev/shm").glob("-tp:0-*-cpushm_*"):
+            path.unlink(missing_ok=True)
+
+    forget()
+    yield
+    forget()
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.trainer
@@ -195,7 +213,7 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
         pytest.param("zero3", "adapters", marks=needs_deepspeed),
     ],
 )
-def test_two_processes_sample_from_the_weights_they_have(tokenizer, tmp_path, config, kind):
+def test_two_processes_sample_from_the_weights_they_have(tokenizer, tmp_path, shared_memory, config, kind):
     """Each has an engine of its own, or half of one (tensor parallelism); with ZeRO-3 and FSDP2 none has a whole model besides."""
     build("llama", tokenizer, tmp_path / "model")
     done = run([*launcher(2, config), "-m", "tests.vllm_run", str(tmp_path), kind])
