@@ -49,7 +49,8 @@ def test_activation_checkpointing_recomputes_both_models(make, trainer_cls, adap
 
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
-def test_compiled_models_train(make, trainer_cls):
+def test_compiled_models_train(make, request, trainer_cls):
+    request.addfinalizer(torch.compiler.reset)
     trainer = make(trainer_cls, torch_compile=True, torch_compile_backend="eager")
     start = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
