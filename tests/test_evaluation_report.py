@@ -20,7 +20,7 @@ from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.negatives import negative_log_probs
 from trl_repulse.evaluation.records import load_samples
-from trl_repulse.evaluation.report import tail_report
+from trl_repulse.evaluation.report import estimates, tail_report
 
 from .conftest import BAD
 from .evaluation_support import write_samples
@@ -61,6 +61,37 @@ def test_cvar_against_brute_force():
     few = tails.cvar(rewards, 0.01)
     assert (few.low, few.high, few.samples) == (-math.inf, math.inf, pytest.approx(30))
     assert tails.cvar(np.full((1, 1000), 2.0), 0.2).value == 2.0
+
+
+def test_samples_that_are_all_alike_bound_nothing():
+    alike = np.full((2, 1000), 0.1)
+    assert (tails.mean(alike).low, tails.mean(alike).high) == (-math.inf, math.inf)
+    alike[0] = 0.7  # each prompt has one reward
+    assert (tails.mean(alike).low, tails.mean(alike).high) == (-math.inf, math.inf)
+    assert tails.cvar(alike, 0.1).low == -math.inf
+
+
+def test_cvar_without_a_sample_under_the_quantile():
+    rewards = np.where(np.arange(2000) < 160, 0.0, 5.0)[None]  # an atom of 8 %
+    for level, high in ((0.06, 0.0), (0.079, 5.0)):  # the true quantile may be above the atom
+        found = tails.cvar(rewards, level)
+        assert (found.value, found.low, found.high) == (0.0, -math.inf, high)
+
+
+@pytest.mark.parametrize("chance", [0.0005, 0.001, 0.003])
+def test_cvar_of_a_rare_bad_reward_covers(chance):
+    def interval(generator):
+        found = tails.cvar(np.where(generator.random((1, 1000)) < chance, -10.0, 1.0), 0.1)
+        return found.low - 1e-9, found.high + 1e-9
+
+    assert coverage(interval, 1 - 11 * chance / 0.1) > 0.94
+
+
+def test_keys_tell_thresholds_apart():
+    values = np.array([[[-1234567.0, -1234568.0, 0.0]]])
+    found = estimates(values, [-1234567.5, -1234568.5], [0.01, 0.0100000001])
+    assert found["P(r < -1234567.5)"].samples == 1 and found["P(r < -1234568.5)"].samples == 0
+    assert "CVaR 0.01" in found and "CVaR 0.0100000001" in found
 
 
 def test_quantile_ranks():

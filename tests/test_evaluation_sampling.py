@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse.cli import main
 from trl_repulse.evaluation import records
@@ -79,6 +79,21 @@ def test_draws_follow_the_model(tmp_path, model_dirs, prompts, tokenizer):
         assert abs(estimate.mean() - exact) < 4.5 * estimate.std() / 8000**0.5
     rewards = samples.column()
     assert len({tuple(row) for row in rewards.reshape(8, -1)}) == 8  # no shard repeats another
+
+
+def test_models_nearly_alike_draw_independently(tmp_path, model_dirs, prompts):
+    """Training seeds are: with the same numbers nearly all of their completions would be the same."""
+    drawn = []
+    for name in ("one", "other"):
+        model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+        if name == "other":
+            with torch.no_grad():
+                model.transformer.ln_f.bias += 1e-4
+        model.save_pretrained(tmp_path / "models" / name)
+        AutoTokenizer.from_pretrained(model_dirs["gpt2"]).save_pretrained(tmp_path / "models" / name)
+        samples = sample(tmp_path / name, str(tmp_path / "models" / name), prompts, num_samples=100, shard_size=100)
+        drawn.append(samples.table["completion_ids"].to_pylist())
+    assert np.mean([a == b for a, b in zip(*drawn, strict=True)]) < 0.5
 
 
 def test_log_probs_do_not_depend_on_the_batch(model_dirs):

@@ -10,10 +10,12 @@ from scipy.stats import t as student_t
 
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.bootstrap import combined_interval, crossed_interval, resampled_weights
+from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import TailReport, estimates, tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
 from .conftest import build_model
+from .evaluation_support import write_samples
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +244,25 @@ def test_seeds_alike_are_no_more_certain_than_their_counts():
     assert estimates(values, [-5.0], [])["P(r < -5)"] == tails.prob_below(values.reshape(12, 100), -5.0)
     all_bad = estimates(values, [10.0], [])["P(r < 10)"]
     assert all_bad.low == pytest.approx(0.025 ** (1 / 1200)) and all_bad.value == all_bad.high == 1
+
+
+def test_seeds_with_equal_means_have_the_interval_of_their_samples():
+    values = np.random.default_rng(0).standard_normal((1, 4, 250)).repeat(3, axis=0)  # the same draws three times
+    found = estimates(values, [0.0], [0.2])
+    for name, alone in (
+        ("mean", tails.mean(values.reshape(12, 250))),
+        ("CVaR 0.2", tails.cvar(values.reshape(12, 250), 0.2)),
+    ):
+        assert found[name] == alone and found[name].low < found[name].value < found[name].high
+
+
+def test_no_bad_sample_of_several_models_says_nothing_of_others(tmp_path):
+    rewards = np.random.default_rng(0).uniform(0, 1, (3, 6, 50))
+    sets = [load_samples(write_samples(tmp_path / str(i), each, weights=str(i))) for i, each in enumerate(rewards)]
+    report = tail_report(sets, thresholds=[-1.0, 0.5, 2.0])
+    assert report.one_sided == ["P(r < -1)", "P(r < 2)"] == report.to_dict()["one_sided"]
+    assert "interval of P(r < -1), P(r < 2) is for these models and prompts" in report.to_markdown()
+    assert tail_report(sets[0], thresholds=[-1.0]).one_sided == []
 
 
 @pytest.mark.parametrize("prompts", [5, 6])

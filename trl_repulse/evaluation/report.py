@@ -51,12 +51,18 @@ class TailReport:
             return "this model and these prompts"
         return "other seeds and " + ("other prompts" if self.prompts >= MIN_PROMPTS else "these prompts")
 
+    @property
+    def one_sided(self) -> list[str]:
+        """Probabilities of several models whose interval is for these models and prompts all the same: none or all are bad."""
+        shares = {name: it.value for name, it in self.overall.items() if name.startswith("P(")}
+        return [name for name, value in shares.items() if self.seeds > 1 and value in (0.0, 1.0)]
+
     def to_dict(self) -> dict[str, Any]:
         """
         The report as JSON knows it.
 
         Returns:
-            `dict`: As the attributes, and `scope`; ends of intervals that are infinite become `None`.
+            `dict`: As the attributes, `scope` and `one_sided`; ends of intervals that are infinite become `None`.
         """
 
         def plain(estimates: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
@@ -66,7 +72,12 @@ class TailReport:
             }
 
         per_prompt = {prompt: plain(estimates) for prompt, estimates in self.per_prompt.items()}
-        return vars(self) | {"scope": self.scope, "overall": plain(self.overall), "per_prompt": per_prompt}
+        return vars(self) | {
+            "scope": self.scope,
+            "one_sided": self.one_sided,
+            "overall": plain(self.overall),
+            "per_prompt": per_prompt,
+        }
 
     def to_markdown(self, per_prompt: bool = False) -> str:
         """
@@ -83,6 +94,11 @@ class TailReport:
         lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}"]
         lines += [f"Intervals are for {self.scope}.", ""]
         lines += _table(self.overall, self.confidence)
+        if self.one_sided:
+            lines += [
+                "",
+                f"No sample, or every one, lies under the threshold: the interval of {', '.join(self.one_sided)} is for these models and prompts.",
+            ]
         for prompt, estimates in self.per_prompt.items() if per_prompt else ():
             lines += ["", f"Prompt {prompt!r}", "", *_table(estimates, self.confidence)]
         return "\n".join(lines)
@@ -111,7 +127,8 @@ def tail_report(
     intervals over seeds and prompts ([`~trl_repulse.evaluation.bootstrap.crossed_interval`]): what to expect of another run on
     other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one: the
     intervals are over seeds alone then, for these prompts. An interval of a probability over seeds holds that
-    of Clopper and Pearson for all samples, which it is where none or all are under the threshold.
+    of Clopper and Pearson for all samples. Where none or all are under the threshold it is that interval, which is for these
+    models and prompts and says nothing of others; `one_sided` names these.
 
     Args:
         samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
@@ -202,7 +219,8 @@ def estimates(
             return estimate
         cells = influence.reshape(seeds, prompts, samples).mean(axis=2)
         ends = crossed_interval(cells if prompts >= MIN_PROMPTS else cells.mean(axis=1, keepdims=True), confidence)
-        return Estimate(estimate.value, *ends, estimate.samples)
+        # Where seeds agree to the last digit, as rates may, the samples still leave room
+        return estimate if ends[0] == ends[1] else Estimate(estimate.value, *ends, estimate.samples)
 
     found = {"mean": over_seeds(tails.mean(pooled, confidence), values)}
     for threshold in thresholds:
@@ -212,17 +230,23 @@ def estimates(
             wider = over_seeds(estimate, (values < threshold).astype(np.float64))
             low, high = min(estimate.low, max(wider.low, 0.0)), max(estimate.high, min(wider.high, 1.0))
             estimate = Estimate(estimate.value, low, high, estimate.samples)
-        found[f"P(r < {threshold:g})"] = estimate
+        found[f"P(r < {_exact(threshold)})"] = estimate
     for level in quantiles:
-        found[f"quantile {level:g}"] = tails.quantile(pooled, level, confidence)
+        found[f"quantile {_exact(level)}"] = tails.quantile(pooled, level, confidence)
     for level in levels:
         estimate = tails.cvar(pooled, level, confidence)
-        if estimate.samples >= tails.MIN_TAIL:
+        if math.isfinite(estimate.low):
             estimate = over_seeds(estimate, tails.tail_influence(values, level))
-        found[f"CVaR {level:g}"] = estimate
+        found[f"CVaR {_exact(level)}"] = estimate
     for name, array in (others or {}).items():
         found[f"mean {name}"] = over_seeds(tails.mean(array.reshape(-1, samples), confidence), array)
     return found
+
+
+def _exact(number: float) -> str:
+    """Short, and different for different numbers."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:

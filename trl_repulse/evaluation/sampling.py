@@ -57,7 +57,7 @@ class SamplingSettings:
         max_completion_length (`int`, *optional*, defaults to `256`):
             Tokens of a completion.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. Each shard draws with a seed of its own, made of this one and its number.
+            Seed of the draws. Each shard draws with a seed of its own, made of this one, its number and the model's weights.
         batch_size (`int`, *optional*, defaults to `32`):
             Completions of one pass.
         shard_size (`int`, *optional*, defaults to `1024`):
@@ -242,7 +242,9 @@ def sample_completions(
             start = number * settings.shard_size
             places = [divmod(place, settings.num_samples) for place in range(start, start + sizes[number])]
             ids = [prompt_ids[prompt] for prompt, _ in places]
-            seed = int(np.random.SeedSequence([settings.seed, number]).generate_state(1)[0])
+            # Models that drew with the same numbers would err alike, and be no independent runs to a report
+            entropy = [settings.seed, number, int(header["model"]["weights"][:16], 16)]
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
             completions = engine(ids, seed)
             table = _rows(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
             records.write_shard(folder, number, table)

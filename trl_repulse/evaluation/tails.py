@@ -119,7 +119,8 @@ def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
             Nominal coverage.
 
     Returns:
-        [`Estimate`]: A reward. With a single sample the interval is infinite.
+        [`Estimate`]: A reward. Where all samples of each prompt are alike they say nothing of what others would be, and
+        both ends are infinite.
 
     Raises:
         `ValueError`: If an argument is out of range.
@@ -135,6 +136,8 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     The tail is the lowest level·n samples, the last of them by its fraction. The interval is that of [`mean`] for the
     influence values −(q − r)₊ / level, q the empirical quantile. It needs [`MIN_TAIL`] samples in the tail: with fewer, no
     interval that was tried covers what it claims, and both ends are infinite. The estimate is then biased upwards as well.
+    Where none of these lies under the quantile, as many may equal it, nothing bounds the CVaR from below; the upper end is
+    then the quantile's.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -155,6 +158,8 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     tail = level * rewards.size
     if tail < MIN_TAIL:
         return Estimate(float(influence.mean()), -math.inf, math.inf, tail)
+    if (influence == influence.flat[0]).all():  # no sample under the quantile
+        return Estimate(float(influence.flat[0]), -math.inf, quantile(rewards, level, confidence).high, tail)
     return Estimate(float(influence.mean()), *_skewed_interval(influence, confidence), tail)
 
 
@@ -183,12 +188,10 @@ def _skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, floa
         values = values.T
     prompts, samples = values.shape
     value = float(values.mean())
-    if samples == 1:
+    if samples == 1 or (values == values[:, :1]).all():
         return -math.inf, math.inf
     deviations = values - values.mean(axis=1, keepdims=True)
     error = math.sqrt((deviations**2).sum() / (samples - 1) / samples) / prompts
-    if error == 0.0:
-        return value, value
     skew = float((deviations**3).mean(axis=1).sum() / (samples**2 * prompts**3)) / error**3  # of the mean
 
     def inverse(z: float) -> float:
