@@ -61,6 +61,22 @@ def test_table_and_summary(write):
     assert "| -40.00 |" in lines[3]  # one seed has no interval
 
 
+def test_a_run_without_a_reference_has_no_kl(write):
+    final = {"expected_reward": 4.0, "log_prob_bad": -10.0, "kl": None}
+    runs = load_runs(write(result(), result(seed=1, final=final)))
+    assert "| – |" in format_comparison(runs) and math.isnan(summarize(runs)["REINFORCE"]["kl"][0])
+
+
+def test_variants_of_one_method_are_told_apart_by_their_labels(write):
+    paths = write(result("RePULSe"), result("RePULSe", log_prob_bad=-12.0))
+    with pytest.raises(ValueError, match="both RePULSe with seed 0"):
+        load_runs(paths)
+    frontier = load_frontier({"beta 1": [paths[0]], "beta 2": [paths[1]]}, "log_prob_bad", "expected_reward")
+    assert [point.method for point in frontier.points] == ["beta 1", "beta 2"]
+    with pytest.raises(ValueError, match="both one with seed 0"):
+        load_frontier({"one": paths}, "log_prob_bad", "expected_reward")
+
+
 @pytest.mark.parametrize(
     ("second", "words"),
     [
@@ -68,6 +84,7 @@ def test_table_and_summary(write):
         (result(seed=1, samples=200), "drew 200 completions, other runs 100"),
         (result(seed=1, initial={"expected_reward": 0.5, "log_prob_bad": -6.0}), "started at log P"),
         (result(seed=1, final=None), "no exact evaluation"),
+        (result(seed=1, log_prob_bad=None), r"no finite log P\(bad\), nats \(final\)"),
         ({"loss": 1.0}, "no results of a training script"),
     ],
 )

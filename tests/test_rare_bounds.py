@@ -86,6 +86,17 @@ def test_weights_of_zero():
     assert bound.kl_proposal_target == (math.inf, math.inf)
 
 
+def test_draws_off_target_that_were_not_seen():
+    """One draw in a hundred has weight 0: most often a few draws show none, and their mean weight is above Z."""
+    held = 0
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        lost = torch.rand((1, 16, 2), generator=generator) < 0.01
+        bound = log_z_bounds(torch.zeros(1, 16, 2).masked_fill(lost, -math.inf), torch.zeros(1, 16))[0]
+        held += bound.lower_end <= math.log(0.99)
+    assert held / 300 > 0.96
+
+
 def test_one_group_leaves_markovs_inequality():
     bound = log_z_bounds(torch.zeros(1, 1, 4), torch.zeros(1, 1))[0]
     assert bound.lower == bound.upper == 0

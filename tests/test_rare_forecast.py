@@ -66,6 +66,24 @@ def test_fewer_samples_than_there_are():
     assert forecast.low < float(scores[:100].max()) < forecast.high
 
 
+@pytest.mark.parametrize("size", [1, 10, 100, 1000])
+def test_sizes_within_the_scores(size):
+    held = 0
+    for seed in range(200):
+        found = forecast_largest(exponential(uniform(4000, seed)), [size])[0]
+        truth = exponential(uniform(size, 10_000 + seed)).max()
+        held += found.low <= float(truth) <= found.high
+    assert held / 200 > 0.91
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_few_exceedances_are_not_off_to_one_side(count):
+    scores = (exponential(uniform(1000, seed)) for seed in range(1500))
+    found = [forecast_largest(each, [10_000], num_exceedances=count)[0] for each in scores]
+    below = [math.exp(-10_000 * math.exp(-forecast.median)) for forecast in found]  # P(largest < median)
+    assert sum(below) / len(below) == pytest.approx(0.5, abs=0.03)
+
+
 def test_back_test_observes_the_other_blocks():
     scores = torch.arange(100, dtype=torch.float64)
     test = back_test(scores, num_blocks=2, num_exceedances=10)

@@ -112,7 +112,26 @@ def test_without_draws_of_the_policy_nothing_bounds_what_was_not_seen():
 def test_a_threshold_above_all_rewards():
     estimate = prob_bad(draw((50, 50)), 100.0)
     assert estimate.high == 1 and estimate.low == pytest.approx(binomtest(100, 100).proportion_ci().low)
-    assert estimate.value == pytest.approx(1, abs=0.1)
+    assert estimate.value == 1
+
+
+@pytest.mark.parametrize("chance", [0.003, 0.01])
+@pytest.mark.parametrize("counts", [(1000,), (500, 500)])
+def test_good_outputs_that_are_rare(chance, counts):
+    """The complement of an interval for what is rare: it covers, and holds the estimate."""
+    policy = torch.tensor([1 - chance, chance], dtype=torch.float64)
+    proposal = torch.tensor([0.7, 0.3], dtype=torch.float64)
+    models, rewards, held = torch.stack([policy, proposal][: len(counts)]), torch.tensor([-9.0, 0.0]), 0
+    for seed in range(400):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.cat(
+            [torch.multinomial(q, n, True, generator=generator) for q, n in zip(models, counts, strict=True)]
+        )
+        sample = MixtureSample(rewards[drawn][None], models.log().T[drawn][None], counts)
+        estimate = prob_bad(sample, -5.0)
+        assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+        held += estimate.low <= 1 - chance <= estimate.high
+    assert held / 400 > 0.93
 
 
 def test_a_threshold_that_is_a_reward_is_not_bad():
@@ -151,6 +170,16 @@ def test_cvar_of_fewer_samples_than_one_says_so():
     estimate = cvar(draw((50,), (POLICY,)), 1e-4)
     assert estimate.value == REWARD[POLICY > 0].min() and estimate.low == -math.inf
     assert not estimate.reliable
+
+
+def test_cvar_without_a_reward_under_the_quantile_has_the_quantiles_upper_end():
+    above = 0
+    for seed in range(300):
+        rewards = -torch.randn(1, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp()
+        estimate = cvar(MixtureSample(rewards, torch.zeros(1, 50, 1), (50,)), 0.01)
+        assert (estimate.value, estimate.low) == (float(rewards.min()), -math.inf)
+        above += estimate.high < -math.exp(2.3263)  # the quantile at 0.01; the CVaR is below it
+    assert above / 300 < 0.04
 
 
 def test_tail_curve():

@@ -13,13 +13,15 @@ from scipy.stats import t as student_t
 QUANTITIES = {"expected_reward": "expected reward", "log_prob_bad": "log P(bad), nats", "kl": "KL, nats"}
 
 
-def load_runs(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) -> list[dict[str, Any]]:
     """
     Reads the results of runs that are to be compared.
 
     Args:
         paths (`Iterable[str | Path]`):
             Files that [`~trl_repulse.evaluation.tracking.write_results`] wrote.
+        labels (`Iterable[str]`, *optional*):
+            What each run counts to, for variants of one method; the method in its file by default.
 
     Returns:
         `list[dict]`: Their content, in the order of the paths.
@@ -29,7 +31,8 @@ def load_runs(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
             completions, started from different policies, or if a method has two runs of one seed.
     """
     runs, seen = [], {}
-    for path in map(Path, paths):
+    files = [Path(path) for path in paths]
+    for path, label in zip(files, labels or [None] * len(files), strict=True):
         try:
             run = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -38,7 +41,11 @@ def load_runs(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
             raise ValueError(f"{path} holds no results of a training script.")
         if run["final"] is None or not set(QUANTITIES) <= set(run["final"]):
             raise ValueError(f"{path} has no exact evaluation of the policy; compare runs in the embedded world.")
-        run_id = (run["method"], run["seed"])
+        for when in ("initial", "final"):
+            for key in ("expected_reward", "log_prob_bad"):
+                if run[when][key] is None:
+                    raise ValueError(f"{path} has no finite {QUANTITIES[key]} ({when}); leave it out.")
+        run_id = (label or run["method"], run["seed"])
         if run_id in seen:
             raise ValueError(f"{path} and {seen[run_id]} are both {run_id[0]} with seed {run_id[1]}; leave one out.")
         seen[run_id] = path
@@ -85,12 +92,18 @@ def summarize(runs: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, 
 
     Returns:
         `dict`: By method, in the order of their first runs, and by quantity (`expected_reward` in units of reward,
-        `log_prob_bad` and `kl` in nats): mean and half-width, as [`mean_and_interval`].
+        `log_prob_bad` and `kl` in nats): mean and half-width, as [`mean_and_interval`]. NaN where a run has no number, as
+        a KL without a reference.
     """
     methods = dict.fromkeys(run["method"] for run in runs)
     finals = {method: [run["final"] for run in runs if run["method"] == method] for method in methods}
     return {
-        method: {key: mean_and_interval([final[key] for final in values], level) for key in QUANTITIES}
+        method: {
+            key: (math.nan, math.inf)
+            if any(final[key] is None for final in values)
+            else mean_and_interval([final[key] for final in values], level)
+            for key in QUANTITIES
+        }
         for method, values in finals.items()
     }
 
@@ -113,6 +126,9 @@ def format_comparison(runs: Sequence[dict[str, Any]], level: float = 0.95) -> st
     for method, summary in summarize(runs, level).items():
         mine = [run for run in runs if run["method"] == method]
         each = ", ".join(f"{run['final']['expected_reward']:.2f} / {run['final']['log_prob_bad']:.1f}" for run in mine)
-        cells = (f"{mean:.2f} ± {half:.2f}" if half < math.inf else f"{mean:.2f}" for mean, half in summary.values())
+        cells = (
+            "–" if math.isnan(mean) else f"{mean:.2f} ± {half:.2f}" if half < math.inf else f"{mean:.2f}"
+            for mean, half in summary.values()
+        )
         rows.append((method, f"{mine[0]['policy_updates']:,}", *cells, each))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -70,21 +70,27 @@ def load_frontier(
         raise ValueError(
             "A run is a folder of samples or a file of results; with attacks all are pairs, of one of these and a `.jsonl` file."
         )
-    names = (x, y)
+    names, labels = (x, y), [method for method, _ in flat]
     if not any(attacked):
-        values = _read([run[0] for run in others], names, threshold, level)
+        values = _read([run[0] for run in others], names, threshold, level, labels)
     elif "attack_success" not in names:
         raise ValueError(
             "Results of attacks are given, and neither axis is `attack_success`; ask for it, or leave them out."
         )
     else:
-        values = _read_attacked([run[0] for run in others], [run[0] for run in attacked], names, threshold, level)
+        files = [run[0] for run in attacked]
+        values = _read_attacked([run[0] for run in others], files, names, threshold, level, labels)
     runs = [Run(method, *found) for (method, _), found in zip(flat, values, strict=True)]
     return make_frontier(runs, x, y, threshold, level, confidence)
 
 
 def _read_attacked(
-    paths: list[Path], attacks: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
+    paths: list[Path],
+    attacks: list[Path],
+    names: tuple[str, str],
+    threshold: float | None,
+    level: float | None,
+    labels: list[str],
 ) -> list[tuple[float, float, int, int]]:
     """As `_read`, with attack success from files of attacks, whose samples are the targets."""
     if threshold is None:
@@ -101,7 +107,7 @@ def _read_attacked(
             raise ValueError(f"`{attack}` lacks {missing} targets; call its evaluation again to complete it.")
     rates = [success_below(records, threshold) for _, records in results]
     (other,) = {name for name in names if name != "attack_success"} or {"attack_success"}
-    found = _read(paths, (other, other), threshold, level)
+    found = _read(paths, (other, other), threshold, level, labels)
     for path, attack, (header, _) in zip(paths, attacks, results, strict=True):
         if path.is_dir():
             weights = json.loads((path / HEADER).read_text(encoding="utf-8"))["model"]["weights"]
@@ -117,7 +123,7 @@ def _read_attacked(
 
 
 def _read(
-    paths: list[Path], names: tuple[str, str], threshold: float | None, level: float | None
+    paths: list[Path], names: tuple[str, str], threshold: float | None, level: float | None, labels: list[str]
 ) -> list[tuple[float, float, int, int]]:
     """The two quantities of each run, and the samples that each rests on, as far as known."""
     kinds = {"samples" if path.is_dir() else "file" for path in paths}
@@ -137,7 +143,7 @@ def _read(
         return [(value(each, names[0]), value(each, names[1]), *[len(each.table)] * 2) for each in samples]
     contents = [_read_json(path) for path in paths]
     if all({"initial", "final", "samples"} <= set(content) for content in contents):
-        contents = [run["final"] | {"settings": {}} for run in load_runs(paths)]
+        contents = [run["final"] | {"settings": {}} for run in load_runs(paths, labels)]
     else:
         for path, content in zip(paths, contents, strict=True):
             if "settings" not in content:

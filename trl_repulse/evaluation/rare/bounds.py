@@ -87,19 +87,22 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
     lower = log_w.logsumexp(dim=-1) - log_k  # (P, R)
     upper = torch.cat([log_w[..., :-1], log_w_target.unsqueeze(-1)], dim=-1).logsumexp(dim=-1) - log_k
     means = log_w.mean(dim=(1, 2)).tolist(), log_w_target.mean(dim=1).tolist()
-    return [_bounds(*row, confidence) for row in zip(lower, upper, *means, strict=True)]
+    size = log_w.shape[-1]
+    return [_bounds(*row, size, confidence) for row in zip(lower, upper, *means, strict=True)]
 
 
 def _bounds(
-    lower: torch.Tensor, upper: torch.Tensor, mean: float, target_mean: float, confidence: float
+    lower: torch.Tensor, upper: torch.Tensor, mean: float, target_mean: float, size: int, confidence: float
 ) -> LogZBounds:
-    """Bounds from those of each group, (R,), and the mean log-weights under proposal and target."""
+    """Bounds from those of each group of `size` draws, (R,), and the mean log-weights under proposal and target."""
     groups, tail = len(lower), (1 - confidence) / 2
     low, high = float(lower.mean()), float(upper.mean())
     # E[mean weight] = Z over draws from q alone: it exceeds Z / tail with probability `tail` at most (Markov)
     margin = -math.log(tail)
     if groups > 1 and low > -math.inf:
         margin = float(student.isf(tail, groups - 1)) * float(lower.std()) / math.sqrt(groups)
+        # A weight of 0 that no draw has shown may have a probability of 1 - tail ** (1 / draws), and takes this off log Z
+        margin = max(margin, -math.log(tail) / (groups * size))
     # E[1 / mean weight] = 1 / Z with the draw from σ: near 0 where that hits what q misses, and bounded by what is seen
     inverse = (upper.min() - upper).exp()  # (R,), at most 1
     hits = float(inverse.sum())
@@ -141,7 +144,8 @@ def rejection_sample(
     if bool(log_potential.isnan().any()):
         raise ValueError("`log_potential` holds NaN; leave out samples without a reward.")
     largest = float(log_potential.max())
-    if largest > max_log_potential:
+    # β times the lowest reward, computed in the precision of either, is attained but for rounding
+    if largest > max_log_potential + 8 * torch.finfo(log_potential.dtype).eps * abs(max_log_potential):
         raise ValueError(
             f"`max_log_potential={max_log_potential}` is no bound: a draw has {largest}. For the tilted potential give β "
             "times a reward that no completion can fall below."

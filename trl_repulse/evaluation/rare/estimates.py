@@ -5,6 +5,7 @@ Axis letters: P prompts, N completions per prompt, K components.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     The interval takes the weighted count of bad completions for a multiple of a Poisson count, as Fay and Feuer (1997) do
     for standardised rates, with the stratified variance in place of the Poisson one. It lies within [0, 1], is lopsided
     where few completions bear the weight, and agrees with Student's where many do. Without a bad completion the upper end
-    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those.
+    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those. Where most of the weight is bad, the
+    good outputs are estimated so, and what they leave is reported.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -79,19 +81,24 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
     bad = sample.rewards < threshold
-    log_x = sample.log_w.masked_fill(~bad, -torch.inf)
+    value, low, high, error = _probability(sample, bad, confidence)
+    if value > 0.5:
+        good, least, most, error = _probability(sample, ~bad, confidence)
+        value, low, high = 1 - good, 1 - most, 1 - least
+    diagnostics = diagnose(sample, sample.log_w.masked_fill(~bad, -torch.inf), value)
+    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
+
+
+def _probability(sample: MixtureSample, event: torch.Tensor, confidence: float) -> tuple[float, float, float, float]:
+    """Probability of an event (P, N) under the policy, the ends of its interval and its standard error."""
+    log_x = sample.log_w.masked_fill(~event, -torch.inf)
     shift = float(log_x.max())
     if shift == -math.inf:
-        diagnostics = diagnose(sample, log_x, 0.0)
-        return RareEstimate(0.0, 0.0, _unseen_bound(sample, confidence), 0, confidence, 0.0, diagnostics)
+        return 0.0, 0.0, _unseen_bound(sample, confidence), 0.0
     x = (log_x - shift).exp()  # (P, N)
     mean, variance, _ = stratified_mean(x, sample.counts)
     low, high = (end * math.exp(shift) for end in _count_interval(mean, variance, 1 / x.numel(), confidence))
-    if bool(bad.all()):
-        low, high = 1 - _unseen_bound(sample, confidence), 1.0
-    value = min(mean * math.exp(shift), 1.0)
-    error, diagnostics = variance**0.5 * math.exp(shift), diagnose(sample, log_x, value)
-    return RareEstimate(value, low, min(high, 1.0), diagnostics.tail_samples, confidence, error, diagnostics)
+    return min(mean * math.exp(shift), 1.0), min(low, 1.0), min(high, 1.0), variance**0.5 * math.exp(shift)
 
 
 def tail_curve(sample: MixtureSample, thresholds: Sequence[float], confidence: float = 0.95) -> list[RareEstimate]:
@@ -120,7 +127,8 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
 
     CVaR = max over t of t − E[(t − r)₊] / level (Rockafellar and Uryasev, 2000), at the weighted quantile t. The interval
-    is that of E[(t − r)₊] with t held: at the maximum a small error of t has no effect.
+    is that of E[(t − r)₊] with t held: at the maximum a small error of t has no effect. Where no reward lies under t there is no
+    lower end, and the upper one is that of the quantile.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -146,15 +154,26 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = diagnose(sample, in_tail, level)
-    if shift == -math.inf:  # no reward under the quantile
-        value = float(quantile)
-        return RareEstimate(value, -math.inf, value, diagnostics.tail_samples, confidence, 0.0, diagnostics)
+    if shift == -math.inf:  # no reward under the quantile: nothing bounds the CVaR from below, the true quantile from above
+        value, high = float(quantile), _quantile_bound(sample, level, confidence)
+        return RareEstimate(value, -math.inf, high, diagnostics.tail_samples, confidence, 0.0, diagnostics)
     x = (log_x - shift).exp()
     mean, variance, _ = stratified_mean(x, sample.counts)
     ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
     value, high, low = (float(quantile) - end * math.exp(shift) for end in (mean, *ends))
     error = variance**0.5 * math.exp(shift)
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
+
+
+def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> float:
+    """Upper end for the quantile: the lowest reward that outputs up to it have probability `level` of, surely enough."""
+    rewards = sample.rewards.unique()  # in rising order
+
+    def surely(index: int) -> bool:
+        return _probability(sample, sample.rewards <= rewards[index], confidence)[1] >= level
+
+    first = bisect_left(range(len(rewards)), True, key=surely)
+    return float(rewards[first]) if first < len(rewards) else math.inf
 
 
 def _count_interval(mean: float, variance: float, largest: float, confidence: float) -> tuple[float, float]:

@@ -139,11 +139,15 @@ def forecast_largest(
         )
     rng = np.random.default_rng(seed)
     shape, scale = _fit_draws(excesses, tail, rng)  # (D,)
-    rate = rng.gamma(count, size=shape.size) / values.size  # P(score > threshold)
-    chance = -np.log(rng.uniform(size=shape.size))  # n · P(score > largest of n) is exponential
+    rate = rng.gamma(count + 1, size=shape.size) / values.size  # P(score > threshold), the score of rank count + 1
+    chance = np.log(rng.uniform(size=shape.size))
     forecasts = []
     for size in sizes:
-        largest = threshold + genpareto.isf(np.minimum(chance / (size * rate), 1.0), shape, scale=scale)
+        survival = -np.expm1(chance / size)  # P(score > largest of `size`)
+        beyond = threshold + genpareto.isf(np.minimum(survival / rate, 1.0), shape, scale=scale)
+        # Below the threshold the scores speak for themselves
+        rank = np.clip(np.ceil(survival * values.size).astype(int), 1, values.size)
+        largest = np.where(survival < rate, beyond, np.minimum(ordered[-rank], threshold))
         low, middle, high = np.quantile(largest, [(1 - confidence) / 2, 0.5, (1 + confidence) / 2])
         forecasts.append(Forecast(size, float(middle), float(low), float(high), confidence, size / values.size))
     return forecasts

@@ -78,7 +78,7 @@ def format_report(report: dict[str, Any]) -> str:
         (
             "",
             "estimate",
-            f"{report['confidence']:.0%} interval",
+            f"{100 * report['confidence']:g}% interval",
             "ESS",
             "largest weight",
             "unseen",
