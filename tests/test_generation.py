@@ -1,21 +1,29 @@
 """Generators over several models: the right model, with the weights it has now, every time."""
 
 import itertools
+import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM, Trainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.generation import TransformersGenerator, VLLMGenerator, _engine
 from trl_repulse.generation._engine import check_vllm, engine_options, is_pushable
-from trl_repulse.trainers._trl_bridge import pinned_changes
+from trl_repulse.generation.vllm_generator import _of_the_drawn
+from trl_repulse.trainers._trl_bridge import pinned_changes, without_lasting_changes
 
 from .conftest import build_model
+from .distributed_support import ROOT, launcher
 from .vllm_double import build_engine, greedy
 
 
@@ -231,17 +239,20 @@ def test_engine_options(monkeypatch):
     given = []
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
     original = vllm_generation.LLM
+    monkeypatch.setattr(_engine, "serves_adapters", lambda model: model == "m")
     lora = LoraConfig(r=12)
     with engine_options("float32", [lora, LoraConfig(use_dora=True, r=64)]):
         vllm_generation.LLM(model="m")
+        vllm_generation.LLM(model="of an architecture without adapters")
     adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
-    assert given == [{"model": "m", "dtype": "float32", **adapters}]
+    assert given[0] == {"model": "m", "dtype": "float32", **adapters}
+    assert given[1] == {"model": "of an architecture without adapters", "dtype": "float32"}
     with pytest.raises(RuntimeError, match="does not fit into memory.*Lower `vllm_gpu_memory_utilization`"):
         with engine_options("float32"):
             raise ValueError("No available memory for the cache blocks.")
-    with pytest.raises(ValueError, match="^something else$"):
+    with pytest.raises(RuntimeError, match="^an illegal memory access$"):
         with engine_options("float32"):
-            raise ValueError("something else")
+            raise RuntimeError("an illegal memory access")
     assert vllm_generation.LLM is original
 
 
@@ -249,7 +260,11 @@ def test_engine_options(monkeypatch):
     ("changes", "expected"),
     [
         ({}, True),
-        ({"rank_pattern": {"q_proj": 1024}}, False),
+        ({"r": 1024}, False),
+        ({"rank_pattern": {"q_proj": 4}}, False),
+        ({"alpha_pattern": {"q_proj": 4}}, False),
+        ({"lora_bias": True}, False),
+        ({"alora_invocation_tokens": [1]}, False),
         ({"use_dora": True}, False),
         ({"modules_to_save": ["lm_head"]}, False),
         ({"bias": "all"}, False),
@@ -258,6 +273,84 @@ def test_engine_options(monkeypatch):
 )
 def test_which_adapters_are_pushed_as_they_are(changes, expected):
     assert is_pushable(LoraConfig(**changes)) is expected
+
+
+def test_an_adapter_is_written_by_the_names_of_its_layers(tokenizer, monkeypatch, tmp_path):
+    """Wrappers for activation checkpointing stand in them; nothing but the adapter is written, or asked of the Hub."""
+    plain, wrapped = two_adapters(tokenizer), two_adapters(tokenizer)
+    wrapped.load_state_dict(plain.state_dict())
+    layers = wrapped.get_base_model().model.layers
+    for place in range(len(layers)):
+        layers[place] = checkpoint_wrapper(layers[place])
+    for model in (plain, wrapped):
+        model.resize_token_embeddings(len(tokenizer) + 8)
+    monkeypatch.setattr(
+        "peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: pytest.fail("the Hub")
+    )
+    engine, written = build_engine(plain, monkeypatch, lora=True), []
+    for folder, model in (("plain", plain), ("wrapped", wrapped)):
+        _engine.write_adapter(engine, model, "proposal", tmp_path / folder)
+        written.append(load_file(tmp_path / folder / "adapter_model.safetensors"))
+    assert written[0].keys() == written[1].keys() and all(".lora_" in name for name in written[0])
+    assert all(torch.equal(value, written[1][name]) for name, value in written[0].items())
+
+
+def test_the_engine_stops_where_training_does(tokenizer, monkeypatch):
+    models = two_models(tokenizer)
+    models["policy"].generation_config.eos_token_id = [5, 9]
+    engine = build_engine(models["policy"], monkeypatch)
+    engine.generation_kwargs = {"seed": 3}
+    generator = VLLMGenerator(models, tokenizer, engine=engine)
+    assert set(generator.generation_kwargs["stop_token_ids"]) == {5, 9, tokenizer.eos_token_id}
+    assert generator.generation_kwargs["seed"] == 3
+
+
+def test_log_probabilities_are_those_of_the_drawn_tokens():
+    log_probs, ids = [[[-0.1, -3.0], [-0.2]], [[-0.5, -0.7]]], [[[8, 7], [6]], [[5, 4]]]
+    assert _of_the_drawn([[7, 6], [5]], log_probs, ids) == [[-3.0, -0.2], [-0.5]]
+    assert _of_the_drawn([[7], [5]], [[[-3.0]], [[None]]], None) == [[-3.0], [None]]
+    assert _of_the_drawn([[7]], None, None) == []
+
+
+@pytest.mark.distributed
+def test_processes_whose_completions_differ_in_length(tmp_path, model_dirs):
+    output = tmp_path / "logs.json"
+    script = [*launcher(2, None), "-m", "tests.uneven_engine_run", model_dirs["llama"], str(output)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, logs in json.loads(output.read_text()).items():
+        assert logs["completions/max_length"] == 3, name
+        mean, largest = (float(logs[f"sampling/sampling_logp_difference/{key}"]) for key in ("mean", "max"))
+        assert 0 < mean <= largest < 3, name
+
+
+@pytest.mark.trainer
+def test_continuous_batching_leaves_mode_and_precision(make):
+    trainer = make(model="llama", use_transformers_continuous_batching=True)
+    for model in (trainer.model, trainer.proposal.module):
+        model.register_buffer("kept", torch.ones(1))
+        trainer.model.eval(), model.eval()
+        before = [p.data_ptr() for p in model.parameters()]
+        with without_lasting_changes(trainer, model):
+            model.to(torch.bfloat16).train()  # as TRL does
+        assert {p.dtype for p in model.parameters()} == {torch.float32} == {model.kept.dtype}
+        assert [p.data_ptr() for p in model.parameters()] == before
+        assert not model.training and not trainer.model.training
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
+def test_the_best_checkpoint_is_pushed(make, monkeypatch, trainer_cls):
+    trainer, calls = make(trainer_cls), []
+    monkeypatch.setattr(Trainer, "_load_best_model", lambda self: calls.append("loaded"))
+    for second in ("proposal", "value"):
+        if hasattr(trainer, second):
+            monkeypatch.setattr(getattr(trainer, second), "load_checkpoint", lambda *_: None)
+    trainer.state.best_model_checkpoint = "checkpoint-1"
+    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(changed=lambda: calls.append("changed"))
+    trainer._load_best_model()
+    assert calls == ["loaded", "changed"]
 
 
 def test_what_of_trl_the_engine_relies_on():

@@ -128,7 +128,11 @@ def check_adapters(model: Any, *configs: Any) -> None:
 
 
 def check_prompt_lengths(
-    prompt_ids: list[list[int]], prompts: list[Any], config: PretrainedConfig, max_completion_length: int
+    prompt_ids: list[list[int]],
+    prompts: list[Any],
+    config: PretrainedConfig,
+    max_completion_length: int,
+    max_length: int | None = None,
 ) -> None:
     """
     Refuses prompts without a token, and those that leave no room for a completion in the model's context.
@@ -142,6 +146,8 @@ def check_prompt_lengths(
             The model's configuration; one without `max_position_embeddings` sets no limit.
         max_completion_length (`int`):
             Tokens a completion may have.
+        max_length (`int`, *optional*):
+            `vllm_max_model_length`, if it is set: a lower limit than the model's.
 
     Raises:
         `ValueError`: If a prompt has no tokens, or with a completion exceeds the context.
@@ -152,14 +158,16 @@ def check_prompt_lengths(
             f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it "
             "with a token."
         )
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context, name = getattr(config.get_text_config(), "max_position_embeddings", None), "the model's context"
+    if max_length is not None and (context is None or max_length < context):
+        context, name = max_length, "`vllm_max_model_length`"
     if context is None:
         return
     for ids, prompt in zip(prompt_ids, prompts, strict=True):
         if len(ids) + max_completion_length > context:
             raise ValueError(
-                f"A prompt of {len(ids)} tokens and `max_completion_length={max_completion_length}` exceed the "
-                f"model's context of {context} tokens; shorten or drop the prompt that begins {str(prompt)[:60]!r}."
+                f"A prompt of {len(ids)} tokens and `max_completion_length={max_completion_length}` exceed "
+                f"{name} of {context} tokens; shorten or drop the prompt that begins {str(prompt)[:60]!r}."
             )
 
 

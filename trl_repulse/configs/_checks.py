@@ -192,6 +192,9 @@ def _check_sampling(args: "RePULSeConfig") -> None:
         remedy = f"would make the importance weights wrong: samples must follow the models; leave it at {accepted[0]}"
         require(args, getattr(args, name) in accepted, name, remedy)
     if isinstance(args.generation_kwargs, dict):
+        ours = ", ".join(sorted(HARMLESS_GENERATION_KWARGS & set(args.generation_kwargs)))
+        remedy = f"has settings of transformers' generation ({ours}), which vLLM does not take; leave them out"
+        require(args, not (args.use_vllm and ours), "generation_kwargs", remedy)
         other = ", ".join(sorted(set(args.generation_kwargs) - HARMLESS_GENERATION_KWARGS))
         remedy = f"may change what is sampled ({other}), which would make the importance weights wrong; leave that out"
         require(args, not other, "generation_kwargs", remedy)

@@ -5,7 +5,6 @@ it relies on, why, and what would let it go.
 """
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import is_peft_model
 from safetensors.torch import save_file
+from transformers import AutoConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
@@ -22,10 +22,24 @@ from trl.import_utils import is_vllm_available
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-# What vLLM (0.22 to 0.31) can be built for; an adapter of another rank takes the next one.
+# What vLLM (0.28 to 0.31) can be built for; an adapter of another rank takes the next one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # What vLLM says when an engine does not fit.
-_TOO_LARGE = ("memory", "KV cache", "kv cache", "cache blocks")
+_TOO_LARGE = (
+    "available memory",
+    "free memory",
+    "enough memory",
+    "out of memory",
+    "KV cache",
+    "kv cache",
+    "cache blocks",
+)
+# Kinds of LoRA that vLLM has no words for: fields of `peft.LoraConfig`, where this version of PEFT has them
+_NOT_SERVED = (
+    *("use_dora", "modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
+    *("arrow_config", "monteclora_config", "kasa_config", "velora_config"),
+)
 
 
 def check_vllm() -> None:
@@ -50,7 +64,7 @@ def check_vllm() -> None:
 
 def is_pushable(config: "PeftConfig") -> bool:
     """
-    Whether vLLM can take an adapter as it is: LoRA over linear layers, and nothing else.
+    Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing else.
 
     Args:
         config (`peft.PeftConfig`):
@@ -62,13 +76,9 @@ def is_pushable(config: "PeftConfig") -> bool:
     return (
         config.peft_type == "LORA"
         and config.bias == "none"
-        and not config.use_dora
-        and not config.modules_to_save
-        and not config.layer_replication
-        and not config.target_parameters
-        and not config.trainable_token_indices
+        and not any(getattr(config, name, None) for name in _NOT_SERVED)
         and config.init_lora_weights in (True, False, "gaussian", "orthogonal")  # the base is as it was saved
-        and max([config.r, *config.rank_pattern.values()]) <= _RANKS[-1]
+        and config.r <= _RANKS[-1]
     )
 
 
@@ -77,8 +87,9 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
     """
     Lets the engine that TRL builds inside the context serve our models; says what to do if it does not fit.
 
-    TRL passes no precision, so that vLLM would halve a float32 model's, and makes no room for adapters. Way out: further
-    arguments of `VLLMGeneration` for `vllm.LLM`.
+    TRL passes no precision, so that vLLM would halve a float32 model's, and makes no room for adapters. Where vLLM cannot
+    serve adapters of the model's architecture, or is too old to take weights below them, no room is made, and they are merged.
+    Way out: further arguments of `VLLMGeneration` for `vllm.LLM`.
 
     Args:
         dtype (`str`):
@@ -89,14 +100,17 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
     Raises:
         `RuntimeError`: If the engine does not fit into memory.
     """
-    options: dict[str, Any] = {"dtype": dtype}
     pushed = [config for config in adapters if is_pushable(config)]
-    if pushed:
-        rank = max(rank for config in pushed for rank in (config.r, *config.rank_pattern.values()))
-        room = next(size for size in _RANKS if size >= rank)
-        options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": len(pushed)}
     original = vllm_generation.LLM
-    vllm_generation.LLM = functools.partial(original, **options)
+
+    def build(model: str, **options: Any) -> Any:
+        options["dtype"] = dtype
+        if pushed and serves_adapters(model):
+            room = next(size for size in _RANKS if size >= max(config.r for config in pushed))
+            options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": len(pushed)}
+        return original(model=model, **options)
+
+    vllm_generation.LLM = build
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -107,6 +121,26 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
         raise RuntimeError(_does_not_fit(error)) from error
     finally:
         vllm_generation.LLM = original
+
+
+def serves_adapters(model: str) -> bool:
+    """
+    Whether vLLM serves adapters over a model, and takes new weights for the layers below them (0.28 and later).
+
+    Args:
+        model (`str`):
+            Folder or Hub id of the model.
+
+    Returns:
+        `bool`
+    """
+    from vllm import ModelRegistry
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    architectures = AutoConfig.from_pretrained(model).architectures or []
+    known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
+    return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(each.load_model_cls()) for each in known)
 
 
 def _does_not_fit(error: Exception) -> str:
@@ -246,11 +280,19 @@ def write_adapter(engine: VLLMGeneration, model: "PeftModel", adapter: str, fold
     """
     from peft import get_peft_model_state_dict
 
-    own = [p for name, p in model.named_parameters() if adapter in name.split(".")]
-    with engine._dist.gather_params(own):
-        whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
-        weights = get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter)
-        weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    own = {name: p for name, p in model.named_parameters() if adapter in name.split(".")}
+    with engine._dist.gather_params(list(own.values())):
+        # Shards that are kept on the CPU are gathered on the device
+        whole = {
+            name: p.to(engine.accelerator.device).full_tensor() if hasattr(p, "full_tensor") else p
+            for name, p in own.items()
+        }
+        # Of the embeddings it would ask the Hub, each time, whether their size is that of the base
+        weights = get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter, save_embedding_layers=False)
+        weights = {  # wrappers for activation checkpointing stand in names
+            name.replace("_checkpoint_wrapped_module.", ""): value.detach().cpu().contiguous()
+            for name, value in weights.items()
+        }
     folder.mkdir(parents=True)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     model.peft_config[adapter].save_pretrained(str(folder))

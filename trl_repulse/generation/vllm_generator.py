@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ._habits import end_tokens
 from .completions import Completion, check_one_family, group_completions, tokenize
 
 
@@ -96,6 +97,9 @@ class VLLMGenerator:
         self._lora = engine.mode == "colocate" and takes_adapters(engine)
         if engine.mode == "colocate":
             engine.llm = EngineView(engine.llm, sleep_level or (1 if self._lora else 2))
+        # vLLM itself knows only the end tokens that were saved with the model it is built from
+        ends = sorted(end_tokens(next(iter(models.values())), tokenizer))
+        engine.generation_kwargs = {"stop_token_ids": ends, **(engine.generation_kwargs or {})}
         if engine.logprobs is None:
             engine.logprobs = 0  # those of the sampled tokens, to compare a trainer's with
         self._served: dict[str, _Served] = {}
@@ -219,7 +223,7 @@ class VLLMGenerator:
         result = engine.generate(prompts, images, self._num_generations or num_generations, profiler)
         if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
             self._resident[id(engine)] = None
-        self.log_probs = [[token[0] for token in row] for row in result[2]] if result[2] else []
+        self.log_probs = _of_the_drawn(*result[1:4])
         return result
 
     def complete(
@@ -267,6 +271,20 @@ class VLLMGenerator:
         if name == "_engine":  # not set yet, as in a copy that is being made
             raise AttributeError(name)
         return getattr(self._engine, name)
+
+
+def _of_the_drawn(
+    completions: list[list[int]], log_probs: list[list[list[float]]] | None, token_ids: list[list[list[int]]] | None
+) -> list[list[float]]:
+    """Log-probabilities of the tokens that were drawn, which other likely ones may stand beside."""
+    if not log_probs:
+        return []
+    if not token_ids:
+        return [[values[0] for values in row] for row in log_probs]
+    return [
+        [values[ids.index(token)] for token, values, ids in zip(*row, strict=True)]
+        for row in zip(completions, log_probs, token_ids, strict=True)
+    ]
 
 
 def _build_engine(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
-from transformers import PreTrainedModel, TrainerCallback
+from accelerate.utils import is_peft_model, set_seed
+from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -20,7 +20,13 @@ from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
 from ._rewards import with_checks
-from ._trl_bridge import disable_dropout, prepare_scoring, withheld_from_uploads, without_generation_habits
+from ._trl_bridge import (
+    disable_dropout,
+    prepare_scoring,
+    withheld_from_uploads,
+    without_generation_habits,
+    without_lasting_changes,
+)
 
 
 if TYPE_CHECKING:
@@ -163,7 +169,10 @@ class TrainerHooks:
         if args.bf16 or args.fp16:  # what autocast runs them in
             dtype = "bfloat16" if args.bf16 else "float16"
         elif isinstance(model, str):
-            dtype = str((args.model_init_kwargs or {}).get("dtype", "float32"))
+            options = dict(args.model_init_kwargs or {})
+            dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32")
+            if dtype == "auto":
+                dtype = str(AutoConfig.from_pretrained(model, revision=options.get("revision")).dtype or "float32")
         else:
             dtype = str(model.dtype)
         if not isinstance(model, str) and is_peft_model(model):
@@ -177,11 +186,20 @@ class TrainerHooks:
             return
         from ..generation import VLLMGenerator
 
+        if self.vllm_mode == "colocate":
+            # The engine has set torch's seed, from which it samples, to the number of its group whatever `seed` is
+            group = self.accelerator.process_index // self.vllm_tensor_parallel_size
+            set_seed(self.args.seed + group)
         models = {"policy": self.accelerator.unwrap_model(self.model)}
         self.vllm_generation = VLLMGenerator(
             models, self._tokenizer, engine=self.vllm_generation, sleep_level=self.args.vllm_sleep_level
         )
         self.add_callback(_WeightsChanged(self.vllm_generation))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if self.use_vllm:
+            self.vllm_generation.changed()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         if self.use_vllm and not self.is_in_train:
@@ -207,12 +225,17 @@ class TrainerHooks:
             return
         mode = "train" if self.model.training else "eval"
         gap = (batch[f"{name}_engine_log_p"] - log_p).abs()
-        gap = self.accelerator.gather(torch.where(batch[f"{name}_mask"] == 1, gap, torch.nan).flatten())
-        gap = gap[~gap.isnan()]
-        mean, largest = (gap.mean().item(), gap.max().item()) if len(gap) else (0.0, 0.0)
+        gap = gap[(batch[f"{name}_mask"] == 1) & ~gap.isnan()].double()
+        # Sums, since completions, and so T, are of another length in every process
+        total, count = self.accelerator.reduce(torch.stack([gap.sum(), gap.new_tensor(len(gap))]))
+        mean = (total / count.clamp(min=1)).item()
+        largest = self.accelerator.gather(gap.max() if len(gap) else gap.new_zeros(())).max().item()
         metrics = self._metrics[mode]
         metrics[prefix + "sampling/sampling_logp_difference/mean"].append(mean)
         metrics[prefix + "sampling/sampling_logp_difference/max"].append(largest)
+        self._warn_of_engine(mean)
+
+    def _warn_of_engine(self, mean: float) -> None:
         if mean > self.args.vllm_logp_difference_threshold:
             logger.warning_once(
                 "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
@@ -224,11 +247,13 @@ class TrainerHooks:
 
     def _tokenize_prompts(self, prompts: list):
         tokenized = super()._tokenize_prompts(prompts)
-        check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length)
+        limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
+        check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         return tokenized
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any):
-        with without_generation_habits(self.accelerator.unwrap_model(self.model_wrapped)):
+        sampled = self.accelerator.unwrap_model(self.model_wrapped)
+        with without_generation_habits(sampled), without_lasting_changes(self, sampled):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _log_mean(self, name: str, values: torch.Tensor) -> None:

@@ -66,6 +66,7 @@ __all__ = [
     "withheld_from_uploads",
     "without_generation_habits",
     "without_kl_in_loss",
+    "without_lasting_changes",
 ]
 
 # Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
@@ -260,6 +261,37 @@ def sampling_from(trainer: RLOOTrainer, engine: nn.Module, name: str, num_genera
             metrics["num_tokens"] = inner.pop("num_tokens")
         for metric, values in inner.items():
             metrics[f"{name}/{metric}"].extend(values)
+
+
+@contextlib.contextmanager
+def without_lasting_changes(trainer: RLOOTrainer, model: nn.Module) -> Iterator[None]:
+    """Sampling inside the context leaves the model in its mode and precision.
+
+    With continuous batching TRL (1.16) casts the model to half precision for good, and so what the optimizer updates, and
+    leaves it in training mode, in evaluation too. Way out: TRL putting both back.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer that samples inside the context.
+        model (`torch.nn.Module`):
+            Model to sample from, unwrapped.
+    """
+    if not trainer.use_transformers_continuous_batching:
+        yield
+        return
+    modes = [(each, each.training) for each in (trainer.model, model)]
+    # A cast makes new tensors, and these stay; DeepSpeed's engines have cast theirs already
+    weights = [(p, p.data) for p in model.parameters() if not hasattr(p, "ds_id")]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for p, data in weights:
+            p.data = data
+        for module, kept in buffers:
+            module._buffers.update(kept)
+        for module, mode in modes:
+            module.train(mode)
 
 
 @contextlib.contextmanager

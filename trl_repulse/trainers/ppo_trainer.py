@@ -204,6 +204,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         batch = super()._generate_and_score_completions(inputs)
         self._metrics[mode].pop("frac_reward_zero_std", None)  # says something of groups alone
+        if differences := self._metrics[mode].get("sampling/sampling_logp_difference/mean"):
+            self._warn_of_engine(differences[-1])
 
         # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
         rewards = (self._rewards_per_func * self.reward_weights.to(self._rewards_per_func.device)).nansum(dim=1)

@@ -154,7 +154,9 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = diagnose(sample, in_tail, level)
-    if shift == -math.inf:  # no reward under the quantile: nothing bounds the CVaR from below, the true quantile from above
+    if (
+        shift == -math.inf
+    ):  # no reward under the quantile: nothing bounds the CVaR from below, the true quantile from above
         value, high = float(quantile), _quantile_bound(sample, level, confidence)
         return RareEstimate(value, -math.inf, high, diagnostics.tail_samples, confidence, 0.0, diagnostics)
     x = (log_x - shift).exp()
