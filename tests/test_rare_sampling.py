@@ -192,7 +192,7 @@ def test_messages(tokenizer, reward):
     templated.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}sat"
     draws = draw([model], templated, [messages], judge, (10,), 2, seed=1)
     assert draws.texts == draw([model], tokenizer, ["the cat sat"], reward, (10,), 2, seed=1).texts
-    assert all(prompt is messages and len(completion) == 1 for prompt, completion in seen)
+    assert all(prompt == messages and len(completion) == 1 for prompt, completion in seen)
     assert {completion[0]["content"] for _, completion in seen} == set(draws.texts[0])
 
 
@@ -200,7 +200,7 @@ def test_messages(tokenizer, reward):
     ("change", "message"),
     [
         ({"counts": (4, 4)}, "`counts` has 2 numbers and `temperatures` 1 for 1"),
-        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": []}, "`prompts` is empty"),
         ({"prompts": ["fish " * 40]}, "context"),
         ({"max_completion_length": 0}, "at least 1"),
         ({"temperatures": [2.0]}, "the first, 1"),

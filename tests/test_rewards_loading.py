@@ -66,6 +66,11 @@ def test_no_type_leaves_the_path_to_trl():
     assert load_reward(None, "some/model") == "some/model"
 
 
+def test_a_language_model_is_no_reward_model(model_dirs):
+    with pytest.raises(ValueError, match=r"`reward_model_path=.* is a GPT2LMHeadModel and no classifier"):
+        load_reward(None, model_dirs["gpt2"])
+
+
 @pytest.mark.parametrize(
     "arguments, kwargs, words",
     [

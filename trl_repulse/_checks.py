@@ -1,5 +1,7 @@
 """What trainers and data loading refuse, each with one message that names what is wrong and the remedy."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,47 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
         raise ValueError(
             f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove it, e.g. with "
             "`dataset.remove_columns`."
+        )
+
+
+def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
+    """
+    A data set of prompts.
+
+    Args:
+        prompts ([`~datasets.Dataset`] or `Sequence`):
+            A data set with a column `"prompt"`, or the prompts.
+
+    Returns:
+        [`~datasets.Dataset`]
+
+    Raises:
+        `ValueError`: If it is a single text, holds rows of a data set, has no rows or no prompts.
+    """
+    check_prompts(prompts)
+    dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
+    check_dataset(dataset, "prompts")
+    return dataset
+
+
+def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
+    """
+    Refuses what would be taken for prompts and is none.
+
+    Args:
+        prompts ([`~datasets.Dataset`] or `Sequence`):
+            Prompts.
+
+    Raises:
+        `ValueError`: If it is a single text, whose letters would be the prompts, or holds rows of a data set.
+    """
+    if isinstance(prompts, str | Path):
+        raise ValueError(
+            f"`prompts` is the text {str(prompts)[:60]!r}; pass a list of prompts, or `load_prompts(...)` of a file."
+        )
+    if not isinstance(prompts, Dataset) and any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise ValueError(
+            "`prompts` holds rows of a data set; pass `Dataset.from_list(...)` of them, or their prompts alone."
         )
 
 

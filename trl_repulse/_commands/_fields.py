@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -118,3 +119,27 @@ def parse_object(value: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise argparse.ArgumentTypeError(f"{value!r} is no JSON object")
     return parsed
+
+
+def check_output(path: Path | None) -> None:
+    """
+    Refuses a file that could not be written, before there is anything to lose.
+
+    Args:
+        path (`Path`, *optional*):
+            File to write; its folder is made. `None` passes.
+
+    Raises:
+        `ValueError`: If it is a folder, or its folder cannot be made or written to.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"`--output {path}` cannot be written: {error}.") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        fault = (
+            "is a folder; name a file" if path.is_dir() else "is in a folder that cannot be written to; name another"
+        )
+        raise ValueError(f"`--output {path}` {fault}.")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ._fields import parse_object
+from ._fields import check_output, parse_object
 
 
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
@@ -117,6 +117,7 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..evaluation.records import load_samples
     from ..evaluation.report import tail_report
 
+    check_output(args.output)
     if args.model is not None:
         _sample(args)
     else:
@@ -173,14 +174,15 @@ def _load_rewards(args: argparse.Namespace) -> Any:
 
 
 def _score_negatives(args: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from ..evaluation._generation import process_state
+    from ..evaluation._loading import load_model, load_tokenizer
     from ..evaluation.negatives import negative_log_probs
 
     loading = {"revision": getattr(args, "revision", None)}
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(args, "dtype", "auto"), **loading)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, **loading)
+    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=getattr(args, "dtype", "auto"), **loading)
+    tokenizer = load_tokenizer(args.model, "model", **loading)
     return negative_log_probs(
         model.to(process_state().device), tokenizer, args.negatives, getattr(args, "batch_size", 32)
     )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ._fields import parse_object
+from ._fields import check_output, parse_object
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawing.add_argument("--prompts", required=True, help="file or data set of prompts")
     drawing.add_argument("--split", default="train", help="split of a data set (train)")
     drawing.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
+    drawing.add_argument(
+        "--apply_chat_template",
+        action="store_true",
+        help="make plain prompts messages of a user, in the chat template",
+    )
     drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
     drawing.add_argument("--num_samples", type=int, default=1000, help="completions a prompt from the policy (1000)")
     drawing.add_argument(
@@ -74,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
         state = process_state()
         report = estimate(args)
         if state.is_main_process:
+            print(format_report(report))
             if args.output is not None:
                 _write(args.output, report)
-            print(format_report(report))
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         print(f"trl-repulse rare-events: {error}", file=sys.stderr)
         return 1
@@ -102,10 +107,11 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
     from accelerate.utils import broadcast_object_list
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..data import load_prompts
     from ..evaluation._generation import check_dtype, process_state
+    from ..evaluation._loading import load_model, load_tokenizer
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
@@ -125,21 +131,26 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     if args.forecast and not args.num_samples:
         raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
     check_dtype(args.dtype)
+    check_output(args.output)
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
     check_counts([args.num_samples, *(others for _ in args.proposal)])
     device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
-    prompts = list(load_prompts(args.prompts, args.split, column=args.prompt_column)["prompt"])
+    prompts = load_prompts(
+        args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
+    )
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
-        reward_tokenizer = AutoTokenizer.from_pretrained(reward, **code)
-        reward = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1, **code).to(device)
+        reward_tokenizer = load_tokenizer(reward, "reward model", **code)
+        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
+            device
+        )
     models = [
-        AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **code).to(device)
-        for name in (args.policy, *args.proposal)
+        load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
+        for name, part in [(args.policy, "policy"), *((name, "proposal") for name in args.proposal)]
     ]
-    tokenizer = AutoTokenizer.from_pretrained(args.policy, **code)
-    components, temperatures = models[:1], [1.0]
+    tokenizer = load_tokenizer(args.policy, "policy", **code)
+    components, temperatures, texts = models[:1], [1.0], prompts["prompt"][:]
     for model in models[1:]:
         components.append(model)
         temperatures.append(1.0)
@@ -147,7 +158,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
             components.append(model)
             options = {"batch_size": args.batch_size, "seed": args.seed}
             temperatures.append(
-                find_temperature(model, tokenizer, prompts, args.max_completion_length, args.divergence, **options)
+                find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **options)
             )
     broadcast_object_list(temperatures)  # devices of two kinds may round otherwise
     counts = [args.num_samples, *(others for _ in components[1:])]

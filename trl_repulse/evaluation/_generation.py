@@ -13,7 +13,6 @@ from accelerate import PartialState
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,6 +21,7 @@ from transformers import (
 from ..generation._habits import end_tokens, until_end
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
+from ._loading import load_model, load_tokenizer
 from .exact import _evaluating, _reward_of_model
 
 
@@ -170,8 +170,8 @@ def as_function(
 ) -> tuple[str, Callable[..., list[float | None]]]:
     """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
     if isinstance(reward, str):
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(reward)
-        reward = AutoModelForSequenceClassification.from_pretrained(reward, num_labels=1).to(device)
+        tokenizer = tokenizer or load_tokenizer(reward, "reward model")
+        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1).to(device)
     if not isinstance(reward, nn.Module):
         name = getattr(reward, "__name__", type(reward).__name__)
         checked = with_checks(reward, name)

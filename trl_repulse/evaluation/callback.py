@@ -1,19 +1,24 @@
 """The tail report along a training run, by sampling."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
-from .._checks import check_dataset, check_prompt_lengths
+from .._checks import as_dataset, check_prompt_lengths
 from ..trainers._trl_bridge import unwrap_model_for_generation
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .report import estimates
 from .tails import Estimate
+
+
+logger = get_logger(__name__)
 
 
 class TailReportCallback(TrainerCallback):
@@ -70,8 +75,7 @@ class TailReportCallback(TrainerCallback):
         for name, value in (("every", every), ("num_samples", num_samples)):
             if value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
-        self.dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
-        check_dataset(self.dataset, "prompts")
+        self.dataset = as_dataset(prompts)
         self.trainer = trainer
         self.num_samples, self.every, self.seed = num_samples, every, seed
         self.thresholds, self.levels = list(thresholds), list(levels)
@@ -95,6 +99,13 @@ class TailReportCallback(TrainerCallback):
 
     def _report(self, update: int, control: TrainerControl) -> None:
         rewards = self._sample()
+        lost = int(np.isnan(rewards).sum())
+        if lost:  # a run is worth more than its report
+            logger.warning(
+                "No tail report at update %d: %d of %d held-out completions got no reward, and it needs one for each.",
+                *(update, lost, rewards.size),
+            )
+            return
         found = estimates(rewards, self.thresholds, self.levels)
         self.history.append({"update": update, "report": found})
         due = control.should_log
@@ -103,7 +114,7 @@ class TailReportCallback(TrainerCallback):
         control.should_log = due  # any log takes the update's own for done
 
     def _sample(self) -> np.ndarray:
-        """Rewards of shape (1, P, N), the same on all processes."""
+        """Rewards of shape (1, P, N), the same on all processes; NaN where no function gave one."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         total = len(self.dataset) * self.num_samples
         # As many on each process, since a model that is cut apart generates on all of them at once; places past the end are dropped
@@ -128,9 +139,7 @@ class TailReportCallback(TrainerCallback):
         rows = []
         for place, values in zip(mine, zip(*given.values(), strict=True), strict=True):
             known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-            if not known:
-                raise ValueError("A held-out completion got no reward; a tail report needs one for each.")
-            rows.append((place, sum(known)))
+            rows.append((place, sum(known) if known else math.nan))
         gathered = dict(gather_object(rows))
         return np.array([gathered[place] for place in range(total)]).reshape(1, -1, self.num_samples)
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .._checks import check_prompts
+
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
 
@@ -171,6 +173,7 @@ class ExactEvaluator:
         self.max_completion_length = max_completion_length
         self.batch_size = batch_size
         self.device = torch.device(device)
+        check_prompts(prompts)
         self._prompts = list(prompts)
         self._prompt_ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
         if not self._prompt_ids or not all(map(len, self._prompt_ids)):

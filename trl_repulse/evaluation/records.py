@@ -304,7 +304,7 @@ def load_samples(folder: str | Path) -> SampleSet:
     Raises:
         `ValueError`: If the samples are not complete, or a file is missing or not the one that was written.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     header = read_header(folder)
     if not (folder / COMPLETE).is_file():
         done = len(list(folder.glob("shard-*.parquet")))

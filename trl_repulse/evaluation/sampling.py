@@ -17,9 +17,9 @@ import torch
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from .._checks import check_dataset, check_prompt_lengths
+from .._checks import as_dataset, check_prompt_lengths
 from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
 from ..rewards.transformed import TransformedReward
@@ -40,6 +40,7 @@ from ._generation import (
     transformers_engine,
     vllm_engine,
 )
+from ._loading import load_model, load_tokenizer
 from .log_probs import completion_log_probs
 
 
@@ -187,9 +188,8 @@ def sample_completions(
     >>> samples.column("kl").mean()
     ```
     """
-    settings, folder, state = settings or SamplingSettings(), Path(output_dir), process_state()
-    dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
-    check_dataset(dataset, "prompts")
+    settings, folder, state = settings or SamplingSettings(), Path(output_dir).expanduser(), process_state()
+    dataset = as_dataset(prompts)
     if settings.beta and reference is None:
         raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
     if settings.engine == "vllm" and not isinstance(model, str):
@@ -197,9 +197,9 @@ def sample_completions(
     if settings.engine == "vllm" and state.num_processes > 1:
         raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
     name = model if isinstance(model, str) else model.config._name_or_path
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, revision=settings.revision)
-    model = _load(model, settings.dtype, settings.revision, state.device)
-    reference = _load(reference, settings.dtype, None, state.device)
+    tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision)
+    model = _load(model, "model", settings.dtype, settings.revision, state.device)
+    reference = _load(reference, "reference", settings.dtype, None, state.device)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device)
 
     rows = dataset["prompt"][:]
@@ -302,10 +302,12 @@ def _numbers(values: torch.Tensor) -> pa.Array:
     return pa.array(values.numpy(), pa.float64(), from_pandas=True)
 
 
-def _load(model: str | PreTrainedModel | None, dtype: str, revision: str | None, device: torch.device) -> Any:
+def _load(
+    model: str | PreTrainedModel | None, part: str, dtype: str, revision: str | None, device: torch.device
+) -> Any:
     if not isinstance(model, str):
         return model
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, revision=revision).to(device)
+    return load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision).to(device)
 
 
 def _functions(

@@ -5,6 +5,8 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
+from transformers import AutoConfig
+
 from .classifiers import ChatReward, SequencePairReward, ToxicityReward
 from .functions import load_reward_function
 from .guard import GuardReward
@@ -60,6 +62,7 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
                 f"`reward_kwargs` ({', '.join(kwargs)}) has no effect without `reward_type`; set it to one of "
                 f"{', '.join(map(repr, REWARD_TYPES))}."
             )
+        _check_classifier(path)
         return path
     if reward_type in REWARD_TYPES:
         if path is None:
@@ -76,6 +79,19 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
         raise ValueError(f"`reward_model_path` has no effect with the function {reward_type!r}; leave it out.")
     _check_arguments(reward_type, set(signature(load_reward_function).parameters) - {"spec"}, kwargs)
     return load_reward_function(reward_type, **kwargs)
+
+
+def _check_classifier(path: str) -> None:
+    """Refuses another kind of model, whose head TRL would fill with random numbers; what is not at hand is left to TRL."""
+    try:
+        architectures = AutoConfig.from_pretrained(path, local_files_only=True).architectures or []
+    except (OSError, ValueError):
+        return
+    if architectures and all(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in architectures):
+        raise ValueError(
+            f"`reward_model_path={path!r}` is a {architectures[0]} and no classifier, so that its rewards would be random; give "
+            "a sequence-classification model, or set `reward_type`."
+        )
 
 
 def _check_arguments(reward_type: str, known: set[str], kwargs: dict[str, Any]) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..._checks import check_prompt_lengths
+from ..._checks import as_dataset, check_prompt_lengths, check_prompts
 from .._generation import (
     Prompt,
     as_function,
@@ -56,7 +57,7 @@ class Draws:
 def draw(
     models: Sequence[PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Dataset | Sequence[Prompt],
     reward: Reward | nn.Module,
     counts: Sequence[int],
     max_completion_length: int,
@@ -84,8 +85,9 @@ def draw(
             The K components' models: the policy, then proposals, over one vocabulary. Their training modes are restored.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Their tokenizer; its chat template is applied to prompts of messages.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            The P prompts, plain text or messages.
+        prompts ([`~datasets.Dataset`], `Sequence[str]` or `Sequence[list[dict]]`):
+            The P prompts, plain text or messages, or a data set with a column `"prompt"`, whose other columns reward functions
+            are given.
         reward (`Callable` or `torch.nn.Module`):
             A reward function in TRL's form, which takes lists `prompts` and `completions` and gives a finite number for
             each, or a sequence-classification model.
@@ -121,6 +123,8 @@ def draw(
         raise ValueError("`max_completion_length` and `batch_size` must be at least 1.")
     if isinstance(reward, nn.Module) and reward_tokenizer is None:
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
+    columns = as_dataset(prompts)[:]
+    prompts = columns.pop("prompt")
     prompt_ids = _tokens(models, tokenizer, prompts, max_completion_length)
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
@@ -144,7 +148,8 @@ def draw(
         texts[p] += part
         densities[p].append(density)
     log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
-    rewards = _rewards(*as_function(reward, reward_tokenizer, models[0].device), prompts, texts, batch_size, state)
+    named = as_function(reward, reward_tokenizer, models[0].device)
+    rewards = _rewards(*named, prompts, columns, texts, batch_size, state)
     return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
 
 
@@ -228,6 +233,7 @@ def find_temperature(
     """
     if not divergence > 0:
         raise ValueError(f"`divergence={divergence}` must be above 0.")
+    check_prompts(prompts)
     chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
     end, seeds = end_tokens(model, tokenizer), _seeds(seed)
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
@@ -253,6 +259,7 @@ def find_temperature(
 def _tokens(
     models: Sequence[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], length: int
 ) -> list[list[int]]:
+    check_prompts(prompts)
     prompt_ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     if not prompt_ids or not all(prompt_ids):
         raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
@@ -316,6 +323,7 @@ def _rewards(
     name: str,
     function: Reward,
     prompts: Sequence[Prompt],
+    columns: dict[str, list],
     texts: list[list[str]],
     batch_size: int,
     state: PartialState,
@@ -323,8 +331,9 @@ def _rewards(
     """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes."""
     distinct = list(dict.fromkeys((p, text) for p, row in enumerate(texts) for text in row))
     with state.split_between_processes(distinct) as mine:
-        columns = [prompts[p] for p, _ in mine], [text for _, text in mine]
-        given = gather_object(evaluate_rewards({name: function}, *columns, None, {}, batch_size)[name])
+        own = {column: [values[p] for p, _ in mine] for column, values in columns.items()}
+        drawn = [prompts[p] for p, _ in mine], [text for _, text in mine]
+        given = gather_object(evaluate_rewards({name: function}, *drawn, None, own, batch_size)[name])
     if None in given:
         raise ValueError(
             f"The reward function '{name}' gave `None` to {given.count(None)} of {len(given)} completions; an estimate needs a "
