@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
@@ -137,6 +138,61 @@ def test_adapters_are_never_stale(tokenizer, tmp_path, sleep):
 
     assert alternate(generator, change, expected) == 100
     assert generator.pushes["base"] == (110 if sleep == 2 else 1)
+
+
+@pytest.mark.parametrize("kind", ["scales", "ranks", "bias", "gpt2", "checkpointed"])
+def test_adapters_of_every_kind_are_the_models(tokenizer, tmp_path, kind):
+    """What vLLM has no words for is merged, and names are those of layers without wrappers."""
+    options = {"scales": {"alpha_pattern": {"q_proj": 64}}, "ranks": {"rank_pattern": {"q_proj": 2}}}
+    options |= {"bias": {"lora_bias": True}, "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True}}
+    settings = {"target_modules": "all-linear"} | options.get(kind, {})
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **settings)
+    accelerator = Accelerator(cpu=CPU)
+    model = get_peft_model(build("gpt2" if kind == "gpt2" else "llama", tokenizer, tmp_path), config)
+    model.to(accelerator.device).eval()
+    shake(model, "default")
+    if kind == "checkpointed":
+        layers = model.get_base_model().model.layers
+        for place in range(len(layers)):
+            layers[place] = checkpoint_wrapper(layers[place])
+    generator = VLLMGenerator({"policy": model}, tokenizer, accelerator, max_completion_length=6, **OPTIONS)
+    _, drawn, log_probs, _ = generator.generate([ids for ids in PROMPTS for _ in range(8)], num_generations=8)
+    for prompt, completion, found in zip([ids for ids in PROMPTS for _ in range(8)], drawn, log_probs, strict=True):
+        ids = torch.tensor([[*prompt, *completion]], device=accelerator.device)
+        with torch.no_grad():
+            expected = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+        for place, token in enumerate(completion):
+            assert found[place][0] == pytest.approx(expected[place, token].item(), abs=1e-3)
+
+
+@pytest.mark.trainer
+def test_runs_of_other_seeds_draw_other_completions(make, tokenizer, tmp_path):
+    build("llama", tokenizer, tmp_path / "model")
+    drawn = []
+    for seed in (1, 2, 1):
+        trainer = make(
+            ReinforceTrainer,
+            model=str(tmp_path / "model"),
+            use_vllm=True,
+            vllm_max_model_length=32,
+            vllm_gpu_memory_utilization=0.1,
+            shuffle_dataset=False,
+            max_completion_length=6,
+            max_steps=1,
+            seed=seed,
+        )
+        trainer.train()
+        drawn.append(list(trainer._logs["completion"]))
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_completions_stop_at_every_end(tokenizer, tmp_path):
+    model = build("llama", tokenizer, tmp_path)
+    model.generation_config.eos_token_id = [5]
+    generator = VLLMGenerator({"policy": model}, tokenizer, Accelerator(cpu=CPU), max_completion_length=8, **OPTIONS)
+    drawn = generator.generate([[3]] * 200, num_generations=200)[1]
+    ends = {5, tokenizer.eos_token_id}
+    assert {ids[-1] for ids in drawn if len(ids) < 8} == ends and not any(ends & set(ids[:-1]) for ids in drawn)
 
 
 @pytest.mark.trainer
