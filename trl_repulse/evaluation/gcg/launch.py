@@ -4,9 +4,10 @@ from datetime import timedelta
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from ...rewards.loading import load_reward
+from .._loading import load_model, load_tokenizer
 from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg
 from .judges import Judge, RefusalJudge, RewardJudge
@@ -29,18 +30,18 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
 
     Raises:
         `ValueError`: If something cannot be loaded or does not fit.
-        `OSError`: If a model cannot be found.
     """
     # The time is for the wait for the process that is last; without `cpu`, processes would not find each other there
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     options = {"revision": run.model_revision, "trust_remote_code": run.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path, **options)
-    model = AutoModelForCausalLM.from_pretrained(run.model_name_or_path, dtype=run.dtype, **options)
+    tokenizer = load_tokenizer(run.model_name_or_path, "model", **options)
+    model = load_model(AutoModelForCausalLM, run.model_name_or_path, "model", dtype=run.dtype, **options)
     draft = None
     if run.draft_model_name_or_path is not None:
-        draft = AutoModelForCausalLM.from_pretrained(
-            run.draft_model_name_or_path, dtype=run.dtype, trust_remote_code=run.trust_remote_code
-        ).to(state.device)
+        options = {"dtype": run.dtype, "trust_remote_code": run.trust_remote_code}
+        draft = load_model(AutoModelForCausalLM, run.draft_model_name_or_path, "draft model", **options).to(
+            state.device
+        )
     index, count = map(int, run.shard.split("/"))
     evaluate_gcg(
         model.to(state.device), tokenizer, run.table, load_judge(run), config, run.output, (index, count), draft
