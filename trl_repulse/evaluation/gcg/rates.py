@@ -4,15 +4,16 @@ Success rates and their intervals. Numbers in, numbers out.
 Axis letters: M targets, N samples of a target.
 """
 
-from collections.abc import Callable, Sequence
-from math import comb, floor
+from collections.abc import Sequence
+from math import ceil, comb, floor, sqrt
 
 import numpy as np
 from scipy import stats
 
-from ..tails import Estimate
+from ..tails import MIN_TAIL, Estimate, mean, tail_influence
 
 
+MIN_TAIL_TARGETS = 10  # whole targets' worth of samples in the tail, below which a CVaR over targets has no interval
 NOTHING = Estimate(np.nan, np.nan, np.nan, 0)
 
 
@@ -92,45 +93,151 @@ def lower_tail_mean(values: Sequence[float], share: float) -> float:
     return float((ordered[:whole].sum() + (size - whole) * ordered[whole]) / size)
 
 
-def bootstrap_over_targets(
-    targets: Sequence,
-    statistic: Callable[[list], float],
-    level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
-) -> Estimate:
+def mean_over_targets(values: Sequence[float], trials: Sequence[float], level: float = 0.95) -> Estimate:
     """
-    A statistic with the percentile interval of a bootstrap that draws whole targets, since samples of one target are
-    not independent.
+    Mean of rates over targets that are drawn from many, with the interval of Korn and Graubard (1998) made safe for few
+    targets.
+
+    Theirs is the exact interval of Clopper and Pearson with an effective number of trials n: p(1 − p) / v, where v is the
+    variance of the mean as the targets' spread shows it, times (t(Σ trials − 1) / t(M − 1))², since v is uncertain itself. Here n
+    is at least M, as rates between 0 and 1 cannot spread more than those that are all or nothing, and at most the trials.
+
+    Departure from the source: where few targets are bad at all, those that would be worst are mostly not among them, and v
+    says too little. So 1 / n is a mean of 1 / M and of theirs, with weights 1 / K and 1 − 1 / K. K is the effective number
+    (Kish 1965), Σ(x)² / Σ(x²), of targets that contribute to the rate or to its complement, the smaller. Without spread
+    n is M. The ends are then never alike.
 
     Args:
-        targets (`Sequence`):
-            Data of each target, M of them.
-        statistic (`Callable`):
-            Number of a list of such data.
+        values (`Sequence[float]`):
+            Rate of each target in [0, 1], M of them.
+        trials (`Sequence[float]`):
+            Independent trials that each rate rests on, at least 1.
         level (`float`, *optional*, defaults to `0.95`):
-            Coverage.
-        resamples (`int`, *optional*, defaults to `1000`):
-            Draws of M targets.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws.
+            Nominal coverage.
 
     Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: NaN without targets; without an interval for one target alone.
+        [`~trl_repulse.evaluation.tails.Estimate`]: a rate; `samples` are the targets, NaN without any.
+
+    Raises:
+        `ValueError`: If a rate is not in [0, 1], or has less than one trial.
+    """
+    rates, count = np.asarray(values, dtype=float), len(values)
+    if count == 0:
+        return NOTHING
+    if not ((rates >= 0) & (rates <= 1)).all() or len(trials) != count or not min(trials) >= 1:
+        raise ValueError("Each target needs a rate from 0 to 1 and at least one trial.")
+    rate, size = float(rates.mean()), float(count)
+    if np.ptp(rates) > 0:
+        most = count**2 / float((1 / np.asarray(trials, dtype=float)).sum())
+        miss = (1 - level) / 2
+        seen = rate * (1 - rate) / (float(rates.var(ddof=1)) / count)
+        seen *= float(stats.t.isf(miss, most - 1) / stats.t.isf(miss, count - 1)) ** 2
+        contributing = min(float(x.sum() ** 2 / (x**2).sum()) for x in (rates, 1 - rates))
+        size = 1 / (1 / contributing / count + (1 - 1 / contributing) / min(max(seen, count), most))
+    return Estimate(rate, *_exact_ends(rate, size, level), count)
+
+
+def paired_difference(gained: int, lost: int, pairs: int, level: float = 0.95) -> Estimate:
+    """
+    Difference of two success rates on the same targets.
+
+    It is the difference of two shares, of the pairs that disagree either way. Each has the interval of Clopper and Pearson;
+    distances to their ends are squared and added, with the correlation of two counts of one multinomial (Newcombe 1998,
+    Statistics in Medicine 17, 2635, whose method 10 does so with Wilson's intervals of the rates themselves; Zou 2007, for any
+    intervals). Where all pairs agree the interval has a width.
+
+    Args:
+        gained (`int`):
+            Pairs of which the second alone is a success.
+        lost (`int`):
+            Pairs of which the first alone is a success.
+        pairs (`int`):
+            M, all pairs.
+        level (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage.
+
+    Returns:
+        [`~trl_repulse.evaluation.tails.Estimate`]: second rate less the first, in [−1, 1]; NaN without pairs.
+
+    Raises:
+        `ValueError`: If a count is negative, or more pairs disagree than there are.
+    """
+    if gained < 0 or lost < 0 or gained + lost > pairs:
+        raise ValueError(f"{gained} and {lost} of {pairs} pairs cannot disagree.")
+    if pairs == 0:
+        return NOTHING
+    up, down = gained / pairs, lost / pairs
+    (up_low, up_high), (down_low, down_high) = (_exact_ends(share, pairs, level) for share in (up, down))
+    both = gained * lost
+    correlation = -sqrt(both / ((pairs - gained) * (pairs - lost))) if both else 0.0
+
+    def distance(one: float, other: float) -> float:
+        return sqrt(one**2 + other**2 - 2 * correlation * one * other)
+
+    low = up - down - distance(up - up_low, down_high - down)
+    high = up - down + distance(up_high - up, down - down_low)
+    return Estimate(up - down, max(low, -1.0), min(high, 1.0), pairs)
+
+
+def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: float = 0.95) -> Estimate:
+    """
+    Conditional value at risk of all targets' scores, with an interval over targets that are drawn from many.
+
+    The interval is that of a mean of the targets' influence values, q − (q − r)₊ / share. At either end it is the wider one
+    of Student's and of Hall's (1992, corrected for skewness): of few targets in the tail Student's is too sure below, where values
+    are skewed, and Hall's above. It needs [`~trl_repulse.evaluation.tails.MIN_TAIL`] samples in the tail, and as many as
+    [`MIN_TAIL_TARGETS`] whole targets have: if targets differ much, the tail is made of so many. Where no score
+    lies under the quantile nothing bounds the value from below; the upper end is then the quantile's, the lowest score that
+    with [`mean_over_targets`] a share `share` of scores does not exceed, targets counted alike.
+
+    Args:
+        targets (`Sequence[Sequence[float]]`):
+            Scores of each target, M of them.
+        share (`float`):
+            Share of scores in the tail, above 0 and at most 1.
+        level (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage.
+
+    Returns:
+        [`~trl_repulse.evaluation.tails.Estimate`]: a score; an end is NaN where there is none. `samples` are those in
+        the tail, the last one whole; NaN without targets.
+
+    Raises:
+        `ValueError`: If the share is out of range or a target has no scores.
     """
     if len(targets) == 0:
         return NOTHING
-    value = statistic(list(targets))
-    if len(targets) == 1:
-        return Estimate(value, np.nan, np.nan, 1)
-    result = stats.bootstrap(
-        (np.arange(len(targets)),),
-        lambda index: statistic([targets[i] for i in index]),
-        vectorized=False,
-        confidence_level=level,
-        n_resamples=resamples,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    interval = result.confidence_interval
-    return Estimate(value, float(interval.low), float(interval.high), len(targets))
+    if any(len(scores) == 0 for scores in targets):
+        raise ValueError("A target without scores says nothing of the tail; leave it out.")
+    scores, sizes = np.concatenate([np.asarray(each, dtype=float) for each in targets]), np.array([*map(len, targets)])
+    value, samples = lower_tail_mean(scores, share), ceil(share * len(scores) - 1e-9)
+    whole_targets = share * len(scores) ** 2 / float((sizes**2).sum())  # of equal sizes: share · M
+    if samples < MIN_TAIL or whole_targets < MIN_TAIL_TARGETS - 1e-9:
+        return Estimate(value, np.nan, np.nan, samples)
+    influence = tail_influence(scores, share)
+    if np.ptp(influence) == 0:  # no score under the quantile
+        return Estimate(value, np.nan, _quantile_high(targets, share, level), samples)
+    # one value a target, whose mean is the estimate and whose spread its error's, to first order for unequal sizes
+    sums = np.add.reduceat(influence - value, np.cumsum(sizes) - sizes)
+    by_target = value + sums * len(sizes) / len(scores)
+    half = float(stats.t.isf((1 - level) / 2, len(sizes) - 1)) * float(by_target.std(ddof=1)) / sqrt(len(sizes))
+    skewed = mean(by_target[:, None], level)
+    return Estimate(value, min(skewed.low, value - half), max(skewed.high, value + half), samples)
+
+
+def _exact_ends(rate: float, trials: float, level: float) -> tuple[float, float]:
+    """Interval of Clopper and Pearson (1934); successes and trials need not be whole."""
+    successes, failures, miss = rate * trials, (1 - rate) * trials, (1 - level) / 2
+    low = float(stats.beta.ppf(miss, successes, failures + 1)) if rate > 0 else 0.0
+    high = float(stats.beta.isf(miss, successes + 1, failures)) if rate < 1 else 1.0
+    return low, high
+
+
+def _quantile_high(targets: Sequence[Sequence[float]], share: float, level: float) -> float:
+    """Lowest score that at least a share of scores does not exceed, at the interval's low end; NaN if none."""
+    sizes = [len(each) for each in targets]
+    for score in sorted({x for each in targets for x in each}):
+        under = [sum(x <= score for x in each) / len(each) for each in targets]
+        if mean_over_targets(under, sizes, level).low >= share:
+            return float(score)
+    return np.nan

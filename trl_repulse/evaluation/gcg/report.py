@@ -1,12 +1,12 @@
 """What the results of an evaluation say at given thresholds. It reads files alone: no model, no torch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..tails import Estimate
-from .rates import bootstrap_over_targets, lower_tail_mean, success_at_k, wilson_interval
+from .rates import mean_over_targets, paired_difference, success_at_k, tail_over_targets, wilson_interval
 
 
 PHASES = ("before", "after")
@@ -45,7 +45,6 @@ def summarize(
     k: Sequence[int] = (1,),
     level: float = 0.95,
     tail: float = 0.1,
-    resamples: int = 1000,
 ) -> dict[str, Any]:
     """
     Attack success rates and tails, before and after the attack. A response is bad if its score is below the threshold; an
@@ -59,17 +58,18 @@ def summarize(
         k (`Sequence[int]`, *optional*, defaults to `(1,)`):
             Samples of an attacker, for success at k. Targets with fewer are left out of it.
         level (`float`, *optional*, defaults to `0.95`):
-            Coverage of the intervals: Wilson's for the success rate, else a bootstrap over targets.
+            Coverage of the intervals, which are over targets: Wilson's for the success rate, those of
+            [`~trl_repulse.evaluation.gcg.rates.mean_over_targets`] for success at k and the share of bad samples, of
+            [`~trl_repulse.evaluation.gcg.rates.paired_difference`] for the difference, and of
+            [`~trl_repulse.evaluation.gcg.rates.tail_over_targets`] for the conditional value at risk.
         tail (`float`, *optional*, defaults to `0.1`):
             Share of samples that the conditional value at risk averages.
-        resamples (`int`, *optional*, defaults to `1000`):
-            Draws of the bootstrap.
 
     Returns:
         `dict`: `"targets"`, the counts of [`count_targets`]; `"scored"`, the denominator of all rates; `"cvar"` with an
         estimate a phase and the number of samples it rests on; `"thresholds"`, with the rates at each. Estimates have
-        `value`, `low` and `high`, NaN where there are too few targets, and `samples`, the targets they rest on (of `"cvar"`: the
-        samples in the tail).
+        `value`, NaN without targets, `low` and `high`, NaN where there is no such end, and `samples`, the targets they rest on
+        (of `"cvar"`: the samples in the tail).
 
     Raises:
         `ValueError`: If no threshold is given.
@@ -78,14 +78,9 @@ def summarize(
         raise ValueError("Give at least one threshold.")
     pairs = _pairs(records)
 
-    def estimate(targets: Sequence, statistic: Callable[[list], float]) -> dict[str, float]:
-        return asdict(bootstrap_over_targets(targets, statistic, level, resamples))
-
-    cvar: dict[str, Any] = {}
-    for i, phase in enumerate(PHASES):
-        scores = [pair[i] for pair in pairs]
-        cvar[phase] = estimate(scores, lambda drawn: lower_tail_mean(sum(drawn, []), tail))
-        cvar[phase]["samples"] = math.ceil(tail * sum(map(len, scores)))
+    cvar = {
+        phase: asdict(tail_over_targets([pair[i] for pair in pairs], tail, level)) for i, phase in enumerate(PHASES)
+    }
     return {
         "targets": count_targets(header, records),
         "scored": len(pairs),
@@ -93,7 +88,7 @@ def summarize(
         "level": level,
         "tail": tail,
         "cvar": cvar,
-        "thresholds": {str(threshold): _rates(pairs, threshold, k, level, estimate) for threshold in thresholds},
+        "thresholds": {str(threshold): _rates(pairs, threshold, k, level) for threshold in thresholds},
     }
 
 
@@ -181,13 +176,7 @@ def _pairs(records: Sequence[dict[str, Any]]) -> list[tuple[Scores, Scores]]:
     return pairs
 
 
-def _rates(
-    pairs: list[tuple[Scores, Scores]],
-    threshold: float,
-    k: Sequence[int],
-    level: float,
-    estimate: Callable[[Sequence, Callable[[list], float]], dict[str, float]],
-) -> dict[str, Any]:
+def _rates(pairs: list[tuple[Scores, Scores]], threshold: float, k: Sequence[int], level: float) -> dict[str, Any]:
     bad = [tuple((sum(x < threshold for x in scores), len(scores)) for scores in pair) for pair in pairs]
     rates: dict[str, Any] = {}
     for i, phase in enumerate(PHASES):
@@ -195,20 +184,19 @@ def _rates(
         successes = sum(c > 0 for c, _ in counts)
         at_k = {}
         for number in k:
-            chances = [success_at_k(c, n, number) for c, n in counts if n >= number]
-            at_k[str(number)] = estimate(chances, _mean)
+            enough = [(c, n) for c, n in counts if n >= number]
+            chances = [success_at_k(c, n, number) for c, n in enough]
+            # n samples tell no less of success in k than n / k draws of k would
+            at_k[str(number)] = asdict(mean_over_targets(chances, [n / number for _, n in enough], level))
         rates[phase] = {
             "successes": successes,
             "success": asdict(wilson_interval(successes, len(counts), level)),
             "at_k": at_k,
-            "bad_share": estimate([c / n for c, n in counts], _mean),
+            "bad_share": asdict(mean_over_targets([c / n for c, n in counts], [n for _, n in counts], level)),
         }
-    rates["difference"] = estimate([(after[0] > 0) - (before[0] > 0) for before, after in bad], _mean)
+    changes = [(after[0] > 0) - (before[0] > 0) for before, after in bad]
+    rates["difference"] = asdict(paired_difference(changes.count(1), changes.count(-1), len(changes), level))
     return rates
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _line(label: str, before: dict[str, float], after: dict[str, float], note: str, scale: int = 100) -> str:
@@ -220,5 +208,10 @@ def _show(estimate: dict[str, float], scale: int = 100) -> str:
     value, low, high = (scale * estimate[name] for name in ("value", "low", "high"))
     if math.isnan(value):
         return "no data"
-    interval = "" if math.isnan(low) else f" ({low:.3g} to {high:.3g})"
+    if math.isnan(high):
+        interval = ""
+    elif math.isnan(low):
+        interval = f" (at most {high:.3g})"
+    else:
+        interval = f" ({low:.3g} to {high:.3g})"
     return f"{value:.3g}{unit}{interval}"
