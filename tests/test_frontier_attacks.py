@@ -35,7 +35,7 @@ def pairs(tmp_path_factory):
         samples = write_samples(folder / name, values, weights)
         found[name] = (
             samples,
-            evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), folder / f"{name}.jsonl"),
+            evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(seed=len(found)), folder / f"{name}.jsonl"),
         )
     return found
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from datasets import Dataset
 
-from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.gcg import (
     GCGEvaluationConfig,
     GCGResult,
@@ -78,9 +77,8 @@ def test_triggers_are_found(model, tokenizer, output):
         assert {"please", "now"} & set(record["suffix"].split())
     summary = summarize(header, records, [-4.0], k=[1, 5])
     rates = summary["thresholds"]["-4.0"]
-    before, after = (rates[phase]["success"]["value"] for phase in ("before", "after"))
-    assert before <= 0.5 and after == 1  # each of five samples complies in less than 1.5 %, by chance of the draws
-    assert rates["difference"]["value"] == 1 - before
+    assert (rates["before"]["success"]["value"], rates["after"]["success"]["value"]) == (0, 1)
+    assert rates["difference"]["value"] == 1
 
 
 def test_an_early_stop_gives_the_suffix_that_caused_it(model, tokenizer):
@@ -337,7 +335,7 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
     attacked, typed = prompt.splice(record["suffix_ids"]), prompt.encode([record["suffix"]])[0]
     assert attacked != typed and record["round_trip"] is False
     assert record["after"]["target_log_prob"]["mean"] == pytest.approx(-record["loss"], abs=1e-5)
-    seed = derive_seed(0, TableRow(1, **rows[0]), "after", hash_model(model))
+    seed = derive_seed(0, TableRow(1, **rows[0]), "after")
     settings = {"num_samples": 5, "max_new_tokens": 6, "seed": seed}
     assert record["after"]["responses"] == sample_responses(model, tokenizer, attacked, **settings)
     assert record["after"]["responses"] != sample_responses(model, tokenizer, typed, **settings)  # the control

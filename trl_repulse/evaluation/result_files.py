@@ -98,7 +98,7 @@ def _read_attacked(
     results = [read_results(path) for path in attacks]
     first = results[0][0]["identity"]
     for path, (header, _) in zip(attacks, results, strict=True):
-        name = first_difference(header["identity"], first, ("model",))
+        name = first_difference(header["identity"], first, ("model", "config.seed", "config_hash"))
         if name is not None:
             raise ValueError(f"`{path}` and `{attacks[0]}` differ in `{name}`; compare attacks of one kind.")
     for attack, (header, records) in zip(attacks, results, strict=True):

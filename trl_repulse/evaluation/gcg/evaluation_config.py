@@ -13,8 +13,8 @@ class GCGEvaluationConfig(GCGConfig):
     """
     Settings of [`~trl_repulse.evaluation.gcg.evaluate_gcg`]: those of the attack, and what is sampled and judged.
 
-    `seed` is the seed of the whole evaluation. Each target has seeds of its own, made from it, the target's texts
-    and the model's weights, so that results do not depend on order, shards or processes.
+    `seed` is the seed of the whole evaluation. Each target has seeds of its own, made from it and the target's texts, so
+    that results do not depend on order, shards or processes.
 
     Args:
         scenario (`str`, *optional*, defaults to `"behaviors"`):

@@ -90,7 +90,7 @@ def evaluate_gcg(
     if first is not None:
         build_prompt(tokenizer, first.goal, first.target, config.prompt_format)  # refuses a missing chat template
     header = make_header(model, tokenizer, table, judge, config, draft_model)
-    evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config, header["identity"]["model"])
+    evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
     if state.is_main_process:
         _absorb_parts(output)
     state.wait_for_everyone()
@@ -156,8 +156,8 @@ def make_header(
 class _Evaluation:
     """One target's line."""
 
-    def __init__(self, attack: GCG, judge: Judge, config: GCGEvaluationConfig, model_hash: str):
-        self.attack, self.judge, self.config, self.model_hash = attack, judge, config, model_hash
+    def __init__(self, attack: GCG, judge: Judge, config: GCGEvaluationConfig):
+        self.attack, self.judge, self.config = attack, judge, config
 
     def __call__(self, row: TableRow) -> dict[str, Any]:
         record: dict[str, Any] = {"row": row.number, "status": "skipped", "goal": row.goal, "target": row.target}
@@ -175,7 +175,7 @@ class _Evaluation:
         with _timed(seconds, "sample"):
             before = self._respond(row, prompt.encode([""])[0] or self._beginning(), prompt.target_ids, "before")
         with _timed(seconds, "attack"):
-            result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack", self.model_hash))
+            result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
         with _timed(seconds, "sample"):
             after = self._respond(row, result.prompt_ids, prompt.target_ids, "after")
         with _timed(seconds, "judge"):
@@ -201,7 +201,7 @@ class _Evaluation:
         log_probs = target_log_probs(attack.model, prompt_ids, target_ids)
         if not log_probs.isfinite().all():
             raise GCGError("A log-probability of the target is not finite; try the model in float32.")
-        seed = derive_seed(config.seed, row, phase, self.model_hash)
+        seed = derive_seed(config.seed, row, phase)
         return {
             "responses": sample_responses(
                 attack.model, attack.tokenizer, prompt_ids, config.num_samples, config.max_new_tokens, seed

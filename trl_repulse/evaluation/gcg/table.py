@@ -99,10 +99,9 @@ def hash_table(table: list[TableRow]) -> str:
     return hashlib.sha256(json.dumps([[row.goal, row.target] for row in table]).encode()).hexdigest()
 
 
-def derive_seed(seed: int, row: TableRow, purpose: str, model: str) -> int:
+def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
     """
-    A seed that depends on the model and on the target's texts, and on nothing else of the table. Models that drew with the
-    same numbers would err alike, and be no independent runs to a report.
+    A seed that depends on the target's texts and on nothing else of the table.
 
     Args:
         seed (`int`):
@@ -111,13 +110,11 @@ def derive_seed(seed: int, row: TableRow, purpose: str, model: str) -> int:
             The target.
         purpose (`str`):
             What the random numbers are for.
-        model (`str`):
-            Hash of the model's weights.
 
     Returns:
         `int`: from 0 to 2**63 - 1.
     """
-    digest = hashlib.sha256(json.dumps([seed, row.goal, row.target, purpose, model]).encode()).digest()
+    digest = hashlib.sha256(json.dumps([seed, row.goal, row.target, purpose]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
