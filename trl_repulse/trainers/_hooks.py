@@ -19,7 +19,7 @@ from . import _fsdp
 from ._cards import amend_model_card
 from ._records import NEGATIVES
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
-from ._rewards import with_checks
+from ._rewards import all_with_checks
 from ._trl_bridge import (
     disable_dropout,
     prepare_scoring,
@@ -98,10 +98,7 @@ class TrainerHooks:
 
     def _check_reward_functions(self) -> None:
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
-        self.reward_funcs = [
-            function if isinstance(function, torch.nn.Module) else with_checks(function, name)
-            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
 
     # Several processes
 

@@ -101,9 +101,14 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
         `str`: Folder of the checkpoint.
 
     Raises:
-        `ValueError`: If it was not written to its end, or there is none.
+        `ValueError`: If there is none, or it was not written to its end.
     """
     if resume_from_checkpoint is not True:
+        if not Path(resume_from_checkpoint).is_dir():
+            raise ValueError(
+                f"There is no checkpoint `{resume_from_checkpoint}`; name the folder of one, or resume with "
+                f"`resume_from_checkpoint=True` from the last in {output_dir}."
+            )
         reason = incomplete(Path(resume_from_checkpoint))
         if reason is not None:
             raise ValueError(
