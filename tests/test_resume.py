@@ -194,6 +194,20 @@ def test_the_best_checkpoint_gives_both_models(make, tmp_path, prompts, case):
     extra = {"eval_dataset": prompts} | (ADAPTERS if case == "adapters" else {})
     settings = BASE | settings | best | {"output_dir": str(tmp_path / "run"), "num_generations_eval": 4}
     trainer = make(trainer_cls, extra=extra, per_device_eval_batch_size=16, **settings)
+@pytest.mark.parametrize("potential", ["indicator", "tilted"])
+def test_the_threshold_may_change_where_it_only_counts(run, potential):
+    settings = {"potential": potential, "bad_reward_threshold": -1.0}
+    run("an update a generation", "run", max_steps=1, **settings)
+    going_on = {"resume": True, "max_steps": 2} | settings
+    assert run("an update a generation", "run", **going_on).state.global_step == 2
+    going_on |= {"bad_reward_threshold": -2.0, "max_steps": 3}
+    if potential == "indicator":
+        with pytest.raises(ValueError, match="`bad_reward_threshold=-2.0` does not go on .*, where it is -1.0"):
+            run("an update a generation", "run", **going_on)
+    else:
+        assert run("an update a generation", "run", **going_on).state.global_step == 3
+
+
     seen = {}
 
     def evaluate(*args, **kwargs):

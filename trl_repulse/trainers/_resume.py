@@ -257,6 +257,8 @@ def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
     data = trainer.train_dataset
     settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
     return json.loads(json.dumps(settings, default=str))
+    if settings.get("potential") == "indicator":  # others leave it to what is counted
+        settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
 
 
 def _check_settings(trainer: "ReinforceTrainer | PPOTrainer", position: dict[str, Any], checkpoint: Path) -> None:
