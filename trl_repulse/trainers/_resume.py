@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
-from ._records import NEGATIVES
+from ._records import EARLIER_NEGATIVES, NEGATIVES
 
 
 if TYPE_CHECKING:
@@ -236,10 +236,16 @@ def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
             batches[int(i)][name] = value.to(trainer.accelerator.device)
         trainer._buffered_inputs = batches
     negatives = Path(trainer.args.output_dir) / NEGATIVES
-    if trainer.accelerator.is_main_process and negatives.is_file():
-        if negatives.stat().st_size > position["negatives_bytes"]:
+    if trainer.accelerator.is_main_process:
+        size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
+        if size > expected:
             with negatives.open("r+b") as file:
-                file.truncate(position["negatives_bytes"])
+                file.truncate(expected)
+        elif size < expected and trainer.args.save_negatives:
+            logger.warning(
+                "%s has %d bytes, and had %d when %s was written: rows are missing, or it is of another run. %s may have them.",
+                *(negatives, size, expected, checkpoint, EARLIER_NEGATIVES),
+            )
     trainer.accelerator.wait_for_everyone()
 
 
@@ -251,14 +257,14 @@ def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
+    if settings.get("potential") == "indicator":  # others leave it to what is counted
+        settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
     second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
     settings["second model"] = None if second is None else type(second).__name__
     settings["model"] = trainer.model.config._name_or_path
     data = trainer.train_dataset
     settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
     return json.loads(json.dumps(settings, default=str))
-    if settings.get("potential") == "indicator":  # others leave it to what is counted
-        settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
 
 
 def _check_settings(trainer: "ReinforceTrainer | PPOTrainer", position: dict[str, Any], checkpoint: Path) -> None:
