@@ -18,6 +18,7 @@ from trl_repulse import embedded
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.scripts import main_or_exit
 
 
 THRESHOLD, LEVEL = -5.0, 0.01
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_or_exit(main)

@@ -9,24 +9,20 @@ their first words unless `--reward_type` and `--reward_model_path` name a reward
 and `GCGEvaluationConfig`; an interrupted run goes on where it stopped.
 """
 
-from argparse import ArgumentError
-
 from trl import TrlParser
 
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 from trl_repulse.evaluation.gcg.launch import launch
+from trl_repulse.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        parser = TrlParser((GCGRunArguments, GCGEvaluationConfig), exit_on_error=False)
-        run, config = parser.parse_args_and_config(argv)
-        report = launch(run, config)
-    except (ValueError, ArgumentError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    parser = TrlParser((GCGRunArguments, GCGEvaluationConfig), exit_on_error=False)
+    run, config = parser.parse_args_and_config(argv)
+    report = launch(run, config)
     if report:
         print(report)
 
 
 if __name__ == "__main__":
-    main()
+    main_or_exit(main)

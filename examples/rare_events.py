@@ -18,6 +18,7 @@ from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
+from trl_repulse.scripts import main_or_exit
 
 
 THRESHOLD, LEVEL, BETA = -5.0, 1e-4, -5.0
@@ -33,9 +34,9 @@ def print_bounds(
     drawn = enumeration_sample(log_q, groups * size, generator)
     target = enumeration_sample(log_target, groups, generator)
     bounds = log_z_bounds(log_w.gather(1, drawn).view(-1, groups, size), log_w.gather(1, target))
-    print(f"\nlog Z of each prompt, {groups} groups of {size} draws: bounds, and the truth")
+    print(f"\nlog Z of each prompt, {groups} groups of {size} draws: the ends of an interval, and the truth")
     for bound, truth in zip(bounds, log_target.logsumexp(dim=1).tolist(), strict=True):
-        print(f"{bound.lower:9.3f} to {bound.upper:.3f}, truth {truth:.3f}")
+        print(f"{bound.lower_end:9.3f} to {bound.upper_end:.3f}, truth {truth:.3f}")
 
 
 def main() -> None:
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_or_exit(main)

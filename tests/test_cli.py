@@ -142,6 +142,26 @@ def test_a_reward_that_cannot_be_served(capsys, arguments, message):
     assert "trl-repulse serve-reward: " in error and message in error
 
 
+@pytest.mark.parametrize("number", ["-1e1", "-1E-1", "-.5", "-5.", "-1_000", "-inf", "-Infinity", "-nan"])
+def test_negative_numbers_are_no_options(number):
+    for command, flag, more in (
+        ("evaluate", "thresholds", ["samples"]),
+        ("rare-events", "threshold", ["m", "--prompts", "p", "--max_completion_length", "1"]),
+        ("gcg-report", "threshold", ["results.jsonl"]),
+    ):
+        args = build_parser(command).parse_args([command, *more, f"--{flag}", number, "-2"])
+        assert str(getattr(args, flag)) == str([float(number), -2.0])
+
+
+def test_what_is_no_number_is_an_option(capsys):
+    for argument in ("-information", "-e1", "--1"):
+        with pytest.raises(SystemExit):
+            build_parser("evaluate").parse_args(["evaluate", "samples", "--thresholds", argument])
+        assert "expected at least one argument" in capsys.readouterr().err
+    command = ["rare-events", "m", "--prompts", "p", "--max_completion_length", "1", "--threshold", "-inf"]
+    assert main(command) == 1 and "`--threshold -inf` must be a number" in capsys.readouterr().err
+
+
 def test_help_and_version(capsys):
     for arguments, expected in (
         (["--help"], [*COMMANDS]),

@@ -162,7 +162,10 @@ def test_other_result_files(folders, tmp_path):
         ({"A": paths}, "differ in the setting `steps`"),
         ({"A": [paths[0]], "B": [paths[0]]}, "named twice"),
         ({"A": [paths[0], *folders["A"]]}, "runs of one kind"),
-        ({"A": [tmp_path / "none.json"]}, "cannot be read"),
+        ({"A": [tmp_path / "none.json"]}, "There is no run `.*none.json`; name a folder"),
+        ({"A": [paths[0], tmp_path / "none"]}, "There is no run `.*none`"),
+        ({"A": [folders["A"][0], tmp_path / "none"]}, "There is no run `.*none`"),
+        ({"A": [paths[0], f"{tmp_path}/none,none.jsonl".rsplit(",", 1)]}, "There is no run `.*none`"),
         ({"A": [tmp_path / "A0" / "header.json"]}, "name the folder"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ import yaml
 from trl_repulse._commands._fields import read_fields
 from trl_repulse.cli import build_parser, main
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, read_results
+from trl_repulse.scripts import main_or_exit
 
 from .gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
 from .reward_models import build_tokenizer as build_reward_tokenizer
@@ -247,9 +248,14 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     assert header["identity"]["config"]["include_suffix"] is False
 
 
-def test_a_mistaken_user_of_the_example(example):
-    with pytest.raises(SystemExit, match="error: `--model_name_or_path` is needed"):
-        example.main([])
+def test_a_mistaken_user_of_the_example(example, tmp_path):
+    (tmp_path / "bad.yaml").write_text("num_samples: [1\n")
+    for arguments, message in (
+        ([], "error: `--model_name_or_path` is needed"),
+        (["--config", str(tmp_path / "bad.yaml")], "error: The file of `--config` is not valid YAML"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main_or_exit(lambda arguments=arguments: example.main(arguments))
 
 
 def test_the_report_needs_no_model():

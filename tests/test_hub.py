@@ -71,9 +71,12 @@ def checkpoint_files(strategy, files):
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_only_the_policy_leaves(hub, push, strategy, tmp_path):
-    trainer = push(hub_strategy=strategy, save_negatives=True, bad_reward_threshold=-1.0)
     out = tmp_path / "out"
-    for kept in ("proposal/model.safetensors", "negatives.jsonl", "checkpoint-2/proposal/optimizer.safetensors"):
+    out.mkdir()
+    (out / "negatives.jsonl").write_text("{}\n")  # an earlier run's
+    trainer = push(hub_strategy=strategy, save_negatives=True, bad_reward_threshold=-1.0)
+    kept_names = ("proposal/model.safetensors", "negatives.jsonl", "negatives-1.jsonl")
+    for kept in (*kept_names, "checkpoint-2/proposal/optimizer.safetensors"):
         assert (out / kept).is_file()
     assert set(hub.repositories) == {"me/out"}
     repository = hub.repositories["me/out"]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from trl_repulse.cli import main
+from trl_repulse.evaluation.rare.bounds import log_z_bounds
 from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
@@ -191,10 +193,25 @@ def test_example(tmp_path, monkeypatch, capsys):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr("sys.argv", [path.name, "--output_dir", str(tmp_path), "--num_samples", "1000"])
+    bounds = []
+    monkeypatch.setattr(module, "log_z_bounds", lambda *args: bounds.extend(log_z_bounds(*args)) or bounds)
     module.main()
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("P(r < -5)"))
     lower, upper = float(row[4]), float(row[6])
     truth = float(printed.split("P(r < -5) = ")[1].split()[0])
     assert lower < truth < upper and math.isclose(truth, 0.0064, rel_tol=0.1)
-    assert printed.count("truth ") >= 4
+    shown = [line.strip().split(", truth ") for line in printed.splitlines() if ", truth " in line]
+    assert [ends for ends, _ in shown] == [f"{bound.lower_end:.3f} to {bound.upper_end:.3f}" for bound in bounds]
+    assert all(b.lower_end < float(truth) < b.upper_end for b, (_, truth) in zip(bounds, shown, strict=True))
+
+
+def test_examples_without_a_model_end_in_one_line(tmp_path, monkeypatch):
+    for name, flag in (("rare_events", "--output_dir"), ("evaluate", "--model")):
+        path = ROOT / "examples" / f"{name}.py"
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", [path.name, flag, str(tmp_path / "none")])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(path), run_name="__main__")
+        message = exit_.value.code
+        assert message.startswith("error: ") and str(tmp_path / "none") in message and "\n" not in message

@@ -130,6 +130,54 @@ def test_nothing_to_resume_from(run, tmp_path):
         run("an update a generation", "empty", resume=True)
 
 
+def test_a_checkpoint_that_is_not_there(run, tmp_path):
+    with pytest.raises(ValueError, match=r"no checkpoint `.*checkpoint-9`; name .*`resume_from_checkpoint=True` from"):
+        find_checkpoint(tmp_path / "checkpoint-9", str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["an update a generation", "REINFORCE", "PPO"])
+def test_negatives_of_an_earlier_run_are_set_aside(run, tmp_path, caplog, case):
+    settings = {"save_negatives": True, "bad_reward_threshold": 9.0, "max_steps": 1}
+    out, written = tmp_path / "out", []
+    for seed in (1, 2, 3):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trainer = run(case, "out", seed=seed, **settings)
+        written.append((out / "negatives.jsonl").read_bytes())
+        moved = f"negatives.jsonl is of an earlier run and is now {out}/negatives-{seed - 1}.jsonl"
+        assert (moved in caplog.text) == (seed > 1)
+    assert len(set(written)) == 3  # the control: other seeds, other rows
+    assert [(out / f"negatives-{number}.jsonl").read_bytes() for number in (1, 2)] == written[:2]
+    trainer.args.max_steps = 9  # beyond what is left of a generation
+    trainer.train()  # the same run's, once more
+    assert (out / "negatives.jsonl").read_bytes().startswith(written[2])
+    assert len((out / "negatives.jsonl").read_bytes()) > len(written[2])
+    assert len(list(out.glob("negatives*"))) == 3
+
+
+def test_negatives_stay_where_nothing_would_mix(run, tmp_path, caplog):
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "negatives.jsonl"
+    settings = {"bad_reward_threshold": 9.0, "max_steps": 1}
+    path.touch()
+    run("an update a generation", "out", save_negatives=True, **settings)  # nothing to lose
+    written = path.read_bytes()
+    run("an update a generation", "out", **settings)  # writes none
+    assert written and path.read_bytes() == written
+    trainer = run("an update a generation", "out", resume=True, save_negatives=True, **settings)
+    trainer.train()  # goes on in the file that was resumed
+    rows = path.read_bytes()
+    assert rows.startswith(written) and len(rows) > len(written) and [*path.parent.glob("negatives*")] == [path]
+    assert "negatives.jsonl" not in caplog.text
+    path.write_bytes(rows[:9])
+    position = json.loads((Path(find_checkpoint(True, str(path.parent))) / "position-0.json").read_text())
+    run("an update a generation", "out", resume=True, save_negatives=True, **settings)
+    assert (
+        f"has 9 bytes, and had {position['negatives_bytes']} when" in caplog.text
+        and "negatives-*.jsonl may have" in caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -144,6 +192,20 @@ def test_changed_settings_are_refused(run, change, message):
     run("an update a generation", "run", max_steps=1)
     with pytest.raises(ValueError, match=message):
         run("an update a generation", "run", resume=True, **change)
+
+
+@pytest.mark.parametrize("potential", ["indicator", "tilted"])
+def test_the_threshold_may_change_where_it_only_counts(run, potential):
+    settings = {"potential": potential, "bad_reward_threshold": -1.0}
+    run("an update a generation", "run", max_steps=1, **settings)
+    going_on = {"resume": True, "max_steps": 2} | settings
+    assert run("an update a generation", "run", **going_on).state.global_step == 2
+    going_on |= {"bad_reward_threshold": -2.0, "max_steps": 3}
+    if potential == "indicator":
+        with pytest.raises(ValueError, match="`bad_reward_threshold=-2.0` does not go on .*, where it is -1.0"):
+            run("an update a generation", "run", **going_on)
+    else:
+        assert run("an update a generation", "run", **going_on).state.global_step == 3
 
 
 def test_other_changes_are_said(run, caplog):

@@ -11,10 +11,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse import embedded
+from trl_repulse._errors import describe_error, from_reward
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.rewards import ToxicityReward
 from trl_repulse.rewards.transformed import TransformedReward
 from trl_repulse.scripts import load_data, main_or_exit
+from trl_repulse.trainers._rewards import with_checks
 
 
 pytestmark = pytest.mark.trainer
@@ -203,6 +205,89 @@ def test_mistakes_are_one_line(scripts, tmp_path, flags, words):
     message = exit_.value.code
     assert message.startswith("error: ") and "\n" not in message
     assert words in message
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+@pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError"])
+def test_errors_of_a_reward_function_name_it_and_its_line(scripts, tmp_path, name, kind):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import json\n\n\ndef read(text):\n    if not json.loads('[]'):\n"
+        f"        raise {kind}('no number:\\n' + repr(text[:0]))\n\n\n"
+        "def mine(completions, **kwargs):\n    return [read(text) for text in completions]\n"
+    )
+    flags = [*QUICK, "--output_dir", str(tmp_path / "out"), "--reward_type", f"{path}:mine"]
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: scripts[name].main(flags))
+    assert exit_.value.code == (
+        f"error: no number: ''. Raised by the reward function 'mine'. In {path.resolve()}, line 6."
+    )
+
+
+def raises(error):
+    def main():
+        raise error
+
+    return main
+
+
+def test_errors_that_are_no_mistake_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main_or_exit(raises(RuntimeError("out of memory")))
+
+
+def test_the_place_of_an_error():
+    """The innermost line of the user's, not of a library; without one, or without a reward function, none."""
+
+    def fails(**kwargs):
+        json.loads("{")
+
+    def gives_nan(**kwargs):
+        return [float("nan")]
+
+    line = fails.__code__.co_firstlineno + 1
+    for function, words in (
+        (fails, f"(char 1). Raised by the reward function 'mine'. In {__file__}, line {line}."),
+        (json.JSONDecoder, "got an unexpected keyword argument 'x'. Raised by the reward function 'mine'."),
+        (gives_nan, "or `None` to exclude the sample."),
+    ):
+        with pytest.raises((ValueError, TypeError)) as error:
+            with_checks(function, "mine")(x=1)
+        assert describe_error(error.value).endswith(words)
+        assert from_reward(error.value) == (function is not gives_nan)
+    assert describe_error(OSError()) == "OSError" and not from_reward(OSError())
+
+
+@pytest.mark.parametrize("text", ["max_steps: 2\n  beta: 0.1\n", "a: [1, 2\n", "\x07: 1\n"])
+def test_a_file_of_settings_that_is_no_yaml(scripts, tmp_path, text):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: scripts["repulse"].main(["--config", str(path)]))
+    message = exit_.value.code
+    assert message.startswith("error: The file of `--config` is not valid YAML, correct it: ")
+    assert "\n" not in message and str(path) in message
+
+
+# Going on
+
+
+@pytest.mark.parametrize("word", ["true", "True"])
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+def test_the_last_checkpoint_is_asked_for_by_a_word(scripts, tmp_path, name, word):
+    saving = ["--save_strategy", "steps", "--save_steps", "1"]
+    run(scripts[name], tmp_path, *saving)
+    flags = [*saving, "--max_steps", "3", "--resume_from_checkpoint", word]
+    results = run(scripts[name], tmp_path, *flags)
+    assert results["policy_updates"] == 3
+    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_a_checkpoint_that_is_not_there(scripts, tmp_path):
+    flags = [*QUICK, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: scripts["reinforce"].main(flags))
+    assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
 
 
 def test_a_transform_needs_a_function(scripts, tmp_path):

@@ -5,8 +5,10 @@
 """
 
 import argparse
+import re
 import sys
 from importlib import import_module
+from typing import Any
 
 from trl_repulse import __version__
 
@@ -24,6 +26,14 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, not for options."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
+
+
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """
     The parser of the console command.
@@ -35,7 +45,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     Returns:
         `argparse.ArgumentParser`: The parser.
     """
-    parser = argparse.ArgumentParser("trl-repulse", description="Tools around RePULSe for TRL.")
+    parser = _Parser("trl-repulse", description="Tools around RePULSe for TRL.")
     parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():

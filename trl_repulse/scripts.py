@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from . import embedded
+from ._errors import describe_error, from_reward
 from .data import drop_long_prompts, load_prompts
 from .evaluation.exact import ExactEvaluator
 from .evaluation.tracking import (
@@ -29,6 +31,8 @@ from .evaluation.tracking import (
 from .plots import plot_training
 from .rewards.loading import load_reward
 from .trainers._deepspeed import gathered
+from .trainers._hooks import TrainerHooks
+from .trainers._rewards import all_with_checks
 
 
 # Of the metrics logged last, where the expected reward is not computed exactly
@@ -348,7 +352,11 @@ def run(
     )
     tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
     trainer.add_callback(tracking)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
+        trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
+    # The field is text on the command line, where the last checkpoint is asked for by a word
+    resume = args.resume_from_checkpoint in (True, "true", "True") or args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if script_args.eval_dataset_name is not None:
         trainer.evaluate()
@@ -411,8 +419,15 @@ def main_or_exit(main: Callable[[], None]) -> None:
     Args:
         main (`Callable`):
             The function.
+
+    Raises:
+        `RuntimeError`: If one is raised that is not of a reward function.
     """
     try:
         main()
-    except (ValueError, OSError, ArgumentError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    except yaml.YAMLError as error:
+        sys.exit(f"error: The file of `--config` is not valid YAML, correct it: {describe_error(error)}")
+    except (ValueError, OSError, ArgumentError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not from_reward(error):
+            raise
+        sys.exit(f"error: {describe_error(error)}")

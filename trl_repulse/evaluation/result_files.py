@@ -50,7 +50,7 @@ def load_frontier(
         [`Frontier`]
 
     Raises:
-        `ValueError`: If a run cannot be read or lacks a quantity, runs were made with different settings, or one is named
+        `ValueError`: If a run is not there, cannot be read or lacks a quantity, runs were made with different settings, or one is named
             twice.
     """
     for name in (x, y):
@@ -60,6 +60,9 @@ def load_frontier(
         for method, each in paths.items()
         for source in each
     ]
+    missing = next((path for _, run in flat for path in run if not path.exists()), None)
+    if missing is not None:
+        raise ValueError(f"There is no run `{missing}`; name a folder of samples, or a file of results.")
     places = [path.resolve() for _, run in flat for path in run]
     if len(set(places)) < len(places):
         twice = next(path for path in places if places.count(path) > 1)

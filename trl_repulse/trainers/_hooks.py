@@ -17,9 +17,9 @@ from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
-from ._records import NEGATIVES
+from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
-from ._rewards import with_checks
+from ._rewards import all_with_checks
 from ._trl_bridge import (
     disable_dropout,
     prepare_scoring,
@@ -84,8 +84,11 @@ class TrainerHooks:
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
     # which it pickles, have `hub_token` in them (transformers 5.23)
     _withheld: tuple[str, ...] = tuple(
-        prefix + name for name in (NEGATIVES, TRAINING_ARGS_NAME, "position-*") for prefix in ("", "*/")
+        prefix + name
+        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*")
+        for prefix in ("", "*/")
     )
+    _has_begun = False  # whether the negative data in the folder are this run's
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -98,10 +101,7 @@ class TrainerHooks:
 
     def _check_reward_functions(self) -> None:
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
-        self.reward_funcs = [
-            function if isinstance(function, torch.nn.Module) else with_checks(function, name)
-            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
 
     # Several processes
 
@@ -114,7 +114,7 @@ class TrainerHooks:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """
         As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
-        passed over.
+        passed over. Negative data of an earlier run are set aside, unless that run is resumed.
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
@@ -123,6 +123,9 @@ class TrainerHooks:
                     "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
                     "draw other completions than one that was not interrupted. Set it to False for the same ones."
                 )
+        elif self.args.save_negatives and not self._has_begun and self.accelerator.is_main_process:
+            set_negatives_aside(self.args.output_dir)
+        self._has_begun |= not resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_train_sampler(self, dataset: Any = None):
@@ -132,6 +135,7 @@ class TrainerHooks:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             load_position(self, Path(resume_from_checkpoint))
+            self._has_begun = True
         return prepared
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

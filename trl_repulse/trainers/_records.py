@@ -1,5 +1,6 @@
 """What a trainer writes down of the completions it draws: the table that is logged, and the negative data."""
 
+import itertools
 import json
 import math
 from collections import defaultdict, deque
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
     from .ppo_trainer import PPOTrainer
     from .reinforce_trainer import ReinforceTrainer, Samples
 
+logger = get_logger(__name__)
 
 NEGATIVES = "negatives.jsonl"
+# Those of earlier runs in the same folder
+EARLIER_NEGATIVES = "negatives-*.jsonl"
 
 
 def new_logs(size: int) -> dict[str, Any]:
@@ -106,6 +111,27 @@ def log_importance(trainer: "ReinforceTrainer", prefix: str, log_w: torch.Tensor
     trainer._log_mean(f"{prefix}/max_weight", max_weight_share(log_w))
     log_z = log_z_estimate(log_w, scored)
     trainer._log_mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
+
+
+def set_negatives_aside(output_dir: str) -> None:
+    """
+    Gives negative data of an earlier run another name, with a warning; for the main process alone.
+
+    Args:
+        output_dir (`str`):
+            The folder of a run that begins.
+    """
+    path = Path(output_dir) / NEGATIVES
+    if not path.is_file() or not path.stat().st_size:
+        return
+    aside = next(
+        aside for number in itertools.count(1) if not (aside := path.with_stem(f"{path.stem}-{number}")).exists()
+    )
+    path.rename(aside)
+    logger.warning(
+        "%s is of an earlier run and is now %s: this run writes its own. To resume the earlier run, first move it back.",
+        *(path, aside),
+    )
 
 
 def append_negatives(

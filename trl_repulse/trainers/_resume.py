@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
-from ._records import NEGATIVES
+from ._records import EARLIER_NEGATIVES, NEGATIVES
 
 
 if TYPE_CHECKING:
@@ -101,9 +101,14 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
         `str`: Folder of the checkpoint.
 
     Raises:
-        `ValueError`: If it was not written to its end, or there is none.
+        `ValueError`: If there is none, or it was not written to its end.
     """
     if resume_from_checkpoint is not True:
+        if not Path(resume_from_checkpoint).is_dir():
+            raise ValueError(
+                f"There is no checkpoint `{resume_from_checkpoint}`; name the folder of one, or resume with "
+                f"`resume_from_checkpoint=True` from the last in {output_dir}."
+            )
         reason = incomplete(Path(resume_from_checkpoint))
         if reason is not None:
             raise ValueError(
@@ -231,10 +236,16 @@ def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
             batches[int(i)][name] = value.to(trainer.accelerator.device)
         trainer._buffered_inputs = batches
     negatives = Path(trainer.args.output_dir) / NEGATIVES
-    if trainer.accelerator.is_main_process and negatives.is_file():
-        if negatives.stat().st_size > position["negatives_bytes"]:
+    if trainer.accelerator.is_main_process:
+        size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
+        if size > expected:
             with negatives.open("r+b") as file:
-                file.truncate(position["negatives_bytes"])
+                file.truncate(expected)
+        elif size < expected and trainer.args.save_negatives:
+            logger.warning(
+                "%s has %d bytes, and had %d when %s was written: rows are missing, or it is of another run. %s may have them.",
+                *(negatives, size, expected, checkpoint, EARLIER_NEGATIVES),
+            )
     trainer.accelerator.wait_for_everyone()
 
 
@@ -246,6 +257,8 @@ def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
+    if settings.get("potential") == "indicator":  # others leave it to what is counted
+        settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
     second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
     settings["second model"] = None if second is None else type(second).__name__
     settings["model"] = trainer.model.config._name_or_path

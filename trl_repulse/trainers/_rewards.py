@@ -5,8 +5,30 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from .._errors import RAISED_BY
 from ..rewards._numbers import as_number, as_values
 from ._trl_bridge import is_async_callable
+
+
+def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:
+    """
+    A trainer's reward functions, each as [`with_checks`] makes it; reward models are left as they are.
+
+    Args:
+        functions (`list`):
+            Reward functions and models, as TRL's trainers keep them.
+        names (`list[str]`):
+            Their names in the metrics.
+
+    Returns:
+        `list`: One of each.
+    """
+    return [
+        function if isinstance(function, torch.nn.Module) else with_checks(function, name)
+        for function, name in zip(functions, names, strict=True)
+    ]
 
 
 def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -49,7 +71,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"Raised by the reward function '{name}'.")
+        error.add_note(f"{RAISED_BY} '{name}'.")
         raise
 
 

@@ -1,0 +1,55 @@
+"""How an error is said in one line: its message, what was noted of it, and where in a reward function it arose."""
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+
+PACKAGE = Path(__file__).parent
+# How the note begins that names the reward function an error came through
+RAISED_BY = "Raised by the reward function"
+# The module that calls users' reward functions, and notes their names
+CALLER = str(PACKAGE / "trainers" / "_rewards.py")
+
+
+def describe_error(error: BaseException) -> str:
+    """
+    An error in one line, for a command that ends with it.
+
+    Args:
+        error (`BaseException`):
+            The error, as it was caught.
+
+    Returns:
+        `str`: Its message and its notes. Where it came through a reward function also the file and the line, the
+        innermost one outside of installed packages, Python and this library; an error without a message has its class.
+    """
+    said = [str(error) or type(error).__name__, *getattr(error, "__notes__", ())]
+    place = _place(error) if from_reward(error) else None
+    if place is not None:
+        said.append(f"In {place}.")
+    lines = [" ".join(part.split()) for part in said]
+    return " ".join([*(line if line[-1:] in ".!?" else f"{line}." for line in lines[:-1]), lines[-1]])
+
+
+def from_reward(error: BaseException) -> bool:
+    """Whether an error came through a reward function, as the note on it says."""
+    return any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ()))
+
+
+def _place(error: BaseException) -> str | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    callers = [i for i, frame in enumerate(frames) if frame.filename == CALLER]
+    inside = frames[callers[-1] + 1 :] if callers else []
+    users = [frame for frame in inside if not _is_library(frame.filename)]
+    return f"{users[-1].filename}, line {users[-1].lineno}" if users else None
+
+
+def _is_library(filename: str) -> bool:
+    path = Path(filename)
+    return (
+        filename.startswith("<")
+        or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        or path.is_relative_to(PACKAGE)
+        or path.is_relative_to(sysconfig.get_path("stdlib"))
+    )
