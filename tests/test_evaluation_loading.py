@@ -88,6 +88,14 @@ def test_rare_events_read_the_columns_of_the_prompts(command, tmp_path, capsys):
     assert found["value"] == 0.5 and [each["value"] for each in found["per_prompt"]] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("name", ["evaluate", "rare-events"])
+def test_an_error_of_a_reward_names_its_line(command, name, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [float('abc')]\n")
+    assert command(name) == 1
+    error = capsys.readouterr().err
+    assert "'abc'. Raised by the reward function 'reward'. In " in error and "mine.py, line 2." in error
+
+
 def test_rare_events_make_messages_of_prompts(command, capsys):
     assert command("rare-events", "--apply_chat_template") == 1
     assert "chat template" in capsys.readouterr().err

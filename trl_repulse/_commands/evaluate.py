@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .._errors import describe_error
 from ._fields import check_output, parse_object
 
 
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if state.is_main_process:
             _write(args, *report)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(f"trl-repulse evaluate: {error}", file=sys.stderr)
+        print(f"trl-repulse evaluate: {describe_error(error)}", file=sys.stderr)
         return 1
     state.destroy_process_group()
     return 0

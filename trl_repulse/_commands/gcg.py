@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 
+from .._errors import describe_error
 from ..evaluation.gcg.evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from ._fields import add_fields, read_fields
 
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
         report = launch(arguments, config)
     except (ValueError, OSError) as error:
-        print(f"trl-repulse gcg: {error}", file=sys.stderr)
+        print(f"trl-repulse gcg: {describe_error(error)}", file=sys.stderr)
         return 1
     if report:
         print(report)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .._errors import describe_error
 from ._fields import check_output, parse_object
 
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             if args.output is not None:
                 _write(args.output, report)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(f"trl-repulse rare-events: {error}", file=sys.stderr)
+        print(f"trl-repulse rare-events: {describe_error(error)}", file=sys.stderr)
         return 1
     state.destroy_process_group()
     return 0
