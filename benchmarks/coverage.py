@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl_repulse import embedded
 from trl_repulse.embedded import grammar
 from trl_repulse.evaluation import tails
+from trl_repulse.evaluation.bootstrap import crossed_interval
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
 from trl_repulse.evaluation.report import MIN_PROMPTS, estimates
@@ -165,6 +166,23 @@ def several_seeds(world: World, rng: np.random.Generator, repetitions: int, popu
         repeat(repetitions, f"{seeds} seeds, {prompts} prompts, {samples} completions each", once)
 
 
+def normal_cells(rng: np.random.Generator, repetitions: int) -> None:
+    """The interval over seeds and prompts where cells are normal with standard deviation 1, and seeds and prompts differ."""
+    for seeds, prompts, of_seeds, of_prompts in (
+        *((3, 16, 0.0, 0.0), (3, 16, 0.4, 0.1), (3, 16, 2.0, 1.0), (3, 50, 0.2, 0.0), (3, 50, 1.0, 2.0)),
+        *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
+    ):
+
+        def once(tally: Tally, shape=(seeds, prompts), spread=(of_seeds, of_prompts)) -> None:
+            cells = spread[0] * rng.normal(size=(shape[0], 1)) + spread[1] * rng.normal(size=(1, shape[1]))
+            cells = cells + rng.normal(size=shape)
+            ends = crossed_interval(cells, replicates=2000)
+            tally.add("mean", Estimate(float(cells.mean()), *ends, cells.size), 0.0)
+
+        setting = f"normal cells, {seeds} seeds and {prompts} prompts, which differ by {of_seeds:g} and {of_prompts:g}"
+        repeat(repetitions, setting, once)
+
+
 def frontier(world: World, rng: np.random.Generator, repetitions: int, populations: list[np.ndarray]) -> None:
     """Intervals of a frontier's means and gains, three to ten runs a method, four prompts."""
     prompts = np.arange(4)
@@ -207,6 +225,7 @@ def main() -> None:
     one_model(world, np.random.default_rng([options.seed, 0]), options.repetitions)
     several_seeds(world, np.random.default_rng([options.seed, 1]), options.repetitions, populations[0])
     frontier(world, np.random.default_rng([options.seed, 2]), options.repetitions, populations)
+    normal_cells(np.random.default_rng([options.seed, 3]), options.repetitions)
 
 
 if __name__ == "__main__":
