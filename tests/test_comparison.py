@@ -64,6 +64,8 @@ def test_table_and_summary(write):
 def test_a_run_without_a_reference_has_no_kl(write):
     final = {"expected_reward": 4.0, "log_prob_bad": -10.0, "kl": None}
     runs = load_runs(write(result(), result(seed=1, final=final)))
+    never = load_runs(write(result(), result(seed=1, log_prob_bad=None)))  # P(bad) is 0
+    assert "4.00 / -10.0, 4.00 / –" in format_comparison(never)
     assert "| – |" in format_comparison(runs) and math.isnan(summarize(runs)["REINFORCE"]["kl"][0])
 
 
@@ -84,7 +86,10 @@ def test_variants_of_one_method_are_told_apart_by_their_labels(write):
         (result(seed=1, samples=200), "drew 200 completions, other runs 100"),
         (result(seed=1, initial={"expected_reward": 0.5, "log_prob_bad": -6.0}), "started at log P"),
         (result(seed=1, final=None), "no exact evaluation"),
-        (result(seed=1, log_prob_bad=None), r"no finite log P\(bad\), nats \(final\)"),
+        (
+            result(seed=1, initial={"expected_reward": 0.5, "log_prob_bad": None}),
+            r"no finite log P\(bad\) at its start",
+        ),
         ({"loss": 1.0}, "no results of a training script"),
     ],
 )

@@ -80,7 +80,10 @@ def test_an_output_that_cannot_be_written_is_refused_first(command, name, tmp_pa
 
 
 def test_rare_events_read_the_columns_of_the_prompts(command, tmp_path, capsys):
-    rows = [{"prompt": "the cat", "answer": -9.0}, {"prompt": "fish", "answer": 0.0}]
+    rows = [
+        {"prompt": "the cat", "answer": -9.0, "completions": "x"},
+        {"prompt": "fish", "answer": 0.0, "completions": "x"},
+    ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text("def reward(completions, answer, **kwargs):\n    return answer\n")
     assert command("rare-events", "--output", tmp_path / "report.json") == 0
@@ -104,7 +107,11 @@ def test_rare_events_make_messages_of_prompts(command, capsys):
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("prompts.jsonl", "`prompts` is the text 'prompts.jsonl'"), ([{"prompt": "fish"}], "rows of a data set")],
+    [
+        ("prompts.jsonl", "`prompts` is the text 'prompts.jsonl'"),
+        ([{"prompt": "fish"}], "rows of a data set"),
+        ({"train": ["fish"]}, "has the parts train"),
+    ],
 )
 def test_what_is_taken_for_prompts(make, tmp_path, tokenizer, model_dirs, given, message):
     model = build_model("gpt2", len(tokenizer))

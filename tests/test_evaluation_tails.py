@@ -263,6 +263,17 @@ def test_no_bad_sample_of_several_models_says_nothing_of_others(tmp_path):
     assert report.one_sided == ["P(r < -1)", "P(r < 2)"] == report.to_dict()["one_sided"]
     assert "interval of P(r < -1), P(r < 2) is for these models and prompts" in report.to_markdown()
     assert tail_report(sets[0], thresholds=[-1.0]).one_sided == []
+    atoms = np.where(rewards < 0.5, -1.0, 0.0)
+    sets = [load_samples(write_samples(tmp_path / f"a{i}", each, weights=str(i))) for i, each in enumerate(atoms)]
+    assert tail_report(sets, levels=[0.2]).one_sided == ["CVaR 0.2"]
+
+
+def test_rates_that_agree_up_to_rounding_have_the_interval_of_their_samples():
+    values = np.zeros((3, 4, 50))
+    for i in range(3):  # 0.64 of each model, spread otherwise
+        values[i].ravel()[np.random.default_rng(i).permutation(200)[:128]] = 1.0
+    found = estimates(values, [], [])["mean"]
+    assert found.high - found.low > 0.05
 
 
 @pytest.mark.parametrize("prompts", [5, 6])

@@ -168,3 +168,9 @@ def test_a_tail_with_nothing_under_its_quantile_has_no_lower_end():
     barely = tail_over_targets([[0.0] * 2 + [1.0] * 8] * 60 + [[1.0] * 10] * 40, 0.1)
     assert barely.value == 0 and barely.high == 1 and math.isnan(barely.low)  # 12 % of 0, and it may be less than 10
     assert tail_over_targets([[1.0] * 10] * 100, 0.1).high == 1
+
+
+def test_targets_that_are_alike_bound_no_tail():
+    alike = [[0.0, *[1.0] * 9]] * 100
+    found = tail_over_targets(alike, 0.2)
+    assert found.value == 0.5 and np.isnan(found.low) and np.isnan(found.high)

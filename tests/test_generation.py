@@ -239,7 +239,7 @@ def test_engine_options(monkeypatch):
     given = []
     monkeypatch.setattr(vllm_generation, "LLM", lambda **options: given.append(options), raising=False)
     original = vllm_generation.LLM
-    monkeypatch.setattr(_engine, "serves_adapters", lambda model: model == "m")
+    monkeypatch.setattr(_engine, "serves_adapters", lambda model, trust_remote_code: model == "m")
     lora = LoraConfig(r=12)
     with engine_options("float32", [lora, LoraConfig(use_dora=True, r=64)]):
         vllm_generation.LLM(model="m")
@@ -303,6 +303,20 @@ def test_the_engine_stops_where_training_does(tokenizer, monkeypatch):
     generator = VLLMGenerator(models, tokenizer, engine=engine)
     assert set(generator.generation_kwargs["stop_token_ids"]) == {5, 9, tokenizer.eos_token_id}
     assert generator.generation_kwargs["seed"] == 3
+    models["policy"].generation_config.eos_token_id = [5, -1, 1000]
+    for given, ends in (({}, {5, tokenizer.eos_token_id}), ({"ignore_eos": True}, set())):
+        engine.generation_kwargs = given
+        generator = VLLMGenerator(models, tokenizer, engine=engine)
+        assert set(generator.generation_kwargs["stop_token_ids"]) == ends
+
+
+@pytest.mark.trainer
+def test_continuous_batching_is_refused_under_fsdp(make, monkeypatch):
+    trainer = make(ReinforceTrainer, use_transformers_continuous_batching=True)
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", lambda self: None)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="does not go with FSDP"):
+        trainer.create_accelerator_and_postprocess()
 
 
 def test_log_probabilities_are_those_of_the_drawn_tokens():

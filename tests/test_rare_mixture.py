@@ -134,6 +134,17 @@ def test_good_outputs_that_are_rare(chance, counts):
     assert held / 400 > 0.93
 
 
+def test_good_outputs_that_proposals_hardly_draw():
+    """The policy draws N(0, 1), the proposal N(-2, 1): what is good is known far worse than what is bad."""
+    squares = []
+    for seed in range(40):
+        drawn = torch.randn(1, 1000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 2
+        log_density = -torch.stack([drawn, drawn + 2], dim=-1).square() / 2
+        estimate = prob_bad(MixtureSample(drawn, log_density, (0, 1000)), 0.3)  # P(bad) is 0.618
+        squares.append((estimate.value - 0.618) ** 2)
+    assert (sum(squares) / 40) ** 0.5 < 0.1
+
+
 def test_a_threshold_that_is_a_reward_is_not_bad():
     sample = sample_of(torch.tensor([[2, 2, 3, 0], [0, 0, 1, 1]]), (2, 2))
     assert prob_bad(sample.prompt(0), -6.0).diagnostics.tail_samples == 1

@@ -169,13 +169,25 @@ def test_negatives_stay_where_nothing_would_mix(run, tmp_path, caplog):
     rows = path.read_bytes()
     assert rows.startswith(written) and len(rows) > len(written) and [*path.parent.glob("negatives*")] == [path]
     assert "negatives.jsonl" not in caplog.text
-    path.write_bytes(rows[:9])
+    first = rows.index(b"\n") + 1
+    path.write_bytes(rows[:first])
     position = json.loads((Path(find_checkpoint(True, str(path.parent))) / "position-0.json").read_text())
     run("an update a generation", "out", resume=True, save_negatives=True, **settings)
     assert (
-        f"has 9 bytes, and had {position['negatives_bytes']} when" in caplog.text
+        f"has {first} bytes, and had {position['negatives_bytes']} when" in caplog.text
         and "negatives-*.jsonl may have" in caplog.text
     )
+
+
+def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, caplog):
+    settings = {"bad_reward_threshold": 9.0, "max_steps": 1, "save_negatives": True}
+    run("an update a generation", "out", **settings)
+    path = tmp_path / "out" / "negatives.jsonl"
+    path.write_bytes(b'{"step": 0, "of": "another run"}\n' * 1000)
+    others = path.read_bytes()
+    run("an update a generation", "out", resume=True, **settings)
+    assert (tmp_path / "out" / "negatives-1.jsonl").read_bytes() == others
+    assert "is of an earlier run and is now" in caplog.text
 
 
 @pytest.mark.parametrize(

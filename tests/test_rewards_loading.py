@@ -1,5 +1,6 @@
 """Rewards by name, and transforms around a reward function."""
 
+import json
 import math
 
 import pytest
@@ -64,6 +65,13 @@ def test_function(tmp_path):
 
 def test_no_type_leaves_the_path_to_trl():
     assert load_reward(None, "some/model") == "some/model"
+
+
+def test_no_code_runs_to_see_what_a_reward_model_is(tmp_path):
+    (tmp_path / "code.py").write_text("raise SystemExit('ran')\n")
+    config = {"auto_map": {"AutoConfig": "code.Config"}, "architectures": ["OwnRewardModel"], "model_type": "own"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_reward(None, str(tmp_path)) == str(tmp_path)
 
 
 def test_a_language_model_is_no_reward_model(model_dirs):

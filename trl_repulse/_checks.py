@@ -1,6 +1,6 @@
 """What trainers and data loading refuse, each with one message that names what is wrong and the remedy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
     Raises:
         `ValueError`: If it is a single text, holds rows of a data set, has no rows or no prompts.
     """
+    if isinstance(prompts, Iterator):
+        prompts = list(prompts)
     check_prompts(prompts)
     dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
     check_dataset(dataset, "prompts")
@@ -71,11 +73,15 @@ def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
             Prompts.
 
     Raises:
-        `ValueError`: If it is a single text, whose letters would be the prompts, or holds rows of a data set.
+        `ValueError`: If it is a single text, whose letters would be the prompts, several splits, or holds rows of a data set.
     """
     if isinstance(prompts, str | Path):
         raise ValueError(
             f"`prompts` is the text {str(prompts)[:60]!r}; pass a list of prompts, or `load_prompts(...)` of a file."
+        )
+    if isinstance(prompts, Mapping):
+        raise ValueError(
+            f"`prompts` has the parts {', '.join(map(str, prompts))[:60]}; pass one of them, such as a split."
         )
     if not isinstance(prompts, Dataset) and any(isinstance(prompt, Mapping) for prompt in prompts):
         raise ValueError(

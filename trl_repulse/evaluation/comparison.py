@@ -41,10 +41,10 @@ def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) 
             raise ValueError(f"{path} holds no results of a training script.")
         if run["final"] is None or not set(QUANTITIES) <= set(run["final"]):
             raise ValueError(f"{path} has no exact evaluation of the policy; compare runs in the embedded world.")
-        for when in ("initial", "final"):
-            for key in ("expected_reward", "log_prob_bad"):
-                if run[when][key] is None:
-                    raise ValueError(f"{path} has no finite {QUANTITIES[key]} ({when}); leave it out.")
+        if run["initial"]["log_prob_bad"] is None:
+            raise ValueError(
+                f"{path} has no finite log P(bad) at its start, by which runs are compared; leave it out."
+            )
         run_id = (label or run["method"], run["seed"])
         if run_id in seen:
             raise ValueError(f"{path} and {seen[run_id]} are both {run_id[0]} with seed {run_id[1]}; leave one out.")
@@ -92,8 +92,8 @@ def summarize(runs: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, 
 
     Returns:
         `dict`: By method, in the order of their first runs, and by quantity (`expected_reward` in units of reward,
-        `log_prob_bad` and `kl` in nats): mean and half-width, as [`mean_and_interval`]. NaN where a run has no number, as
-        a KL without a reference.
+        `log_prob_bad` and `kl` in nats): mean and half-width, as [`mean_and_interval`]. NaN where a run has no finite
+        number, as a KL without a reference or the log of a P(bad) of 0.
     """
     methods = dict.fromkeys(run["method"] for run in runs)
     finals = {method: [run["final"] for run in runs if run["method"] == method] for method in methods}
@@ -125,7 +125,10 @@ def format_comparison(runs: Sequence[dict[str, Any]], level: float = 0.95) -> st
     rows = [header, tuple("---" for _ in header)]
     for method, summary in summarize(runs, level).items():
         mine = [run for run in runs if run["method"] == method]
-        each = ", ".join(f"{run['final']['expected_reward']:.2f} / {run['final']['log_prob_bad']:.1f}" for run in mine)
+        ends = [(run["final"]["expected_reward"], run["final"]["log_prob_bad"]) for run in mine]
+        each = ", ".join(
+            " / ".join("–" if x is None else f"{x:.{n}f}" for x, n in zip(end, (2, 1), strict=True)) for end in ends
+        )
         cells = (
             "–" if math.isnan(mean) else f"{mean:.2f} ± {half:.2f}" if half < math.inf else f"{mean:.2f}"
             for mean, half in summary.values()

@@ -53,9 +53,15 @@ class TailReport:
 
     @property
     def one_sided(self) -> list[str]:
-        """Probabilities of several models whose interval is for these models and prompts all the same: none or all are bad."""
-        shares = {name: it.value for name, it in self.overall.items() if name.startswith("P(")}
-        return [name for name, value in shares.items() if self.seeds > 1 and value in (0.0, 1.0)]
+        """
+        Quantities of several models whose interval is for these models and prompts all the same: probabilities where none or all
+        are bad, and CVaR where no sample lies under the quantile.
+        """
+        if self.seeds == 1:
+            return []
+        shares = [name for name, it in self.overall.items() if name.startswith("P(") and it.value in (0.0, 1.0)]
+        tails = [name for name, it in self.overall.items() if name.startswith("CVaR") and it.low == -math.inf]
+        return shares + [name for name in tails if math.isfinite(self.overall[name].high)]
 
     def to_dict(self) -> dict[str, Any]:
         """
@@ -97,7 +103,8 @@ class TailReport:
         if self.one_sided:
             lines += [
                 "",
-                f"No sample, or every one, lies under the threshold: the interval of {', '.join(self.one_sided)} is for these models and prompts.",
+                f"No sample, or every one, lies under the threshold or quantile: the interval of {', '.join(self.one_sided)} is for these models "
+                "and prompts.",
             ]
         for prompt, estimates in self.per_prompt.items() if per_prompt else ():
             lines += ["", f"Prompt {prompt!r}", "", *_table(estimates, self.confidence)]
@@ -220,7 +227,9 @@ def estimates(
         cells = influence.reshape(seeds, prompts, samples).mean(axis=2)
         ends = crossed_interval(cells if prompts >= MIN_PROMPTS else cells.mean(axis=1, keepdims=True), confidence)
         # Where seeds agree to the last digit, as rates may, the samples still leave room
-        return estimate if ends[0] == ends[1] else Estimate(estimate.value, *ends, estimate.samples)
+        if math.isclose(*ends, rel_tol=1e-9, abs_tol=1e-9 * float(influence.std())):
+            return estimate
+        return Estimate(estimate.value, *ends, estimate.samples)
 
     found = {"mean": over_seeds(tails.mean(pooled, confidence), values)}
     for threshold in thresholds:

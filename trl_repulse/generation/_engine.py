@@ -105,7 +105,7 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
 
     def build(model: str, **options: Any) -> Any:
         options["dtype"] = dtype
-        if pushed and serves_adapters(model):
+        if pushed and serves_adapters(model, options.get("trust_remote_code", False)):
             room = next(size for size in _RANKS if size >= max(config.r for config in pushed))
             options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": len(pushed)}
         return original(model=model, **options)
@@ -123,13 +123,15 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
         vllm_generation.LLM = original
 
 
-def serves_adapters(model: str) -> bool:
+def serves_adapters(model: str, trust_remote_code: bool = False) -> bool:
     """
     Whether vLLM serves adapters over a model, and takes new weights for the layers below them (0.28 and later).
 
     Args:
         model (`str`):
             Folder or Hub id of the model.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code that comes with the model may run.
 
     Returns:
         `bool`
@@ -138,7 +140,7 @@ def serves_adapters(model: str) -> bool:
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.models.interfaces import supports_lora
 
-    architectures = AutoConfig.from_pretrained(model).architectures or []
+    architectures = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).architectures or []
     known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
     return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(each.load_model_cls()) for each in known)
 

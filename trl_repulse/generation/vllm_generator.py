@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import random
 import shutil
 import tempfile
 import weakref
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,8 +101,10 @@ class VLLMGenerator:
         if engine.mode == "colocate":
             engine.llm = EngineView(engine.llm, sleep_level or (1 if self._lora else 2))
         # vLLM itself knows only the end tokens that were saved with the model it is built from
-        ends = sorted(end_tokens(next(iter(models.values())), tokenizer))
-        engine.generation_kwargs = {"stop_token_ids": ends, **(engine.generation_kwargs or {})}
+        first, given = next(iter(models.values())), dict(engine.generation_kwargs or {})
+        size = first.config.get_text_config().vocab_size
+        ends = [end for end in end_tokens(first, tokenizer) if 0 <= end < size and not given.get("ignore_eos")]
+        engine.generation_kwargs = {"stop_token_ids": ends, **given}
         if engine.logprobs is None:
             engine.logprobs = 0  # those of the sampled tokens, to compare a trainer's with
         self._served: dict[str, _Served] = {}
@@ -299,5 +304,11 @@ def _build_engine(
 
     adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]
     first = next(iter(models.values()))
+    # vLLM seeds all generators with the number of the engine's group; the caller's seed is what it is to draw by
+    seed, states = torch.initial_seed(), (random.getstate(), np.random.get_state())
     with engine_options(str(first.dtype).removeprefix("torch."), adapters):
-        return VLLMGeneration(first, accelerator, tokenizer, **options)
+        engine = VLLMGeneration(first, accelerator, tokenizer, **options)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.manual_seed((seed + accelerator.process_index // engine.tensor_parallel_size) % 2**63)
+    return engine

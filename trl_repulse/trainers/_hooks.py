@@ -107,6 +107,11 @@ class TrainerHooks:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
+            raise ValueError(
+                "`use_transformers_continuous_batching=True` casts the model's shards where it samples, and processes sample in "
+                "steps of their own: it does not go with FSDP. Leave it False, or set `use_vllm=True`."
+            )
         _fsdp.keep_precision(self.accelerator)
 
     # Checkpoints
@@ -176,7 +181,9 @@ class TrainerHooks:
             options = dict(args.model_init_kwargs or {})
             dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32")
             if dtype == "auto":
-                dtype = str(AutoConfig.from_pretrained(model, revision=options.get("revision")).dtype or "float32")
+                loading = {"trust_remote_code": args.trust_remote_code, **options}
+                loading = {name: loading.get(name) for name in ("revision", "trust_remote_code")}
+                dtype = str(AutoConfig.from_pretrained(model, **loading).dtype or "float32")
         else:
             dtype = str(model.dtype)
         if not isinstance(model, str) and is_peft_model(model):

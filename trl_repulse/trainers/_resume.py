@@ -1,5 +1,6 @@
 """Going on where a checkpoint left a run: what TRL and transformers do not keep, and what must not change."""
 
+import hashlib
 import json
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
-from ._records import EARLIER_NEGATIVES, NEGATIVES
+from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ def save_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
         "step": trainer._step,
         "buffer": rest,
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
+        "negatives_begin": _first_row(negatives),
         "settings": _settings(trainer),
     }
     save_file(tensors, checkpoint / f"position-{rank}.safetensors")
@@ -238,6 +240,9 @@ def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
     negatives = Path(trainer.args.output_dir) / NEGATIVES
     if trainer.accelerator.is_main_process:
         size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
+        if size and _first_row(negatives) != position.get("negatives_begin", _first_row(negatives)):
+            set_negatives_aside(trainer.args.output_dir)  # of another run: nothing of it is cut
+            size = 0
         if size > expected:
             with negatives.open("r+b") as file:
                 file.truncate(expected)
@@ -247,6 +252,15 @@ def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
                 *(negatives, size, expected, checkpoint, EARLIER_NEGATIVES),
             )
     trainer.accelerator.wait_for_everyone()
+
+
+def _first_row(path: Path) -> str:
+    """What tells negative data of one run from another's: a hash of the first row, none without."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        row = file.readline()
+    return hashlib.sha256(row).hexdigest() if row else ""
 
 
 def _generate_every(trainer: "ReinforceTrainer | PPOTrainer") -> int:

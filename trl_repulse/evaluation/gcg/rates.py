@@ -220,6 +220,8 @@ def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: f
     # one value a target, whose mean is the estimate and whose spread its error's, to first order for unequal sizes
     sums = np.add.reduceat(influence - value, np.cumsum(sizes) - sizes)
     by_target = value + sums * len(sizes) / len(scores)
+    if np.ptp(by_target) <= 1e-9 * max(1.0, abs(value)):  # targets alike say nothing of others
+        return Estimate(value, np.nan, np.nan, samples)
     half = float(stats.t.isf((1 - level) / 2, len(sizes) - 1)) * float(by_target.std(ddof=1)) / sqrt(len(sizes))
     skewed = mean(by_target[:, None], level)
     return Estimate(value, min(skewed.low, value - half), max(skewed.high, value + half), samples)

@@ -60,8 +60,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     The interval takes the weighted count of bad completions for a multiple of a Poisson count, as Fay and Feuer (1997) do
     for standardised rates, with the stratified variance in place of the Poisson one. It lies within [0, 1], is lopsided
     where few completions bear the weight, and agrees with Student's where many do. Without a bad completion the upper end
-    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those. Where most of the weight is bad, the
-    good outputs are estimated so, and what they leave is reported.
+    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those. Where most of the weight is bad, and
+    the good outputs are the surer estimate, what they leave is reported.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -83,8 +83,10 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     bad = sample.rewards < threshold
     value, low, high, error = _probability(sample, bad, confidence)
     if value > 0.5:
-        good, least, most, error = _probability(sample, ~bad, confidence)
-        value, low, high = 1 - good, 1 - most, 1 - least
+        good, least, most, good_error = _probability(sample, ~bad, confidence)
+        # Proposals are made for bad outputs, and may cover the good ones worse than these
+        if bool(bad.all()) or (good > 0 and good_error <= error):
+            value, low, high, error = 1 - good, 1 - most, 1 - least, good_error
     diagnostics = diagnose(sample, sample.log_w.masked_fill(~bad, -torch.inf), value)
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
 
