@@ -176,7 +176,7 @@ def normal_cells(rng: np.random.Generator, repetitions: int) -> None:
         def once(tally: Tally, shape=(seeds, prompts), spread=(of_seeds, of_prompts)) -> None:
             cells = spread[0] * rng.normal(size=(shape[0], 1)) + spread[1] * rng.normal(size=(1, shape[1]))
             cells = cells + rng.normal(size=shape)
-            ends = crossed_interval(cells, replicates=2000)
+            ends = crossed_interval(cells)
             tally.add("mean", Estimate(float(cells.mean()), *ends, cells.size), 0.0)
 
         setting = f"normal cells, {seeds} seeds and {prompts} prompts, which differ by {of_seeds:g} and {of_prompts:g}"

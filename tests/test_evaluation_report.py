@@ -125,7 +125,7 @@ def test_interval_over_seeds_and_prompts_covers(seeds, prompts, spread):
             s * rng.standard_normal(shape)
             for s, shape in zip(spread, ((seeds, 1), (1, prompts), (seeds, prompts)), strict=True)
         )
-        return crossed_interval(cells, replicates=500)
+        return crossed_interval(cells)
 
     assert 0.925 < coverage(interval, 0.0, 600) < 0.99
 
@@ -134,7 +134,7 @@ def test_prompts_as_draws_matter():
     # The control: seeds alone, where it is the prompts that differ, would miss most of the time
     def interval(rng):
         cells = rng.standard_normal((1, 10)) + 0.1 * rng.standard_normal((5, 10))
-        return crossed_interval(cells.mean(axis=1, keepdims=True), replicates=200)
+        return crossed_interval(cells.mean(axis=1, keepdims=True))
 
     assert coverage(interval, 0.0, 200) < 0.4
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binomtest
 
-from .bootstrap import REPLICATES
 from .comparison import mean_and_interval
 from .tails import Estimate
 
@@ -30,6 +29,7 @@ QUANTITIES = {
     "attack_success": (True, "attack success rate"),
     "kl": (True, "KL to the reference, nats"),
 }
+REPLICATES = 10_000  # R
 SHARES = ("prob_bad", "attack_success")  # within [0, 1]
 
 
