@@ -1,0 +1,99 @@
+"""The embedded default with vLLM and without, both by the same random numbers: are the weights the same?
+
+    VLLM_CPU_KVCACHE_SPACE=1 python benchmarks/same_draws.py --seed 0
+
+Both ways draw a token as the largest of probability over exponential noise, from torch's generator. So with the generator in one state
+when training begins they draw the same completions from the same weights, and go on to the same weights, until rounding of a
+probability turns one draw. Two things are taken from the engine for that: vLLM's CPU build draws its noise in a compiled function, with
+random numbers of its own, and rows that have ended are not drawn for, as transformers does.
+
+After each update the weights of policy and proposal are compared, to the bit. Needs a CPU and vLLM's build for it.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_repulse import RePULSeConfig, RePULSeTrainer
+from trl_repulse.scripts import TrainingScriptArguments, parse, run
+
+
+DEFAULT = Path(__file__).parent.parent / "examples" / "configs" / "embedded.yaml"
+
+
+class Watched(RePULSeTrainer):
+    """Notes the weights of both models after each update; all runs begin with the generator as it was in the first."""
+
+    state_of_torch: torch.Tensor | None = None
+    weights: list[list[str]] = []  # of all runs, in order
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        trainer = self
+
+        class Watch(TrainerCallback):
+            def on_train_begin(self, *args, **kwargs):
+                if Watched.state_of_torch is None:
+                    Watched.state_of_torch = torch.get_rng_state()
+                torch.set_rng_state(Watched.state_of_torch)
+                Watched.weights.append([])
+
+            def on_step_end(self, *args, **kwargs):
+                digest = hashlib.sha256()
+                for model in (trainer.accelerator.unwrap_model(trainer.model), trainer.proposal.module):
+                    for parameter in model.parameters():
+                        digest.update(parameter.detach().contiguous().numpy().tobytes())
+                Watched.weights[-1].append(digest.hexdigest())
+
+        self.add_callback(Watch())
+
+
+def draw_like_transformers() -> None:
+    """Takes from vLLM's CPU build what makes its draws others than transformers'."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    def sample(logits: torch.Tensor) -> torch.Tensor:
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
+        return probs.div_(torch.empty_like(probs).exponential_()).argmax(dim=-1)
+
+    def generate(engine, *args, **kwargs):
+        ends = engine.generation_kwargs.get("stop_token_ids") or engine.ends
+        engine.ends, engine.generation_kwargs = ends, {"ignore_eos": True}
+        prompts, drawn, *said = original(engine, *args, **kwargs)
+        sizes = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in drawn]
+        return prompts, *([row[:size] for row, size in zip(each, sizes, strict=True)] for each in (drawn, *said))
+
+    original, VLLMGeneration.generate = VLLMGeneration.generate, generate
+    topk_topp_sampler.compiled_random_sample = sample
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max_steps", type=int, default=800)
+    options = parser.parse_args()
+    draw_like_transformers()
+    ends = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("transformers", "vllm"):
+            place = Path(folder, name)
+            argv = ["--use_cpu", "true", "--seed", str(options.seed), "--max_steps", str(options.max_steps)]
+            argv += ["--output_dir", str(place), "--use_vllm", str(name == "vllm").lower(), "--disable_tqdm", "true"]
+            arguments = parse(argv, (TrainingScriptArguments, RePULSeConfig), DEFAULT)
+            run(Watched, *arguments, f"RePULSe, {name}")
+            final = json.loads((place / "results.json").read_text())["final"]
+            ends.append(f"{final['expected_reward']:.2f} / {final['log_prob_bad']:.1f}")
+    same = [one == other for one, other in zip(*Watched.weights, strict=True)]
+    first = str(same.index(False) + 1) if False in same else "none"
+    print("| seed | updates | with the same weights | first with others | reward / log P(bad), transformers | vLLM |")
+    print(f"{'|---' * 6}|\n| {options.seed} | {len(same)} | {sum(same)} | {first} | {' | '.join(ends)} |")
+
+
+if __name__ == "__main__":
+    main()
