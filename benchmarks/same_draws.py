@@ -8,6 +8,10 @@ probability turns one draw. Two things are taken from the engine for that: vLLM'
 random numbers of its own, and rows that have ended are not drawn for, as transformers does.
 
 After each update the weights of policy and proposal are compared, to the bit. Needs a CPU and vLLM's build for it.
+
+    python benchmarks/same_draws.py --check_compiled 100000
+
+asks instead whether that compiled function draws what it should: so many batches of 128 tokens from known probabilities, by chi-square.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from scipy.stats import chi2
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -73,11 +78,31 @@ def draw_like_transformers() -> None:
     topk_topp_sampler.compiled_random_sample = sample
 
 
+def check_compiled(batches: int) -> None:
+    """Counts of drawn tokens, with probabilities from 1/12 down to 1e-7, against what is expected of independent draws."""
+    from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample
+
+    torch.manual_seed(0)
+    log_p = torch.linspace(0, -14, 164).log_softmax(-1)
+    counts = torch.zeros(164, dtype=torch.int64)
+    for _ in range(batches):
+        counts += torch.bincount(compiled_random_sample(log_p.repeat(128, 1)), minlength=164)
+    expected = log_p.double().softmax(-1) * 128 * batches
+    rare = expected < 5  # taken as one
+    seen, wanted = (torch.cat([each[~rare], each[rare].sum(0, keepdim=True)]) for each in (counts, expected))
+    statistic, freedom = ((seen - wanted) ** 2 / wanted).sum().item(), len(wanted) - 1
+    print(f"{128 * batches:,} draws: chi-square {statistic:.0f}, {freedom} degrees of freedom, p = ", end="")
+    print(f"{chi2.sf(statistic, freedom):.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max_steps", type=int, default=800)
+    parser.add_argument("--check_compiled", type=int, metavar="BATCHES", help="check vLLM's compiled draws alone")
     options = parser.parse_args()
+    if options.check_compiled:
+        return check_compiled(options.check_compiled)
     draw_like_transformers()
     ends = []
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import sys
 from pathlib import Path
 
 
@@ -291,6 +292,14 @@ def test_stale_weights_would_be_noticed_in_training(make, tokenizer, tmp_path, c
     trainer.train()
     assert trainer.state.log_history[4]["sampling/sampling_logp_difference/mean"] > 0.1
     assert "vLLM's log-probabilities of the samples" in caplog.text
+
+
+@pytest.mark.skipif(not CPU, reason="on an accelerator the two ways draw other random numbers")
+def test_with_the_same_random_numbers_training_is_the_same():
+    """The embedded default, to the bit; the benchmark runs it to its end."""
+    done = run([sys.executable, "benchmarks/same_draws.py", "--max_steps", "25"])
+    row = next(line for line in done.stdout.splitlines() if line.startswith("| 0 |"))
+    assert [cell.strip() for cell in row.split("|")[2:5]] == ["25", "25", "none"]
 
 
 def test_an_engine_that_does_not_fit(tokenizer, tmp_path):
