@@ -28,6 +28,23 @@ from trl_repulse.evaluation.tails import Estimate
 
 
 THRESHOLD = -5.0
+SEEDS_PROMPTS_SAMPLES = (
+    *((3, 4, 250), (3, 16, 100), (5, 4, 250), (5, 6, 250), (5, 8, 250), (5, 16, 100)),
+    *((10, 4, 250), (10, 16, 100)),
+)
+# Seeds, prompts, and how much they differ
+NORMAL_CELLS = (
+    *((3, 16, 0.0, 0.0), (3, 16, 0.4, 0.1), (3, 16, 2.0, 1.0), (3, 50, 0.2, 0.0), (3, 50, 1.0, 2.0)),
+    *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
+)
+TWO_SEEDS = ((2, 4, 250), (2, 16, 100))
+TWO_SEEDS_OF_NORMAL_CELLS = (
+    (2, 16, 0.0, 0.0),
+    (2, 16, 0.4, 0.4),
+    (2, 50, 1.0, 1.0),
+    (2, 200, 0.2, 0.0),
+    (2, 200, 2.0, 1.0),
+)
 
 
 class World:
@@ -145,14 +162,13 @@ def one_model(world: World, rng: np.random.Generator, repetitions: int) -> None:
         repeat(repetitions, f"{prompts} × {samples:,} completions", once)
 
 
-def several_seeds(world: World, rng: np.random.Generator, repetitions: int, population: np.ndarray) -> None:
+def several_seeds(
+    world: World, rng: np.random.Generator, repetitions: int, population: np.ndarray, settings: tuple
+) -> None:
     """Intervals over seeds and prompts: those of a report on several folders."""
     every = np.arange(len(world.rewards))
     overall = truths(*world.mixture(population, every), (), (0.1,))
-    for seeds, prompts, samples in (
-        *((3, 4, 250), (3, 16, 100), (5, 4, 250), (5, 6, 250), (5, 8, 250), (5, 16, 100)),
-        *((10, 4, 250), (10, 16, 100)),
-    ):
+    for seeds, prompts, samples in settings:
 
         def once(tally: Tally, seeds=seeds, prompts=prompts, samples=samples) -> None:
             chosen = rng.choice(every, prompts)
@@ -166,12 +182,9 @@ def several_seeds(world: World, rng: np.random.Generator, repetitions: int, popu
         repeat(repetitions, f"{seeds} seeds, {prompts} prompts, {samples} completions each", once)
 
 
-def normal_cells(rng: np.random.Generator, repetitions: int) -> None:
+def normal_cells(rng: np.random.Generator, repetitions: int, settings: tuple) -> None:
     """The interval over seeds and prompts where cells are normal with standard deviation 1, and seeds and prompts differ."""
-    for seeds, prompts, of_seeds, of_prompts in (
-        *((3, 16, 0.0, 0.0), (3, 16, 0.4, 0.1), (3, 16, 2.0, 1.0), (3, 50, 0.2, 0.0), (3, 50, 1.0, 2.0)),
-        *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
-    ):
+    for seeds, prompts, of_seeds, of_prompts in settings:
 
         def once(tally: Tally, shape=(seeds, prompts), spread=(of_seeds, of_prompts)) -> None:
             cells = spread[0] * rng.normal(size=(shape[0], 1)) + spread[1] * rng.normal(size=(1, shape[1]))
@@ -223,9 +236,13 @@ def main() -> None:
     populations = [1 + np.arange(half), 1 + half + np.arange(half)]
     print("| samples | interval | covers | truth below | truth above |\n|---|---|---|---|---|", flush=True)
     one_model(world, np.random.default_rng([options.seed, 0]), options.repetitions)
-    several_seeds(world, np.random.default_rng([options.seed, 1]), options.repetitions, populations[0])
+    several_seeds(
+        world, np.random.default_rng([options.seed, 1]), options.repetitions, populations[0], SEEDS_PROMPTS_SAMPLES
+    )
     frontier(world, np.random.default_rng([options.seed, 2]), options.repetitions, populations)
-    normal_cells(np.random.default_rng([options.seed, 3]), options.repetitions)
+    normal_cells(np.random.default_rng([options.seed, 3]), options.repetitions, NORMAL_CELLS)
+    several_seeds(world, np.random.default_rng([options.seed, 4]), options.repetitions, populations[0], TWO_SEEDS)
+    normal_cells(np.random.default_rng([options.seed, 5]), options.repetitions, TWO_SEEDS_OF_NORMAL_CELLS)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,16 @@ def test_bootstrap_over_seeds_and_prompts_covers():
     assert 0.90 < covered / 300 < 0.995
 
 
+@pytest.mark.parametrize(("spread", "prompts"), [((1.0, 1.0), 50), ((0.2, 0.0), 200), ((0.4, 0.4), 16)])
+def test_two_seeds_are_not_pooled(spread, prompts):
+    generator, covered = np.random.default_rng(4), 0
+    for _ in range(1000):
+        cells = spread[0] * generator.normal(size=(2, 1)) + spread[1] * generator.normal(size=(1, prompts))
+        low, high = crossed_interval(cells + generator.normal(size=(2, prompts)))
+        covered += low <= 0.0 <= high
+    assert covered > 940
+
+
 @pytest.mark.parametrize(("seeds", "prompts"), [(5, 4), (3, 16)])
 @pytest.mark.parametrize("effects", [(0.0, 0.0), (0.3, 0.0), (0.3, 0.3), (1.0, 0.2)])
 def test_intervals_over_seeds_and_prompts_cover_with_differences_and_without(seeds, prompts, effects):
@@ -195,8 +205,9 @@ def test_intervals_over_seeds_and_prompts_cover_with_differences_and_without(see
 
 def test_differences_that_are_not_there_are_pooled():
     """By hand: neither seeds nor prompts differ, or seeds alone do."""
-    alike = np.array([[1.0, -1.0], [-1.0, 1.0]])  # all of the variation is that of cells: 4 over 3 degrees of freedom
-    half = student_t.ppf(0.975, 3) * math.sqrt(4 / 3 / 4)
+    # all of the variation is that of cells: 6 over 8 degrees of freedom
+    alike = np.array([[1.0, -1.0, 0.0], [-1.0, 0.0, 1.0], [0.0, 1.0, -1.0]])
+    half = student_t.ppf(0.975, 8) * math.sqrt(6 / 8 / 9)
     assert crossed_interval(alike) == pytest.approx((-half, half))
     seeds = np.array([0.0, 10.0, 20.0, 35.0, 40.0])
     cells = seeds[:, None] + np.array([[0.1, -0.1], [-0.1, 0.1], [0.1, -0.1], [-0.1, 0.1], [0.0, 0.0]])

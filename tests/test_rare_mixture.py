@@ -193,6 +193,36 @@ def test_cvar_without_a_reward_under_the_quantile_has_the_quantiles_upper_end():
     assert above / 300 < 0.04
 
 
+def test_cvar_that_one_reward_makes_is_not_reliable():
+    """The tail holds hundreds of completions of one weight; nearly all of the value and of the variance is one reward's."""
+    rewards = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sample = MixtureSample(rewards, torch.zeros(1, 10_000, 1), (10_000,))
+    assert cvar(sample, 0.05).reliable
+    rewards = rewards.clone()
+    rewards[0, 5000] = -1e4
+    estimate = cvar(MixtureSample(rewards, torch.zeros(1, 10_000, 1), (10_000,)), 0.05)
+    assert not estimate.reliable and estimate.diagnostics.tail_samples == 500
+    assert estimate.diagnostics.max_weight_share > 0.9 and estimate.diagnostics.variance_ess < 1.1
+
+
+def test_halves_of_a_cvar_are_cvars():
+    sample = draw((4000, 4000))
+    estimate = cvar(sample, 0.3)
+    assert sum(estimate.diagnostics.halves) / 2 == pytest.approx(estimate.value)
+    assert estimate.diagnostics.halves == pytest.approx((estimate.value,) * 2, abs=0.5)
+
+
+def test_the_order_of_completions_does_not_matter():
+    """Of the policy alone bad and good outputs are as sure; rounding used to decide whose interval is reported."""
+    intervals = set()
+    for places in itertools.combinations(range(10), 2):
+        rewards = torch.full((1, 10), -1.0, dtype=torch.float64)
+        rewards[0, list(places)] = 1.0
+        estimate = prob_bad(MixtureSample(rewards, torch.zeros(1, 10, 1), (10,)), 0.0)
+        intervals.add((round(estimate.low, 9), round(estimate.high, 9)))
+    assert len(intervals) == 1
+
+
 def test_tail_curve():
     curve = tail_curve(draw((500, 500)), [-100.0, -7.5, -5.0, 100.0])
     assert [estimate.value for estimate in curve] == sorted(estimate.value for estimate in curve)

@@ -7,7 +7,7 @@ Axis letters: P prompts, N completions per prompt, K components.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from scipy.stats import beta as beta_distribution
@@ -85,7 +85,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     if value > 0.5:
         good, least, most, good_error = _probability(sample, ~bad, confidence)
         # Proposals are made for bad outputs, and may cover the good ones worse than these
-        if bool(bad.all()) or (good > 0 and good_error <= error):
+        # The same error, but for rounding, where the policy alone is drawn from
+        if bool(bad.all()) or (good > 0 and good_error <= error * (1 + 1e-9)):
             value, low, high, error = 1 - good, 1 - most, 1 - least, good_error
     diagnostics = diagnose(sample, sample.log_w.masked_fill(~bad, -torch.inf), value)
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
@@ -155,7 +156,9 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     log_x = sample.log_w - log_level + (quantile - sample.rewards.double()).clamp(min=0).log()  # (P, N)
     shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
-    diagnostics = diagnose(sample, in_tail, level)
+    diagnostics = diagnose(sample, in_tail, level, log_x)
+    one, other = (float(quantile) - each for each in diagnostics.halves)
+    diagnostics = replace(diagnostics, halves=(one, other))
     if (
         shift == -math.inf
     ):  # no reward under the quantile: nothing bounds the CVaR from below, the true quantile from above

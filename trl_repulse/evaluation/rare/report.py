@@ -80,7 +80,7 @@ def format_report(report: dict[str, Any]) -> str:
             "estimate",
             f"{100 * report['confidence']:g}% interval",
             "ESS",
-            "largest weight",
+            "largest share",
             "unseen",
             "efficiency",
             "verdict",

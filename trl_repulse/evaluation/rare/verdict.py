@@ -17,7 +17,8 @@ MAX_ERROR = 4.0  # standard errors
 @dataclass(frozen=True)
 class Diagnostics:
     """
-    What an estimate rests on. The tail is made of the bad completions, or of those up to the quantile of a CVaR.
+    What an estimate rests on. The tail is made of the bad completions, or of those up to the quantile t of a CVaR. What a
+    completion contributes is its weight w, for a CVaR w · (t − r).
 
     Args:
         tail_samples (`int`):
@@ -25,11 +26,11 @@ class Diagnostics:
         policy_tail_samples (`int`):
             How many of them the policy drew.
         ess (`float`):
-            Effective number of completions in the tail, (Σw)² / Σw².
+            Effective number of completions behind the estimate, (Σx)² / Σx² of the contributions x.
         max_weight_share (`float`):
-            Share of the tail's weight that one completion bears.
+            Share of the sum of contributions that one completion bears.
         variance_ess (`float`):
-            Effective number of completions behind the variance, (Σw²)² / Σw⁴. Where few completions make the variance,
+            Effective number of completions behind the variance, (Σx²)² / Σx⁴. Where few completions make the variance,
             the interval is as much a matter of luck as the estimate.
         unseen_share (`float`):
             The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
@@ -43,7 +44,7 @@ class Diagnostics:
         num_proposals (`int`):
             Components beside the policy, hotter copies among them.
         halves (`tuple[float, float]`):
-            The probability of the tail from every other completion, and from the rest.
+            The estimate, a probability or a CVaR of that quantile, from every other completion, and from the rest.
         halves_error (`float`):
             Their difference in standard errors.
         normalization_error (`float`):
@@ -81,8 +82,8 @@ class Diagnostics:
         if self.variance_ess < MIN_VARIANCE_ESS:
             found.append(
                 f"Bad completions are too few, or their weights too uneven: {self.variance_ess:.1f} effective completions are "
-                f"behind the variance, {MIN_VARIANCE_ESS:.0f} are needed (the largest weight is {self.max_weight_share:.0%} of "
-                "the tail's). Draw more, or train the proposal further."
+                f"behind the variance, {MIN_VARIANCE_ESS:.0f} are needed (one completion makes {self.max_weight_share:.0%} of the "
+                "estimate). Draw more, or train the proposal further."
             )
         if self.unseen_share > MAX_UNSEEN_SHARE:
             found.append(
@@ -105,29 +106,34 @@ class Diagnostics:
         return tuple(found)
 
 
-def diagnose(sample: MixtureSample, log_x: torch.Tensor, probability: float) -> Diagnostics:
+def diagnose(
+    sample: MixtureSample, log_w: torch.Tensor, probability: float, log_x: torch.Tensor | None = None
+) -> Diagnostics:
     """
     Measures what an estimate rests on.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
             Completions of policy and proposals.
-        log_x (`torch.Tensor` of shape `(P, N)`):
+        log_w (`torch.Tensor` of shape `(P, N)`):
             Log-weights of the completions in the tail, −inf for the others, in nats.
         probability (`float`):
             Probability of the tail.
+        log_x (`torch.Tensor` of shape `(P, N)`, *optional*):
+            Logarithms of what the completions contribute to the estimate. If `None`, their weights.
 
     Returns:
         [`Diagnostics`]
     """
-    in_tail = log_x > -torch.inf
-    shift = log_x.max()
-    x = (log_x - shift).exp() if bool(in_tail.any()) else torch.zeros_like(log_x)
+    in_tail = log_w > -torch.inf
+    w, _ = _scaled(log_w)
+    x, scale = _scaled(log_w if log_x is None else log_x)
     total, squares = float(x.sum()), float(x.square().sum())
     audit = sample.counts[0] * sample.num_prompts * probability
     unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / audit) if audit else 1.0
     one, other = halves(sample, x)
-    mean, variance, _ = stratified_mean(x, sample.counts)
+    mean, variance, _ = stratified_mean(w, sample.counts)
+    error = stratified_mean(x, sample.counts)[1] ** 0.5
     drawn = sum(sample.counts[1:]) * sample.num_prompts
     return Diagnostics(
         tail_samples=int(in_tail.sum()),
@@ -138,8 +144,16 @@ def diagnose(sample: MixtureSample, log_x: torch.Tensor, probability: float) -> 
         unseen_share=unseen,
         efficiency=max(0.0, mean**2 / variance - audit) / drawn if drawn and variance else 0.0,
         num_proposals=len(sample.counts) - 1,
-        halves=(one * float(shift.exp()), other * float(shift.exp())),
+        halves=(one * scale, other * scale),
         # The difference of two halves has four times the variance of the mean of both
-        halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
+        halves_error=abs(one - other) / (2 * error) if error else 0.0,
         normalization_error=largest_normalization_error(sample),
     )
+
+
+def _scaled(log_x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Numbers over their largest, and the largest; all 0 where there is none."""
+    shift = log_x.max()
+    if shift == -torch.inf:
+        return torch.zeros_like(log_x), 0.0
+    return (log_x - shift).exp(), float(shift.exp())
