@@ -11,7 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_repulse import ReinforceTrainer
 from trl_repulse.evaluation import records, sampling
+from trl_repulse.evaluation.callback import TailReportCallback
+from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
@@ -23,6 +26,10 @@ MESSAGES = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
 
 def length(completions, **columns):
     return [float(len(json.dumps(completion))) for completion in completions]
+
+
+def date(day):
+    return datetime.date(2024, 1, day)
 
 
 def with_template(tokenizer, end=""):
@@ -134,3 +141,21 @@ def test_the_digest_of_what_json_knows_is_as_before():
     assert records.digest(long.numpy()) != records.digest(
         (long + (long == 2500)).numpy()
     )  # where text has an ellipsis
+
+
+@pytest.mark.trainer
+def test_columns_that_are_named_as_what_is_drawn(tmp_path, model_dirs, tokenizer, make):
+    """Rewards are given what is drawn, and the other columns."""
+    more = {"prompts": ["x", "y"], "completions": ["x", "y"], "completion_ids": [[7], [8]], "day": [date(1), date(2)]}
+    prompts = Dataset.from_dict({"prompt": ["the cat", "fish"], **more})
+
+    def judge(prompts, completions, day, completion_ids=None, **columns):
+        assert set(prompts) <= {"the cat", "fish"} and completion_ids not in ([[7]], [[8]]) and "x" not in completions
+        return [float(each.day) for each in day]
+
+    found = sample(tmp_path / "s", model_dirs["gpt2"], prompts, reward=judge)
+    assert found.column().tolist() == [[1.0] * 4, [2.0] * 4]
+    draws = draw([AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])], tokenizer, prompts, judge, (4,), 2)
+    assert draws.sample.rewards.tolist() == [[1.0] * 4, [2.0] * 4]
+    callback = TailReportCallback(make(ReinforceTrainer, reward_funcs=judge), prompts, num_samples=4)
+    assert callback._sample().tolist() == [[[1.0] * 4, [2.0] * 4]]

@@ -219,12 +219,15 @@ def evaluate_rewards(
 ) -> dict[str, list[float | None]]:
     """One reward a completion from each function; `None` where a function gave none."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
+    # A column of such a name would stand in the way of what is drawn
+    more = {key: values for key, values in columns.items() if key not in ("prompts", "completions", "completion_ids")}
+    if completion_ids is not None:
+        more["completion_ids"] = completion_ids
     for start in range(0, len(prompts), batch_size):
         chosen = slice(start, start + batch_size)
         texts: list[Any] = completions[chosen]
         if not isinstance(prompts[0], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        more = columns if completion_ids is None else columns | {"completion_ids": completion_ids}
         for name, function in functions.items():
             given = function(
                 prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}

@@ -5,6 +5,7 @@ Legend: P prompts, N completions per prompt, F reward functions.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import version
@@ -106,6 +107,12 @@ class SamplingSettings:
         for name in ("num_samples", "max_completion_length", "batch_size", "shard_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")
+        numbers = ("beta", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
+        for name in numbers:
+            if getattr(self, name) is not None and not math.isfinite(getattr(self, name)):
+                raise ValueError(f"`{name}={getattr(self, name)}` must be a finite number.")
+        if not all(map(math.isfinite, self.reward_weights or ())):
+            raise ValueError(f"`reward_weights={self.reward_weights}` must be finite numbers.")
         if self.seed < 0:
             raise ValueError(f"`seed={self.seed}` must be at least 0.")
         if self.reward_transform not in (None, "exponential", "indicator"):
