@@ -175,6 +175,12 @@ def test_other_result_files(folders, tmp_path):
     paths[0].write_text(json.dumps({"settings": {"threshold": -5.0}, "prob_bad": 0.1, "reward": 1.0}))
     with pytest.raises(ValueError, match="no `prob_bad` at `threshold=-4.0`"):
         load_frontier({"A": paths[:1]}, "prob_bad", "reward", threshold=-4.0)
+    paths[0].write_text(json.dumps({"settings": {}, "return": True, "reward": 1.0}))
+    with pytest.raises(ValueError, match="0.json` has no number `return`; it has reward"):
+        load_frontier({"A": paths[:1]}, "return", "reward")
+    paths[0].write_text(json.dumps({"settings": [1], "reward": 1.0}))
+    with pytest.raises(ValueError, match="0.json` has `settings` that are no settings by name"):
+        load_frontier({"A": paths[:1]}, "reward", "reward")
     paths[0].write_text(json.dumps({"reward": 1.0}))
     with pytest.raises(ValueError, match="no `settings`"):
         load_frontier({"A": paths[:1]}, "reward", "reward")
