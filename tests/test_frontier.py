@@ -200,6 +200,12 @@ def test_frontier_command(folders, tmp_path, capsys):
     capsys.readouterr()
     assert main(["frontier", str(output), "--method", "A", "--threshold", "-1"]) == 1
     assert "`--method A` has no run" in capsys.readouterr().err
+    for axes, message in (
+        (["--x", "reward", "--threshold", "-1"], "`--threshold` has no effect without prob_bad or attack_success"),
+        (["--threshold", "-1", "--level", "0.1"], "`--level` has no effect without cvar"),
+    ):
+        assert main(["frontier", str(output), *methods, *axes]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_each_setting_of_the_sampler_is_an_option():
