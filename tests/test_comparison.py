@@ -90,6 +90,12 @@ def test_variants_of_one_method_are_told_apart_by_their_labels(write):
             result(seed=1, initial={"expected_reward": 0.5, "log_prob_bad": None}),
             r"no finite log P\(bad\) at its start",
         ),
+        (result(seed=1, initial=None), "`initial.log_prob_bad`"),
+        (result(seed=1, initial={"log_prob_bad": "x"}), "`initial.log_prob_bad`"),
+        (result(seed=1, initial=1), "under `initial`"),
+        (result(seed=1, final=2), "under `final`"),
+        (result(seed=1, final={"expected_reward": True, "log_prob_bad": -5.0, "kl": 0.0}), "`expected_reward` under"),
+        (result(seed=[1]), "`seed`"),
         ({"loss": 1.0}, "no results of a training script"),
     ],
 )

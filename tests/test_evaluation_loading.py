@@ -99,6 +99,48 @@ def test_an_error_of_a_reward_names_its_line(command, name, tmp_path, capsys):
     assert "'abc'. Raised by the reward function 'reward'. In " in error and "mine.py, line 2." in error
 
 
+@pytest.mark.parametrize("name", ["evaluate", "rare-events"])
+@pytest.mark.parametrize(("fault", "said"), [("[][0]", "list index out of range."), ("{}['key']", "KeyError: 'key'.")])
+def test_any_error_of_a_reward_ends_a_command_with_one_line(command, name, tmp_path, capsys, fault, said):
+    (tmp_path / "mine.py").write_text(f"def reward(completions, **kwargs):\n    return {fault}\n")
+    assert command(name) == 1
+    error = capsys.readouterr().err
+    assert f"trl-repulse {name}: {said} Raised by the reward function 'reward'. In " in error
+    assert "mine.py, line 2." in error and "Traceback" not in error
+
+
+def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
+    def broken(*_, **__):
+        raise IndexError("ours")
+
+    monkeypatch.setattr("trl_repulse.evaluation.sampling.sample_completions", broken)
+    with pytest.raises(IndexError, match="ours"):
+        command("evaluate")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--levels", "2"], "`level=2.0`"),
+        (["--quantiles", "0"], "`level=0.0`"),
+        (["--thresholds", "nan"], "`threshold` is NaN"),
+        (["--confidence", "95"], "`confidence=95.0`"),
+        (["--negatives", "none.jsonl"], "There is no file `none.jsonl`"),
+        (["--engine_kwargs", "{}"], "`--engine_kwargs` has no effect without `--engine vllm`"),
+        (["--reward_transform_alpha", "2"], "`--reward_transform_alpha` has no effect without `--reward_transform`"),
+    ],
+)
+def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, message):
+    assert command("evaluate", *changes) == 1
+    assert message in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("flag", ["divergence", "num_proposal_samples"])
+def test_rare_events_take_no_arguments_of_proposals_without_one(command, capsys, flag):
+    assert command("rare-events", f"--{flag}", 2) == 1
+    assert f"`--{flag}` has no effect without `--proposal`" in capsys.readouterr().err
+
+
 def test_rare_events_make_messages_of_prompts(command, capsys):
     assert command("rare-events", "--apply_chat_template") == 1
     assert "chat template" in capsys.readouterr().err

@@ -257,10 +257,35 @@ def test_a_sample_without_a_return_costs_the_mean_of_it_alone(tmp_path):
     assert list(report.overall) == ["mean"] and report.overall["mean"].value == pytest.approx(other.mean())
 
 
+@pytest.mark.parametrize("name", ["kl", "return_transformed"])
+def test_an_infinite_value_that_nobody_asked_for_costs_its_mean_alone(tmp_path, name):
+    values = np.random.default_rng(0).normal(size=(2, 50))
+    samples = load_samples(write_samples(tmp_path / "s", values))
+    other = np.where(np.arange(100) == 7, math.inf, values.ravel())
+    samples = dataclasses.replace(samples, table=samples.table.append_column(name, pa.array(other)))
+    assert list(tail_report(samples, levels=[]).overall) == ["mean", "mean return"]
+    with pytest.raises(ValueError, match=f"1 of 100 samples .* no finite `{name}`"):
+        tail_report(samples, column=name)
+
+
+def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, tokenizer):
+    (tmp_path / "n.jsonl").write_text('{"prompt": "the cat", "completion": " bad"}\n', encoding="utf-8-sig")
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    assert negative_log_probs(model, tokenizer, tmp_path / "n.jsonl").count == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "no file"),
+        (
+            '{"prompt": "a", "completion": " bad"}\n{"prompt": null, "completion": "b"}',
+            "Line 2 .*n.jsonl.*`prompt` is",
+        ),
+        ('{"prompt": 3, "completion": "b"}', "Line 1 .*`prompt` is 3"),
+        ('{"prompt": [{"role": "user", "content": null}], "completion": "b"}', "Line 1 .*`prompt` is"),
+        ('{"prompt": "a", "completion": [{"role": "assistant", "content": null}]}', "Line 1 .*`completion` is None"),
+        ('{"prompt": "a", "completion": 3}', "Line 1"),
         ("", "is empty"),
         ('{"prompt": "a"}', "Line 1"),
         ("{", "Line 1"),

@@ -288,6 +288,13 @@ def test_what_is_refused(tmp_path, model_dirs, prompts, arguments, message):
         ({"reward_transform": "cube"}, "'cube'"),
         ({"reward_transform": "indicator"}, "reward_transform_threshold"),
         ({"engine": "other"}, "'other'"),
+        ({"beta": float("nan")}, "`beta=nan` must be a finite number"),
+        ({"reward_weights": (1.0, float("nan"))}, "`reward_weights=.*` must be finite numbers"),
+        ({"reward_transform_alpha": float("inf")}, "`reward_transform_alpha=inf`"),
+        (
+            {"reward_transform": "indicator", "reward_transform_threshold": float("nan")},
+            "`reward_transform_threshold=nan` must be a finite number",
+        ),
     ],
 )
 def test_settings_out_of_range(settings, message):

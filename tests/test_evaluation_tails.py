@@ -48,6 +48,15 @@ def test_clopper_pearson_against_its_definition(count):
     assert (wider.low, wider.high) == pytest.approx(ends, rel=1e-8)
 
 
+@pytest.mark.parametrize("exponent", [-365, 346, -1000])  # 1e-110, 1e104, nearly the smallest
+def test_intervals_scale_with_the_rewards(exponent):
+    rewards = -np.random.default_rng(0).exponential(size=(2, 500))
+    found, scaled = tails.mean(rewards), tails.mean(np.ldexp(rewards, exponent))
+    assert (scaled.low, scaled.high) == pytest.approx(tuple(np.ldexp((found.low, found.high), exponent)), rel=1e-12)
+    found, scaled = tails.cvar(rewards, 0.2), tails.cvar(np.ldexp(rewards, exponent), 0.2)
+    assert (scaled.low, scaled.high) == pytest.approx(tuple(np.ldexp((found.low, found.high), exponent)), rel=1e-12)
+
+
 @pytest.mark.parametrize("n", [1, 10, 3000])
 def test_no_bad_sample_bounds_the_probability(n):
     found = tails.prob_below(np.ones((1, n)), 0.0)

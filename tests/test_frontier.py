@@ -175,6 +175,12 @@ def test_other_result_files(folders, tmp_path):
     paths[0].write_text(json.dumps({"settings": {"threshold": -5.0}, "prob_bad": 0.1, "reward": 1.0}))
     with pytest.raises(ValueError, match="no `prob_bad` at `threshold=-4.0`"):
         load_frontier({"A": paths[:1]}, "prob_bad", "reward", threshold=-4.0)
+    paths[0].write_text(json.dumps({"settings": {}, "return": True, "reward": 1.0}))
+    with pytest.raises(ValueError, match="0.json` has no number `return`; it has reward"):
+        load_frontier({"A": paths[:1]}, "return", "reward")
+    paths[0].write_text(json.dumps({"settings": [1], "reward": 1.0}))
+    with pytest.raises(ValueError, match="0.json` has `settings` that are no settings by name"):
+        load_frontier({"A": paths[:1]}, "reward", "reward")
     paths[0].write_text(json.dumps({"reward": 1.0}))
     with pytest.raises(ValueError, match="no `settings`"):
         load_frontier({"A": paths[:1]}, "reward", "reward")
@@ -194,6 +200,12 @@ def test_frontier_command(folders, tmp_path, capsys):
     capsys.readouterr()
     assert main(["frontier", str(output), "--method", "A", "--threshold", "-1"]) == 1
     assert "`--method A` has no run" in capsys.readouterr().err
+    for axes, message in (
+        (["--x", "reward", "--threshold", "-1"], "`--threshold` has no effect without prob_bad or attack_success"),
+        (["--threshold", "-1", "--level", "0.1"], "`--level` has no effect without cvar"),
+    ):
+        assert main(["frontier", str(output), *methods, *axes]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_each_setting_of_the_sampler_is_an_option():

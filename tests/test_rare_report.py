@@ -99,6 +99,7 @@ def test_command(command, tmp_path, capsys):
     assert report["settings"]["seed"] == 0
     temperatures = report["temperatures"]  # the untrained models' tokens are alike: nothing takes them 2 nats away
     assert temperatures[:2] == [1, 1] and temperatures[2] > 1 and temperatures[3] == 1 and temperatures[4] > 1
+    assert report["settings"]["divergence"] == 2
     assert "P(r < -1)" in capsys.readouterr().out
     assert list(output.parent.iterdir()) == [output]
 

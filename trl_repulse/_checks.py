@@ -182,6 +182,7 @@ def check_prompt_lengths(
     config: PretrainedConfig,
     max_completion_length: int,
     max_length: int | None = None,
+    max_length_name: str = "`vllm_max_model_length`",
 ) -> None:
     """
     Refuses prompts without a token, and those that leave no room for a completion in the model's context.
@@ -197,6 +198,8 @@ def check_prompt_lengths(
             Tokens a completion may have.
         max_length (`int`, *optional*):
             `vllm_max_model_length`, if it is set: a lower limit than the model's.
+        max_length_name (`str`, *optional*, defaults to ``"`vllm_max_model_length`"``):
+            How `max_length` is named in the message.
 
     Raises:
         `ValueError`: If a prompt has no tokens, or with a completion exceeds the context.
@@ -209,7 +212,7 @@ def check_prompt_lengths(
         )
     context, name = getattr(config.get_text_config(), "max_position_embeddings", None), "the model's context"
     if max_length is not None and (context is None or max_length < context):
-        context, name = max_length, "`vllm_max_model_length`"
+        context, name = max_length, max_length_name
     if context is None:
         return
     for ids, prompt in zip(prompt_ids, prompts, strict=True):

@@ -24,7 +24,9 @@ def describe_error(error: BaseException) -> str:
         `str`: Its message and its notes. Where it came through a reward function also the file and the line, the
         innermost one outside of installed packages, Python and this library; an error without a message has its class.
     """
-    said = [str(error) or type(error).__name__, *getattr(error, "__notes__", ())]
+    # That of a KeyError is but the key
+    message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
+    said = [message or type(error).__name__, *getattr(error, "__notes__", ())]
     place = _place(error) if from_reward(error) else None
     if place is not None:
         said.append(f"In {place}.")

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._errors import describe_error
+import numpy as np
+
+from .._errors import describe_error, from_reward
 from ._fields import check_output, parse_object
 
 
@@ -92,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
         report = evaluate(args)
         if state.is_main_process:
             _write(args, *report)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except Exception as error:  # a reward may fail with any
+        if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
+            raise
         print(f"trl-repulse evaluate: {describe_error(error)}", file=sys.stderr)
         return 1
     state.destroy_process_group()
@@ -116,9 +120,11 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
         `OSError`: If a model or a file cannot be loaded.
     """
     from ..evaluation.records import load_samples
-    from ..evaluation.report import tail_report
+    from ..evaluation.report import estimates, tail_report
 
     check_output(args.output)
+    # What is wrong of the reading is said before anything is sampled
+    estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is not None:
         _sample(args)
     else:
@@ -142,6 +148,13 @@ def _sample(args: argparse.Namespace) -> None:
         raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
     if args.prompts is None:
         raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
+    if args.negatives is not None and not args.negatives.is_file():
+        raise ValueError(f"There is no file `{args.negatives}`; train with `save_negatives` to have one.")
+    if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
+        raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
+    for name in SETTINGS:
+        if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
+            raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
     if "reward_weights" in given:
         given["reward_weights"] = tuple(given["reward_weights"])

@@ -35,6 +35,11 @@ def run(args: argparse.Namespace) -> int:
     from ..plots import plot_frontier
 
     try:
+        for name, quantities in (("threshold", ("prob_bad", "attack_success")), ("level", ("cvar",))):
+            if getattr(args, name) is not None and not {args.x, args.y} & set(quantities):
+                raise ValueError(
+                    f"`--{name}` has no effect without {' or '.join(quantities)} on an axis; leave it out, or ask for that."
+                )
         methods: dict[str, list[list[str]]] = {}
         for name, *paths in args.methods:
             if not paths:

@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from .._errors import describe_error
+from .._errors import describe_error, from_reward
 from ..evaluation.gcg.evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from ._fields import add_fields, read_fields
 
@@ -23,7 +23,9 @@ def run(args: argparse.Namespace) -> int:
         from ..evaluation.gcg.launch import launch
 
         report = launch(arguments, config)
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a reward may fail with any
+        if not (isinstance(error, ValueError | OSError) or from_reward(error)):
+            raise
         print(f"trl-repulse gcg: {describe_error(error)}", file=sys.stderr)
         return 1
     if report:

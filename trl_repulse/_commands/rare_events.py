@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._errors import describe_error
+from .._errors import describe_error, from_reward
 from ._fields import check_output, parse_object
 
 
@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--divergence",
         metavar="NATS",
         type=float,
-        default=2.0,
         help="each proposal draws as many again at the temperature that takes it so far from itself; 0: none (2)",
     )
     drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
@@ -83,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
             print(format_report(report))
             if args.output is not None:
                 _write(args.output, report)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
+    except Exception as error:  # a reward may fail with any
+        if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
+            raise
         print(f"trl-repulse rare-events: {describe_error(error)}", file=sys.stderr)
         return 1
     state.destroy_process_group()
@@ -119,6 +120,12 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation.rare.sampling import draw, find_temperature
     from ..rewards.loading import load_reward
 
+    if not args.proposal:
+        for name in ("num_proposal_samples", "divergence"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"`--{name}` has no effect without `--proposal`; name a proposal, or leave it out.")
+    if args.divergence is None:
+        args.divergence = 2.0
     if not args.divergence >= 0:
         raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ Prompt = str | list[dict[str, str]]
 # Tokens of one prompt a completion, and a seed -> tokens of the completions, the one that ends each included
 Engine = Callable[[list[list[int]], int], list[list[int]]]
 EngineName = Literal["transformers", "vllm"]
+_NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 
 def process_state() -> PartialState:
@@ -134,6 +136,14 @@ def transformers_engine(
     return engine
 
 
+def vllm_version() -> str:
+    """Version of vLLM, which is not loaded for it."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError as error:
+        raise ImportError(_NO_VLLM) from error
+
+
 def vllm_engine(
     model: str, end: list[int], max_completion_length: int, dtype: str, revision: str | None, **kwargs: Any
 ) -> Engine:
@@ -141,7 +151,7 @@ def vllm_engine(
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
-        raise ImportError('`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".') from error
+        raise ImportError(_NO_VLLM) from error
 
     # "vllm": no defaults from the model's generation_config
     llm = LLM(model=model, dtype=dtype, revision=revision, generation_config="vllm", **kwargs)
@@ -209,12 +219,15 @@ def evaluate_rewards(
 ) -> dict[str, list[float | None]]:
     """One reward a completion from each function; `None` where a function gave none."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
+    # A column of such a name would stand in the way of what is drawn
+    more = {key: values for key, values in columns.items() if key not in ("prompts", "completions", "completion_ids")}
+    if completion_ids is not None:
+        more["completion_ids"] = completion_ids
     for start in range(0, len(prompts), batch_size):
         chosen = slice(start, start + batch_size)
         texts: list[Any] = completions[chosen]
         if not isinstance(prompts[0], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        more = columns if completion_ids is None else columns | {"completion_ids": completion_ids}
         for name, function in functions.items():
             given = function(
                 prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}

@@ -23,7 +23,8 @@ logger = get_logger(__name__)
 
 class TailReportCallback(TrainerCallback):
     """
-    Samples from the policy every few updates and at the end of training, and logs the lower tail of its reward.
+    Samples from the policy every few updates and at the end of training, and logs the lower tail of its reward. With
+    `load_best_model_at_end` the last report is of the model that was loaded.
 
     For [`~trl_repulse.RePULSeTrainer`], [`~trl_repulse.ReinforceTrainer`] and TRL's own [`~trl.RLOOTrainer`] and
     [`~trl.GRPOTrainer`]. All processes sample. The draws have seeds of their own, so that training goes on as without the
@@ -94,7 +95,13 @@ class TailReportCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step % self.every:
+        due = bool(state.global_step % self.every)
+        best = state.best_global_step if args.load_best_model_at_end else None
+        if not due and best not in (None, state.global_step):  # the model just reported is not the one that stays
+            if self.history and self.history[-1]["update"] == state.global_step:
+                self.history.pop()
+            due = True
+        if due:
             self._report(state.global_step, control)
 
     def _report(self, update: int, control: TrainerControl) -> None:

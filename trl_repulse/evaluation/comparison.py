@@ -39,11 +39,20 @@ def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) 
             raise ValueError(f"{path} cannot be read as results ({error}); run it again.") from error
         if not isinstance(run, dict) or not {"method", "seed", "samples", "initial", "final"} <= set(run):
             raise ValueError(f"{path} holds no results of a training script.")
+        if not (isinstance(run["method"], str) and isinstance(run["seed"], int | str)):
+            raise ValueError(f"{path} has no text as `method` or no number as `seed`; run it again.")
+        for part in ("initial", "final"):
+            if run[part] is not None and not isinstance(run[part], dict):
+                raise ValueError(f"{path} has no quantities by name under `{part}`; run it again.")
         if run["final"] is None or not set(QUANTITIES) <= set(run["final"]):
             raise ValueError(f"{path} has no exact evaluation of the policy; compare runs in the embedded world.")
-        if run["initial"]["log_prob_bad"] is None:
+        for key in QUANTITIES:
+            if run["final"][key] is not None and not is_number(run["final"][key]):
+                raise ValueError(f"{path} has no number as `{key}` under `final`; run it again.")
+        start = (run["initial"] or {}).get("log_prob_bad")
+        if not is_number(start) or not math.isfinite(start):
             raise ValueError(
-                f"{path} has no finite log P(bad) at its start, by which runs are compared; leave it out."
+                f"{path} has no finite log P(bad) at its start (`initial.log_prob_bad`), by which runs are compared; leave it out."
             )
         run_id = (label or run["method"], run["seed"])
         if run_id in seen:
@@ -53,12 +62,17 @@ def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) 
         if run["samples"] != runs[0]["samples"]:
             budgets = f"{run['samples']} completions, other runs {runs[0]['samples']}"
             raise ValueError(f"{path} drew {budgets}; compare runs of one budget.")
-        start, other = (run["initial"]["log_prob_bad"] for run in (run, runs[0]))
+        other = runs[0]["initial"]["log_prob_bad"]
         if not math.isclose(start, other, rel_tol=1e-5):
             raise ValueError(
                 f"{path} started at log P(bad) {start}, other runs at {other}; compare runs of one policy."
             )
     return runs
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number; Python takes `true` for one."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def mean_and_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:

@@ -100,7 +100,7 @@ def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any
     """Text of a prompt -> the prompt, and its distinct completions in the order of the file."""
     pairs: dict[str, tuple[Any, dict[str, None]]] = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without a mark of byte order
     except FileNotFoundError:
         raise ValueError(f"There is no file `{path}`; train with `save_negatives` to have one.") from None
     for number, line in enumerate(lines, 1):
@@ -110,6 +110,9 @@ def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any
             row = json.loads(line)
             prompt, completion = row["prompt"], row["completion"]
             text = completion if isinstance(completion, str) else completion[0]["content"]
+            for name, value in (("prompt", prompt), ("completion", text)):
+                if not isinstance(value, str) and not (name == "prompt" and _are_messages(value)):
+                    raise ValueError(f"`{name}` is {value!r:.60}, neither text nor messages")
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
                 f"Line {number} of `{path}` is no bad completion ({error!r}); it needs `prompt` and `completion`."
@@ -118,3 +121,9 @@ def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any
     if not pairs:
         raise ValueError(f"`{path}` is empty; there is no bad completion to score.")
     return pairs
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(
+        isinstance(each, dict) and isinstance(each.get("content"), str) for each in prompt
+    )

@@ -64,17 +64,37 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def digest(content: Any) -> str:
     """
-    SHA-256 of a JSON value.
+    SHA-256 of a value.
 
     Args:
         content:
-            What JSON knows.
+            What JSON knows; other values count by their text.
 
     Returns:
         `str`: In hexadecimal digits.
     """
-    text = json.dumps(content, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    # Data sets have dates, bytes and NaN as well
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_as_text)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain_json(content: Any) -> Any:
+    """
+    A value as it is once it was written as JSON and read again.
+
+    Args:
+        content:
+            What JSON knows, and other values, which become text.
+
+    Returns:
+        What JSON knows.
+    """
+    return json.loads(json.dumps(content, default=_as_text))
+
+
+def _as_text(value: Any) -> Any:
+    """What JSON does not know; of long arrays `str` would leave numbers out."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def open_folder(folder: Path, header: dict[str, Any]) -> None:

@@ -148,7 +148,7 @@ def tail_report(
             Levels of quantiles; of one model only.
         column (`str`, *optional*, defaults to `"reward"`):
             Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... Means of the others are reported beside it, of those that
-            have a number for every sample.
+            have a finite number for every sample.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
 
@@ -177,9 +177,7 @@ def tail_report(
     others = {
         name: np.stack([each.column(name) for each in sets])
         for name in MEANS
-        if name != column
-        and all(each.table[name].null_count == 0 for each in sets if name in each.table.column_names)
-        and name in sets[0].table.column_names
+        if name != column and all(_has_numbers(each, name) for each in sets)
     }
     options = (thresholds, levels, quantiles, confidence)
     per_prompt = {}
@@ -190,6 +188,14 @@ def tail_report(
             per_prompt[key] = estimates(values[:, i : i + 1], *options, others=rows)
     overall = estimates(values, *options, others=others)
     return TailReport(column, *values.shape, confidence, overall, per_prompt)
+
+
+def _has_numbers(samples: SampleSet, name: str) -> bool:
+    """Whether there is such a column, with a finite number for every sample: no mean that is not asked for costs the report."""
+    if name not in samples.table.column_names:
+        return False
+    values = samples.table[name].to_numpy().astype(np.float64)  # null becomes NaN
+    return bool(np.isfinite(values).all())
 
 
 def estimates(

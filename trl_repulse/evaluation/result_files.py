@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from . import tails
-from .comparison import load_runs
+from .comparison import is_number, load_runs
 from .frontier import Frontier, Run, axis_label, make_frontier
 from .gcg.records import read_results
 from .gcg.report import count_targets, success_below
@@ -153,6 +153,8 @@ def _read(
                 raise ValueError(
                     f"`{path}` has no `settings`, so that nothing says which runs it may be compared with."
                 )
+            if not isinstance(content["settings"], dict):
+                raise ValueError(f"`{path}` has `settings` that are no settings by name; write them as a JSON object.")
             name = first_difference(content["settings"], contents[0]["settings"])
             if name is not None:
                 raise ValueError(
@@ -167,8 +169,8 @@ def _read(
                     raise ValueError(
                         f"`{path}` has no `{name}` at `{setting}={asked}`; ask for the one in its settings."
                     )
-            if not isinstance(content.get(name), int | float):
-                numbers = [key for key, number in content.items() if isinstance(number, int | float)]
+            if not is_number(content.get(name)):
+                numbers = [key for key, number in content.items() if is_number(number)]
                 raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")
     return [(float(content[names[0]]), float(content[names[1]]), 0, 0) for content in contents]
 

@@ -5,6 +5,7 @@ Legend: P prompts, N completions per prompt, F reward functions.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib.metadata import version
@@ -39,6 +40,7 @@ from ._generation import (
     prompt_tokens,
     transformers_engine,
     vllm_engine,
+    vllm_version,
 )
 from ._loading import load_model, load_tokenizer
 from .log_probs import completion_log_probs
@@ -105,6 +107,12 @@ class SamplingSettings:
         for name in ("num_samples", "max_completion_length", "batch_size", "shard_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")
+        numbers = ("beta", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
+        for name in numbers:
+            if getattr(self, name) is not None and not math.isfinite(getattr(self, name)):
+                raise ValueError(f"`{name}={getattr(self, name)}` must be a finite number.")
+        if not all(map(math.isfinite, self.reward_weights or ())):
+            raise ValueError(f"`reward_weights={self.reward_weights}` must be finite numbers.")
         if self.seed < 0:
             raise ValueError(f"`seed={self.seed}` must be at least 0.")
         if self.reward_transform not in (None, "exponential", "indicator"):
@@ -199,21 +207,41 @@ def sample_completions(
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision)
     model = _load(model, "model", settings.dtype, settings.revision, state.device)
+    if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"`{name}` is an adapter, and `engine='vllm'` takes whole weights; merge it with `trl-repulse merge`, or set "
+            "`engine='transformers'`."
+        )
     reference = _load(reference, "reference", settings.dtype, None, state.device)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device)
 
     rows = dataset["prompt"][:]
     prompt_ids = [prompt_tokens(tokenizer, prompt) for prompt in rows]
-    check_prompt_lengths(prompt_ids, rows, model.config, settings.max_completion_length)
+    limit = (engine_kwargs or {}).get("max_model_len") if settings.engine == "vllm" else None
+    check_prompt_lengths(
+        *(prompt_ids, rows, model.config, settings.max_completion_length),
+        limit
+        if isinstance(limit, int) and limit > 0
+        else None,  # vLLM takes text and -1 as well, for what it finds out
+        "`max_model_len` of `engine_kwargs`",
+    )
     header = {
         "model": _identity(model),
         "reference": None if reference is None else _identity(reference),
         "rewards": {key: description for key, (_, description) in functions.items()},
-        "prompts": {"count": len(rows), "sha256": records.digest([dataset[i] for i in range(len(rows))])},
+        "prompts": {
+            "count": len(rows),
+            "sha256": records.digest([dataset[i] for i in range(len(rows))]),
+            "token_ids_sha256": records.digest(prompt_ids),  # they depend on tokenizer and chat template as well
+        },
         "settings": asdict(settings) | {"reward_weights": list(settings.reward_weights or [1.0] * len(functions))},
         "device": state.device.type,
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers")},
     }
+    header["settings"]["end_token_ids"] = sorted(end_tokens(model, tokenizer))
+    if settings.engine == "vllm":
+        header["settings"]["engine_kwargs"] = records.plain_json(_without_secrets(engine_kwargs or {}))
+        header["versions"]["vllm"] = vllm_version()
     with state.main_process_first():
         records.open_folder(folder, header)
 
@@ -300,6 +328,10 @@ def _rows(dataset, tokenizer, model, reference, settings, functions, places, pro
 def _numbers(values: torch.Tensor) -> pa.Array:
     """A column of float64; NaN, the mark of a missing reward, becomes null."""
     return pa.array(values.numpy(), pa.float64(), from_pandas=True)
+
+
+def _without_secrets(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in engine_kwargs.items() if name != "hf_token"}
 
 
 def _load(

@@ -191,6 +191,9 @@ def _skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, floa
     if samples == 1 or (values == values[:, :1]).all():
         return -math.inf, math.inf
     deviations = values - values.mean(axis=1, keepdims=True)
+    # By a power of two, which changes no digit: cubes of large or small numbers would leave the range of floats
+    exponent = math.frexp(float(np.abs(deviations).max()))[1]
+    deviations = np.ldexp(deviations, -exponent)
     error = math.sqrt((deviations**2).sum() / (samples - 1) / samples) / prompts
     skew = float((deviations**3).mean(axis=1).sum() / (samples**2 * prompts**3)) / error**3  # of the mean
 
@@ -199,6 +202,7 @@ def _skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, floa
         return z if abs(skew) < 1e-9 else 3 / skew * (float(np.cbrt(1 + skew * (z - skew / 6))) - 1)
 
     z = float(student_t.isf((1 - confidence) / 2, prompts * (samples - 1)))
+    error = math.ldexp(error, exponent)
     return value - error * inverse(z), value - error * inverse(-z)
 
 

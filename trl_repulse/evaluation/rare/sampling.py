@@ -125,8 +125,6 @@ def draw(
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
-    for name in ("prompts", "completions", "completion_ids"):  # what reward functions are given anyway
-        columns.pop(name, None)
     prompt_ids = _tokens(models, tokenizer, prompts, max_completion_length)
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
