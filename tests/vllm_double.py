@@ -23,9 +23,9 @@ class Runner:
 
     def reload_weights(self, weights_iterator):
         assert self.llm.awake, "weights were pushed to a sleeping engine"
-        given = dict(weights_iterator)
-        own = dict(self.llm.model.named_parameters())
-        assert set(given) == set(own)
+        listed = list(weights_iterator)  # copied late, as vLLM does with layers that it pads
+        given, own = dict(listed), dict(self.llm.model.named_parameters())
+        assert sorted(name for name, _ in listed) == sorted(own)
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(given[name])

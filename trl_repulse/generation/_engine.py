@@ -6,9 +6,9 @@ it relies on, why, and what would let it go.
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.utils import is_peft_model
@@ -21,6 +21,8 @@ from trl.import_utils import is_vllm_available
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+
+_Weights: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 # What vLLM (0.28 to 0.31) can be built for; an adapter of another rank takes the next one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -212,7 +214,7 @@ def wake_weights(engine: VLLMGeneration) -> None:
         engine._llm_weights_sleeping = False
 
 
-def push_weights(engine: VLLMGeneration, model: Any, merge: bool = True) -> None:
+def push_weights(engine: VLLMGeneration, model: Any, adapter: str | None = None) -> None:
     """
     Copies a model's weights to the engine and forgets cached prefixes. All processes must call it.
 
@@ -225,16 +227,21 @@ def push_weights(engine: VLLMGeneration, model: Any, merge: bool = True) -> None
             Engine, awake.
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             Model to copy.
-        merge (`bool`, *optional*, defaults to `True`):
-            Whether a PEFT model's active adapter is merged into the weights that are pushed; else its base is.
+        adapter (`str`, *optional*):
+            Which of a PEFT model's adapters is merged into the weights that are pushed. If `None`, its base is pushed.
     """
     engine.model = model
-    if engine.mode == "server":
-        engine.sync_weights()
-        return
-    weights = engine._iter_named_params() if merge or not is_peft_model(model) else _base_params(engine, model)
-    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
-    runner.reload_weights(weights_iterator=weights)
+    with _plain_weights(engine, model, adapter) as weights:
+        if engine.mode == "server":
+            engine._iter_named_params = weights
+            try:
+                engine.sync_weights()
+            finally:
+                del engine._iter_named_params
+            return
+        runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+        # vLLM holds on to some of the tensors until it returns: what is merged must stay so
+        runner.reload_weights(weights_iterator=weights())
     if runner.model_config.hf_text_config.tie_word_embeddings:
         _process_tied_head(runner.get_model())
     engine.llm.reset_prefix_cache()
@@ -254,16 +261,51 @@ def _process_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _base_params(engine: VLLMGeneration, model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of the base below the adapters, by the names vLLM expects, each gathered where it is cut apart."""
-    if engine._dist.is_fsdp:
+@contextlib.contextmanager
+def _plain_weights(engine: VLLMGeneration, model: Any, adapter: str | None) -> Iterator[Callable[[], _Weights]]:
+    """
+    Context in which a function lists weights by the names vLLM expects; an adapter is merged throughout, whatever fails.
+
+    In place of TRL's `_iter_named_params` for PEFT models, which takes adapters apart as soon as it has been read to its
+    end, never if it is not, and knows no other name than "default". Way out: a context and an adapter's name there.
+    """
+    if not is_peft_model(model):
+        yield engine._iter_named_params
+    elif adapter is None:
+        yield lambda: _peft_params(engine, model, None)
+    else:
+        # Shards cannot be merged
+        with engine._dist.gather_params(list(model.parameters())):
+            try:
+                model.merge_adapter([adapter])
+                yield lambda: _peft_params(engine, model, adapter)
+            finally:
+                model.unmerge_adapter()
+
+
+def _peft_params(engine: VLLMGeneration, model: "PeftModel", adapter: str | None) -> _Weights:
+    """Parameters of the base, by the names vLLM expects, with an adapter's own copies of whole modules in their places."""
+    if engine._dist.is_fsdp:  # of one adapter, with TRL's name for it
         yield from engine._iter_fsdp_params(model)
         return
     for name, p in model.named_parameters():
-        if model.prefix not in name:
-            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            with engine._dist.gather_params([p]):
-                yield engine._fix_param_name_to_vllm(name), p.data
+        if model.prefix in name:
+            continue
+        layer, _, rest = name.partition(".modules_to_save.")
+        if rest:
+            owner, _, name = rest.partition(".")
+            if owner != adapter:
+                continue
+            name = f"{layer}.{name}"
+        layer, _, rest = name.partition(".original_module.")
+        if rest:
+            if adapter in model.get_submodule(layer).modules_to_save:
+                continue
+            name = f"{layer}.{rest}"
+        name = engine._fix_param_name_to_vllm(name.removeprefix("base_model.model.").replace(".base_layer", ""))
+        # What is merged is gathered already
+        with engine._dist.gather_params([p]) if adapter is None else contextlib.nullcontext():
+            yield name, p.data
 
 
 def write_adapter(engine: VLLMGeneration, model: "PeftModel", adapter: str, folder: Path) -> None:

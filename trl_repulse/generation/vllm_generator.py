@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Served:
-    """A model, the engine that samples from it, and the adapter it is pushed by (`None`: whole weights)."""
+    """A model, the engine that samples from it, the adapter of a PEFT model, and whether that is pushed as it is."""
 
     model: "PreTrainedModel | PeftModel"
     engine: "VLLMGeneration"
     adapter: str | None
+    separate: bool
     version: int = 0
     pushed: tuple[int, Any] | None = None  # version and request of the adapter that was pushed last
 
@@ -127,8 +128,7 @@ class VLLMGenerator:
             model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
                 The model, unwrapped.
             adapter (`str`, *optional*):
-                Which adapter of a PEFT model it is, if not the active one. Adapters that have to be merged must be active
-                while they are sampled from.
+                Which adapter of a PEFT model it is, if not the one that is active now.
             **server:
                 In server mode, `server_base_url` and `group_port` of a server of its own.
 
@@ -138,16 +138,14 @@ class VLLMGenerator:
         from ._engine import is_pushable
 
         check_one_family({**{key: served.model for key, served in self._served.items()}, name: model})
-        if is_peft_model(model):
-            adapter = adapter or model.active_adapter
-            if not self._lora or not is_pushable(model.peft_config[adapter]):
-                adapter = None
+        adapter = adapter or model.active_adapter if is_peft_model(model) else None
+        separate = adapter is not None and self._lora and is_pushable(model.peft_config[adapter])
         engine = self._engine
         if server:
             engine = copy.copy(engine)
             vars(engine).update(server, model=model, _weight_metadata=None)
             engine._init_vllm()  # connects
-        self._served[name] = _Served(model, engine, adapter)
+        self._served[name] = _Served(model, engine, adapter, separate)
 
     def changed(self, *names: str) -> None:
         """
@@ -192,16 +190,16 @@ class VLLMGenerator:
         if engine.mode == "colocate":
             wake_weights(engine)
         wanted = (self._current, served.version)
-        if served.adapter is not None:
+        if served.separate:
             wanted = ("base", id(model.get_base_model()))
         if self._resident.get(id(engine)) != wanted:
             self._resident[id(engine)] = None  # if the push fails half-way, the engine holds nothing of use
-            push_weights(engine, model, merge=served.adapter is None)
+            push_weights(engine, model, None if served.separate else served.adapter)
             self._resident[id(engine)] = wanted
             self.pushes[wanted[0]] += 1
         engine.model = model
         if engine.mode == "colocate":
-            engine.llm.lora_request = None if served.adapter is None else self._adapter_request(served)
+            engine.llm.lora_request = self._adapter_request(served) if served.separate else None
 
     def generate(
         self, prompts: list[list[int]], images: list | None = None, num_generations: int = 1, profiler: Any = None
