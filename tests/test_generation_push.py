@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from trl.generation import vllm_generation
 
 from trl_repulse.generation import VLLMGenerator, _engine
 
@@ -12,6 +13,7 @@ from .vllm_double import build_engine, greedy
 
 
 MERGED = {"alpha_pattern": {"q_proj": 64}}  # scales of their own are merged
+WITH_HEAD = ["q_proj", "lm_head"]
 
 
 def adapted(tokenizer, *options, kind="llama"):
@@ -88,3 +90,100 @@ def test_adapters_with_copies_of_modules(tokenizer, monkeypatch, active, separat
     for name in (*NAMES, *NAMES):
         assert sample(generator, name) == wanted[name]
     assert generator.pushes["proposal"] == (1 if separate else 2)
+
+
+@pytest.mark.parametrize(
+    ("targets", "pushable"),
+    [
+        (["q_proj", "lm_head"], False),
+        (["model.embed_tokens"], False),
+        (r".*(embed_tokens|q_proj)", False),
+        (["wte", "c_attn"], False),
+        ("all-linear", True),
+        (r"model\.layers\..*_proj", True),
+        (None, True),
+    ],
+)
+def test_vocabulary_layers_are_not_pushed_as_adapters(targets, pushable):
+    assert _engine.is_pushable(LoraConfig(target_modules=targets)) is pushable
+
+
+@pytest.mark.parametrize("targets", [WITH_HEAD, r".*(embed_tokens|q_proj)"])
+def test_adapters_of_vocabulary_layers_are_merged(tokenizer, monkeypatch, targets):
+    model = adapted(tokenizer, {"target_modules": targets}, {})
+    wanted = {name: expected(model, name) for name in NAMES}
+    model.set_adapter("policy")
+    monkeypatch.setattr(_engine, "is_pushable", lambda config: True)  # whatever they are called
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    generator.add("proposal", model, "proposal")
+    assert {name: served.separate for name, served in generator._served.items()} == {"policy": False, "proposal": True}
+    assert {name: sample(generator, name) for name in NAMES} == wanted
+
+
+def test_a_base_that_is_trained_goes_with_its_adapter(tokenizer, monkeypatch):
+    model = adapted(tokenizer, {})
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or "norm" in name)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    first = sample(generator, "policy")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(2 * torch.randn_like(p))
+    generator.changed("policy")
+    assert sample(generator, "policy") == expected(model, "policy") != first
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"trainable_token_indices": [1, 2]}, "trainable_token_indices"), ({"layer_replication": [(0, 1)]}, "layer_")],
+)
+def test_adapters_that_cannot_be_merged_are_refused(tokenizer, monkeypatch, options, named):
+    model = adapted(tokenizer, options)
+    with pytest.raises(ValueError, match=f"cannot be given an adapter with `{named}.*without vLLM"):
+        VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(adapted(tokenizer, {}), monkeypatch))
+    config = LoraConfig(task_type="CAUSAL_LM", **options)
+    with pytest.raises(ValueError, match=named), _engine.engine_options("float32", [config]):  # before it is built
+        pass
+
+
+def test_learned_prompts_are_refused(monkeypatch):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="`peft_type=.*PROMPT_TUNING"), _engine.engine_options("float32", [config]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({"target_modules": ["c_attn", "lm_head"]}, True), ({"modules_to_save": ["lm_head"]}, True), ({}, False)],
+)
+def test_head_and_embedding_that_are_one_cannot_be_set_apart(tokenizer, monkeypatch, options, refused):
+    model = adapted(tokenizer, {"target_modules": ["c_attn"], "fan_in_fan_out": True} | options, kind="gpt2")
+    engine = build_engine(build_model("gpt2", len(tokenizer)), monkeypatch)
+    if refused:
+        with pytest.raises(
+            ValueError, match="Adapter 'policy' changes the head or the embedding.*tie_word_embeddings"
+        ):
+            VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+    else:
+        VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Free memory on device cuda:0 (10/79 GiB) on startup is less than desired GPU memory utilization (0.9, 71.1 GiB).",
+        "Available memory on node 0 (3/16 GiB) on startup is less than desired CPU memory utilization (0.9, 14.4 GiB).",
+        "Decrease GPU memory utilization.",
+        "CUDA out of memory.",
+    ],
+)
+def test_engines_that_do_not_fit_in_the_callers_words(monkeypatch, message):
+    monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
+    for options, said in (
+        ({}, "Lower `vllm_gpu_mem.*`vllm_max_model"),
+        ({"prefix": ""}, "Lower `gpu_mem.*`max_model"),
+    ):
+        with pytest.raises(RuntimeError, match=f"does not fit into memory.*{said}"):
+            with _engine.engine_options("float32", **options):
+                raise ValueError(message)

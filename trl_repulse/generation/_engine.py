@@ -5,8 +5,9 @@ it relies on, why, and what would let it go.
 """
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,13 +27,13 @@ _Weights: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 # What vLLM (0.28 to 0.31) can be built for; an adapter of another rank takes the next one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# What vLLM says when an engine does not fit.
+# What vLLM says when an engine does not fit, in one case or another.
 _TOO_LARGE = (
     "available memory",
     "free memory",
     "enough memory",
     "out of memory",
-    "KV cache",
+    "memory utilization",
     "kv cache",
     "cache blocks",
 )
@@ -41,6 +42,13 @@ _NOT_SERVED = (
     *("use_dora", "modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
     *("arrow_config", "monteclora_config", "kasa_config", "velora_config"),
+)
+# Fields with which an adapter cannot even be merged: a base layer that stands in several places, rows of an embedding
+_NOT_MERGED = ("trainable_token_indices", "layer_replication")
+# Input embeddings and output heads, as the models that vLLM serves adapters over have them
+_VOCABULARY = (
+    *("lm_head", "embed_out", "output", "model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
+    *("transformer.word_embeddings", "transformer.embd", "gpt_neox.embed_in", "model.tok_embeddings"),
 )
 
 
@@ -64,9 +72,32 @@ def check_vllm() -> None:
         raise ImportError(f"{unsupported[0]} Install one of these, or set `use_vllm=False`.")
 
 
+def check_adapter(config: "PeftConfig") -> None:
+    """
+    Refuses adapters that can neither be pushed as they are nor merged.
+
+    Args:
+        config (`peft.PeftConfig`):
+            Configuration of the adapter.
+
+    Raises:
+        `ValueError`: Naming the field.
+    """
+    found = [name for name in _NOT_MERGED if getattr(config, name, None)]
+    if config.is_prompt_learning:
+        found.append("peft_type")
+    if found:
+        raise ValueError(
+            f"vLLM cannot be given an adapter with `{found[0]}={getattr(config, found[0])!r}`, which cannot be merged either; "
+            "train one without, or generate without vLLM (`use_vllm=False`, `TransformersGenerator`)."
+        )
+
+
 def is_pushable(config: "PeftConfig") -> bool:
     """
     Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing else.
+
+    Not over the head or the embedding, which vLLM refuses for most architectures.
 
     Args:
         config (`peft.PeftConfig`):
@@ -81,11 +112,77 @@ def is_pushable(config: "PeftConfig") -> bool:
         and not any(getattr(config, name, None) for name in _NOT_SERVED)
         and config.init_lora_weights in (True, False, "gaussian", "orthogonal")  # the base is as it was saved
         and config.r <= _RANKS[-1]
+        and not _names_vocabulary(config.target_modules)
     )
 
 
+def _names_vocabulary(targets: "str | Collection[str] | None") -> bool:
+    """Whether `target_modules`, a regular expression or ends of names, are met by a head or an embedding."""
+    if isinstance(targets, str):
+        return targets != "all-linear" and any(re.fullmatch(targets, place) for place in _VOCABULARY)
+    ends = {place.rpartition(".")[2] for place in _VOCABULARY}
+    return any(target.rpartition(".")[2] in ends for target in targets or ())
+
+
+def goes_separately(model: "PeftModel", adapter: str) -> bool:
+    """
+    Whether vLLM can take a model's adapter as it is, over a base that it is given once.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model with the adapter.
+        adapter (`str`):
+            Name of the adapter.
+
+    Returns:
+        `bool`: If `False`, base and adapter have to be merged in each push.
+    """
+    base = model.get_base_model()
+    vocabulary = [layer for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None]
+    return (
+        is_pushable(model.peft_config[adapter])
+        and not any(adapter in name.split(".") for layer in vocabulary for name, _ in layer.named_parameters())
+        # A base that is trained changes too
+        and not any(
+            p.requires_grad and model.prefix not in name and ".modules_to_save." not in name
+            for name, p in model.named_parameters()
+        )
+    )
+
+
+def check_tied(model: "PeftModel", adapter: str) -> None:
+    """
+    Refuses an adapter that sets head and embedding apart where both have the same weights, which vLLM has but once.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model with the adapter.
+        adapter (`str`):
+            Name of the adapter, which is to be merged.
+
+    Raises:
+        `ValueError`: Naming the adapter.
+    """
+    base = model.get_base_model()
+    layers = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if None in layers:
+        return
+    shared = [getattr(layer, "original_module", getattr(layer, "base_layer", layer)).weight for layer in layers]
+    copies = [getattr(layer, "modules_to_save", {}) for layer in layers]
+    own = [given[adapter].weight if adapter in given else p for given, p in zip(copies, shared, strict=True)]
+    merged = any(
+        model.prefix in name and adapter in name.split(".") for layer in layers for name, _ in layer.named_parameters()
+    )
+    if shared[0] is shared[1] and (merged or own[0] is not own[1]):
+        raise ValueError(
+            f"Adapter {adapter!r} changes the head or the embedding, which have the same weights in this model "
+            "(`tie_word_embeddings`) and in vLLM; leave them out of `target_modules` and `modules_to_save`, or generate "
+            "without vLLM."
+        )
+
+
 @contextlib.contextmanager
-def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterator[None]:
+def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: str = "vllm_") -> Iterator[None]:
     """
     Lets the engine that TRL builds inside the context serve our models; says what to do if it does not fit.
 
@@ -98,10 +195,15 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
             Precision in which the models run elsewhere, and the engine shall, e.g. `"float32"`.
         adapters (`Sequence[peft.PeftConfig]`, *optional*):
             Configurations of the adapters to be pushed.
+        prefix (`str`, *optional*, defaults to `"vllm_"`):
+            What the caller's arguments have before the names that TRL has for them.
 
     Raises:
+        `ValueError`: If an adapter can neither be pushed nor merged.
         `RuntimeError`: If the engine does not fit into memory.
     """
+    for config in adapters:
+        check_adapter(config)
     pushed = [config for config in adapters if is_pushable(config)]
     original = vllm_generation.LLM
 
@@ -116,11 +218,11 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RuntimeError(_does_not_fit(error)) from error
+        raise RuntimeError(_does_not_fit(error, prefix)) from error
     except (RuntimeError, ValueError) as error:
-        if not any(word in str(error) for word in _TOO_LARGE):
+        if not any(word in str(error).lower() for word in _TOO_LARGE):
             raise
-        raise RuntimeError(_does_not_fit(error)) from error
+        raise RuntimeError(_does_not_fit(error, prefix)) from error
     finally:
         vllm_generation.LLM = original
 
@@ -147,10 +249,10 @@ def serves_adapters(model: str, trust_remote_code: bool = False) -> bool:
     return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(each.load_model_cls()) for each in known)
 
 
-def _does_not_fit(error: Exception) -> str:
+def _does_not_fit(error: Exception, prefix: str) -> str:
     return (
-        f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `vllm_gpu_memory_utilization` if "
-        "training needs the memory, raise it if the cache is too small, or lower `vllm_max_model_length`."
+        f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `{prefix}gpu_memory_utilization` if "
+        f"training needs the memory, raise it if the cache is too small, or lower `{prefix}max_model_length`."
     )
 
 
@@ -280,7 +382,9 @@ def _plain_weights(engine: VLLMGeneration, model: Any, adapter: str | None) -> I
                 model.merge_adapter([adapter])
                 yield lambda: _peft_params(engine, model, adapter)
             finally:
-                model.unmerge_adapter()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Already unmerged")  # layers that this adapter leaves alone
+                    model.unmerge_adapter()
 
 
 def _peft_params(engine: VLLMGeneration, model: "PeftModel", adapter: str | None) -> _Weights:

@@ -133,13 +133,18 @@ class VLLMGenerator:
                 In server mode, `server_base_url` and `group_port` of a server of its own.
 
         Raises:
-            `ValueError`: If it differs from the others in architecture or vocabulary.
+            `ValueError`: If it differs from the others in architecture or vocabulary, or has an adapter that can neither be
+                pushed nor merged.
         """
-        from ._engine import is_pushable
+        from ._engine import check_adapter, check_tied, goes_separately
 
         check_one_family({**{key: served.model for key, served in self._served.items()}, name: model})
         adapter = adapter or model.active_adapter if is_peft_model(model) else None
-        separate = adapter is not None and self._lora and is_pushable(model.peft_config[adapter])
+        if adapter is not None:
+            check_adapter(model.peft_config[adapter])
+        separate = adapter is not None and self._lora and goes_separately(model, adapter)
+        if adapter is not None and not separate:
+            check_tied(model, adapter)
         engine = self._engine
         if server:
             engine = copy.copy(engine)
@@ -304,7 +309,7 @@ def _build_engine(
     first = next(iter(models.values()))
     # vLLM seeds all generators with the number of the engine's group; the caller's seed is what it is to draw by
     seed, states = torch.initial_seed(), (random.getstate(), np.random.get_state())
-    with engine_options(str(first.dtype).removeprefix("torch."), adapters):
+    with engine_options(str(first.dtype).removeprefix("torch."), adapters, prefix=""):
         engine = VLLMGeneration(first, accelerator, tokenizer, **options)
     random.setstate(states[0])
     np.random.set_state(states[1])
