@@ -187,3 +187,26 @@ def test_engines_that_do_not_fit_in_the_callers_words(monkeypatch, message):
         with pytest.raises(RuntimeError, match=f"does not fit into memory.*{said}"):
             with _engine.engine_options("float32", **options):
                 raise ValueError(message)
+
+
+def test_a_server_is_told_of_each_models_own_tensors(tokenizer, monkeypatch):
+    told = []
+
+    class Client:
+        def update_named_params(self, metadata, weights):
+            sent = [(name, str(p.dtype).removeprefix("torch."), list(p.shape)) for name, p in weights]
+            told.append((metadata == sent, metadata))
+
+        def reset_prefix_cache(self):
+            pass
+
+    models = {name: build_model("llama", len(tokenizer)) for name in NAMES}
+    models["proposal"].to(torch.bfloat16)
+    engine = build_engine(models["policy"], monkeypatch)
+    vars(engine).update(mode="server", vllm_client=Client(), _weight_metadata=None)
+    generator = VLLMGenerator(models, tokenizer, engine=engine)
+    for name in (*NAMES, *NAMES):
+        with generator.using(name):
+            generator.sync_weights()
+    assert [right for right, _ in told] == [True] * 4
+    assert told[0][1] is told[2][1]  # collected once

@@ -38,6 +38,7 @@ class _Served:
     separate: bool
     version: int = 0
     pushed: tuple[int, Any] | None = None  # version and request of the adapter that was pushed last
+    metadata: list | None = None  # what a server is told of its tensors
 
 
 class VLLMGenerator:
@@ -199,7 +200,9 @@ class VLLMGenerator:
             wanted = ("base", id(model.get_base_model()))
         if self._resident.get(id(engine)) != wanted:
             self._resident[id(engine)] = None  # if the push fails half-way, the engine holds nothing of use
+            engine._weight_metadata = served.metadata  # TRL keeps the first model's
             push_weights(engine, model, None if served.separate else served.adapter)
+            served.metadata = engine._weight_metadata
             self._resident[id(engine)] = wanted
             self.pushes[wanted[0]] += 1
         engine.model = model
