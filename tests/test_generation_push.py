@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
 from trl_repulse.generation import VLLMGenerator, _engine
@@ -210,3 +211,46 @@ def test_a_server_is_told_of_each_models_own_tensors(tokenizer, monkeypatch):
             generator.sync_weights()
     assert [right for right, _ in told] == [True] * 4
     assert told[0][1] is told[2][1]  # collected once
+
+
+def test_a_name_is_given_once(tokenizer, monkeypatch):
+    models = {name: build_model("llama", len(tokenizer), seed) for seed, name in enumerate(NAMES)}
+    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    with pytest.raises(ValueError, match="There is a model 'policy' already; give the new one another name"):
+        generator.add("policy", models["proposal"])
+
+
+def test_an_adapter_that_cannot_be_written_leaves_the_one_before(tokenizer, monkeypatch, tmp_path):
+    model = adapted(tokenizer, {})
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    drawn = sample(generator, "policy")
+    write = _engine.write_adapter
+    monkeypatch.setattr(_engine, "write_adapter", lambda *args: 1 / 0)
+    generator.changed("policy")
+    with pytest.raises(ZeroDivisionError):
+        sample(generator, "policy")
+    assert [(folder / "adapter_model.safetensors").exists() for folder in generator._folder.iterdir()] == [True]
+    monkeypatch.setattr(_engine, "write_adapter", write)
+    for folder in generator._folder.iterdir():  # and one that is gone is no reason to stop
+        folder.rename(tmp_path / folder.name)
+    assert sample(generator, "policy") == drawn
+
+
+def test_adapters_that_transformers_loaded_are_refused(tokenizer, monkeypatch, model_dirs, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2)).save_pretrained(tmp_path)
+    engine = build_engine(build_model("llama", len(tokenizer)), monkeypatch)
+    with pytest.raises(ValueError, match="'policy' has an adapter that transformers loaded.*AutoPeftModel.*merge"):
+        VLLMGenerator({"policy": AutoModelForCausalLM.from_pretrained(tmp_path)}, tokenizer, engine=engine)
+    generator = VLLMGenerator({"policy": AutoPeftModelForCausalLM.from_pretrained(tmp_path)}, tokenizer, engine=engine)
+    with pytest.raises(ValueError, match="'proposal' has an adapter"):
+        generator.add("proposal", AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_prompts_that_leave_no_room_are_refused(tokenizer, monkeypatch):
+    model = build_model("llama", len(tokenizer)).eval()
+    engine = build_engine(model, monkeypatch, max_completion_length=30)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+    generator.complete(["the cat"], "policy")
+    with pytest.raises(ValueError, match="of 3 tokens and `max_completion_length=30` do not.*`max_model_length=32`"):
+        generator.complete(["fish", "the cat ran"], "policy")

@@ -41,7 +41,9 @@ class LLM:
         runner = Runner(self)
         worker = SimpleNamespace(model_runner=runner)
         self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(lora_config=object() if lora else None),
+            vllm_config=SimpleNamespace(
+                lora_config=object() if lora else None, model_config=SimpleNamespace(max_model_len=32)
+            ),
             model_executor=SimpleNamespace(driver_worker=worker),
         )
 

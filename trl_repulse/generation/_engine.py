@@ -270,6 +270,20 @@ def takes_adapters(engine: VLLMGeneration) -> bool:
     return engine.llm.llm_engine.vllm_config.lora_config is not None
 
 
+def context_length(engine: VLLMGeneration) -> int:
+    """
+    How many tokens of prompt and completion an engine in this process takes.
+
+    Args:
+        engine ([`~trl.generation.VLLMGeneration`]):
+            Engine in colocated mode.
+
+    Returns:
+        `int`
+    """
+    return engine.llm.llm_engine.vllm_config.model_config.max_model_len
+
+
 class EngineView:
     """
     The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with an adapter and a sleep level that TRL has no words for.

@@ -76,7 +76,7 @@ class VLLMGenerator:
 
     Raises:
         `ImportError`: If vLLM is missing or of a version that TRL does not support.
-        `ValueError`: If the models differ in architecture or vocabulary.
+        `ValueError`: As in [`add`].
         `RuntimeError`: If an engine that is built does not fit into memory.
     """
 
@@ -91,6 +91,7 @@ class VLLMGenerator:
     ):
         from ._engine import EngineView, check_vllm, takes_adapters
 
+        _check_loaded(models)
         check_one_family(models)
         if engine is None:
             check_vllm()
@@ -134,11 +135,14 @@ class VLLMGenerator:
                 In server mode, `server_base_url` and `group_port` of a server of its own.
 
         Raises:
-            `ValueError`: If it differs from the others in architecture or vocabulary, or has an adapter that can neither be
-                pushed nor merged.
+            `ValueError`: If the name is taken, the model differs from the others in architecture or vocabulary, or has an
+                adapter that can neither be pushed nor merged, or that transformers loaded.
         """
         from ._engine import check_adapter, check_tied, goes_separately
 
+        if name in self._served:
+            raise ValueError(f"There is a model {name!r} already; give the new one another name.")
+        _check_loaded({name: model})
         check_one_family({**{key: served.model for key, served in self._served.items()}, name: model})
         adapter = adapter or model.active_adapter if is_peft_model(model) else None
         if adapter is not None:
@@ -256,8 +260,20 @@ class VLLMGenerator:
 
         Raises:
             `KeyError`: If there is no such model.
+            `ValueError`: If a prompt and the longest completion do not fit into an engine in this process.
         """
+        from ._engine import context_length
+
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
+        engine = self._served[model].engine
+        if engine.mode == "colocate":
+            longest, length = max(map(len, rows), default=0), engine.generation_kwargs.get("max_tokens")
+            length, size = length or engine.max_completion_length, context_length(engine)
+            if longest + length > size:  # it would be cut short without a word
+                raise ValueError(
+                    f"A prompt of {longest} tokens and `max_completion_length={length}` do not fit into the engine's "
+                    f"`max_model_length={size}`; raise that, or lower `max_completion_length`."
+                )
         with self.using(model):
             drawn = self.generate(rows, num_generations=num_completions)[1]
             return group_completions(self.tokenizer, drawn, num_completions, model, self.version)
@@ -269,19 +285,30 @@ class VLLMGenerator:
         from ._engine import write_adapter
 
         if served.pushed is None or served.pushed[0] != served.version:
-            if served.pushed is not None:
-                shutil.rmtree(served.pushed[1].lora_path)
+            before = served.pushed
             number = next(self._requests)
             folder = self._folder / str(number)
             write_adapter(served.engine, served.model, served.adapter, folder)
             served.pushed = (served.version, LoRARequest(f"{self._current}-{served.version}", number, str(folder)))
             self.pushes[self._current] += 1
+            if before is not None:
+                shutil.rmtree(before[1].lora_path, ignore_errors=True)
         return served.pushed[1]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_engine":  # not set yet, as in a copy that is being made
             raise AttributeError(name)
         return getattr(self._engine, name)
+
+
+def _check_loaded(models: "dict[str, PreTrainedModel | PeftModel]") -> None:
+    """Refuses adapters that transformers itself has put into a model: their layers have names that vLLM does not know."""
+    for name, model in models.items():
+        if getattr(model, "_hf_peft_config_loaded", False) and not is_peft_model(model):
+            raise ValueError(
+                f"Model {name!r} has an adapter that transformers loaded, which vLLM cannot be given; load it with "
+                "`peft.AutoPeftModelForCausalLM`, or merge it with `trl-repulse merge`."
+            )
 
 
 def _of_the_drawn(
