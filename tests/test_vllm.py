@@ -141,10 +141,13 @@ def test_adapters_are_never_stale(tokenizer, tmp_path, sleep):
     assert generator.pushes["base"] == (110 if sleep == 2 else 1)
 
 
-@pytest.mark.parametrize("kind", ["scales", "ranks", "gpt2", "checkpointed"])
+@pytest.mark.parametrize("kind", ["scales", "ranks", "gpt2", "checkpointed", "copies", "vocabulary"])
 def test_adapters_of_every_kind_are_the_models(tokenizer, tmp_path, kind):
     """What vLLM has no words for is merged, and names are those of layers without wrappers."""
     options = {"scales": {"alpha_pattern": {"q_proj": 64}}, "ranks": {"rank_pattern": {"q_proj": 2}}}
+    options |= {"copies": {"modules_to_save": ["norm", "lm_head"]}}
+    # Merged layers that vLLM pads, and so copies late
+    options |= {"vocabulary": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}}
     options |= {"gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True}}
     settings = {"target_modules": "all-linear"} | options.get(kind, {})
     config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **settings)

@@ -23,9 +23,9 @@ class Runner:
 
     def reload_weights(self, weights_iterator):
         assert self.llm.awake, "weights were pushed to a sleeping engine"
-        given = dict(weights_iterator)
-        own = dict(self.llm.model.named_parameters())
-        assert set(given) == set(own)
+        listed = list(weights_iterator)  # copied late, as vLLM does with layers that it pads
+        given, own = dict(listed), dict(self.llm.model.named_parameters())
+        assert sorted(name for name, _ in listed) == sorted(own)
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(given[name])
@@ -41,7 +41,9 @@ class LLM:
         runner = Runner(self)
         worker = SimpleNamespace(model_runner=runner)
         self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(lora_config=object() if lora else None),
+            vllm_config=SimpleNamespace(
+                lora_config=object() if lora else None, model_config=SimpleNamespace(max_model_len=32)
+            ),
             model_executor=SimpleNamespace(driver_worker=worker),
         )
 

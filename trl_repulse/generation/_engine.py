@@ -5,10 +5,11 @@ it relies on, why, and what would let it go.
 """
 
 import contextlib
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.utils import is_peft_model
@@ -22,15 +23,17 @@ from trl.import_utils import is_vllm_available
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+_Weights: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+
 # What vLLM (0.28 to 0.31) can be built for; an adapter of another rank takes the next one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# What vLLM says when an engine does not fit.
+# What vLLM says when an engine does not fit, in one case or another.
 _TOO_LARGE = (
     "available memory",
     "free memory",
     "enough memory",
     "out of memory",
-    "KV cache",
+    "memory utilization",
     "kv cache",
     "cache blocks",
 )
@@ -39,6 +42,13 @@ _NOT_SERVED = (
     *("use_dora", "modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
     *("arrow_config", "monteclora_config", "kasa_config", "velora_config"),
+)
+# Fields with which an adapter cannot even be merged: a base layer that stands in several places, rows of an embedding
+_NOT_MERGED = ("trainable_token_indices", "layer_replication")
+# Input embeddings and output heads, as the models that vLLM serves adapters over have them
+_VOCABULARY = (
+    *("lm_head", "embed_out", "output", "model.embed_tokens", "model.decoder.embed_tokens", "transformer.wte"),
+    *("transformer.word_embeddings", "transformer.embd", "gpt_neox.embed_in", "model.tok_embeddings"),
 )
 
 
@@ -62,9 +72,32 @@ def check_vllm() -> None:
         raise ImportError(f"{unsupported[0]} Install one of these, or set `use_vllm=False`.")
 
 
+def check_adapter(config: "PeftConfig") -> None:
+    """
+    Refuses adapters that can neither be pushed as they are nor merged.
+
+    Args:
+        config (`peft.PeftConfig`):
+            Configuration of the adapter.
+
+    Raises:
+        `ValueError`: Naming the field.
+    """
+    found = [name for name in _NOT_MERGED if getattr(config, name, None)]
+    if config.is_prompt_learning:
+        found.append("peft_type")
+    if found:
+        raise ValueError(
+            f"vLLM cannot be given an adapter with `{found[0]}={getattr(config, found[0])!r}`, which cannot be merged either; "
+            "train one without, or generate without vLLM (`use_vllm=False`, `TransformersGenerator`)."
+        )
+
+
 def is_pushable(config: "PeftConfig") -> bool:
     """
     Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing else.
+
+    Not over the head or the embedding, which vLLM refuses for most architectures.
 
     Args:
         config (`peft.PeftConfig`):
@@ -79,11 +112,77 @@ def is_pushable(config: "PeftConfig") -> bool:
         and not any(getattr(config, name, None) for name in _NOT_SERVED)
         and config.init_lora_weights in (True, False, "gaussian", "orthogonal")  # the base is as it was saved
         and config.r <= _RANKS[-1]
+        and not _names_vocabulary(config.target_modules)
     )
 
 
+def _names_vocabulary(targets: "str | Collection[str] | None") -> bool:
+    """Whether `target_modules`, a regular expression or ends of names, are met by a head or an embedding."""
+    if isinstance(targets, str):
+        return targets != "all-linear" and any(re.fullmatch(targets, place) for place in _VOCABULARY)
+    ends = {place.rpartition(".")[2] for place in _VOCABULARY}
+    return any(target.rpartition(".")[2] in ends for target in targets or ())
+
+
+def goes_separately(model: "PeftModel", adapter: str) -> bool:
+    """
+    Whether vLLM can take a model's adapter as it is, over a base that it is given once.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model with the adapter.
+        adapter (`str`):
+            Name of the adapter.
+
+    Returns:
+        `bool`: If `False`, base and adapter have to be merged in each push.
+    """
+    base = model.get_base_model()
+    vocabulary = [layer for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None]
+    return (
+        is_pushable(model.peft_config[adapter])
+        and not any(adapter in name.split(".") for layer in vocabulary for name, _ in layer.named_parameters())
+        # A base that is trained changes too
+        and not any(
+            p.requires_grad and model.prefix not in name and ".modules_to_save." not in name
+            for name, p in model.named_parameters()
+        )
+    )
+
+
+def check_tied(model: "PeftModel", adapter: str) -> None:
+    """
+    Refuses an adapter that sets head and embedding apart where both have the same weights, which vLLM has but once.
+
+    Args:
+        model (`peft.PeftModel`):
+            Model with the adapter.
+        adapter (`str`):
+            Name of the adapter, which is to be merged.
+
+    Raises:
+        `ValueError`: Naming the adapter.
+    """
+    base = model.get_base_model()
+    layers = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if None in layers:
+        return
+    shared = [getattr(layer, "original_module", getattr(layer, "base_layer", layer)).weight for layer in layers]
+    copies = [getattr(layer, "modules_to_save", {}) for layer in layers]
+    own = [given[adapter].weight if adapter in given else p for given, p in zip(copies, shared, strict=True)]
+    merged = any(
+        model.prefix in name and adapter in name.split(".") for layer in layers for name, _ in layer.named_parameters()
+    )
+    if shared[0] is shared[1] and (merged or own[0] is not own[1]):
+        raise ValueError(
+            f"Adapter {adapter!r} changes the head or the embedding, which have the same weights in this model "
+            "(`tie_word_embeddings`) and in vLLM; leave them out of `target_modules` and `modules_to_save`, or generate "
+            "without vLLM."
+        )
+
+
 @contextlib.contextmanager
-def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterator[None]:
+def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: str = "vllm_") -> Iterator[None]:
     """
     Lets the engine that TRL builds inside the context serve our models; says what to do if it does not fit.
 
@@ -96,10 +195,15 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
             Precision in which the models run elsewhere, and the engine shall, e.g. `"float32"`.
         adapters (`Sequence[peft.PeftConfig]`, *optional*):
             Configurations of the adapters to be pushed.
+        prefix (`str`, *optional*, defaults to `"vllm_"`):
+            What the caller's arguments have before the names that TRL has for them.
 
     Raises:
+        `ValueError`: If an adapter can neither be pushed nor merged.
         `RuntimeError`: If the engine does not fit into memory.
     """
+    for config in adapters:
+        check_adapter(config)
     pushed = [config for config in adapters if is_pushable(config)]
     original = vllm_generation.LLM
 
@@ -114,11 +218,11 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = ()) -> Iterato
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RuntimeError(_does_not_fit(error)) from error
+        raise RuntimeError(_does_not_fit(error, prefix)) from error
     except (RuntimeError, ValueError) as error:
-        if not any(word in str(error) for word in _TOO_LARGE):
+        if not any(word in str(error).lower() for word in _TOO_LARGE):
             raise
-        raise RuntimeError(_does_not_fit(error)) from error
+        raise RuntimeError(_does_not_fit(error, prefix)) from error
     finally:
         vllm_generation.LLM = original
 
@@ -145,10 +249,10 @@ def serves_adapters(model: str, trust_remote_code: bool = False) -> bool:
     return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(each.load_model_cls()) for each in known)
 
 
-def _does_not_fit(error: Exception) -> str:
+def _does_not_fit(error: Exception, prefix: str) -> str:
     return (
-        f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `vllm_gpu_memory_utilization` if "
-        "training needs the memory, raise it if the cache is too small, or lower `vllm_max_model_length`."
+        f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `{prefix}gpu_memory_utilization` if "
+        f"training needs the memory, raise it if the cache is too small, or lower `{prefix}max_model_length`."
     )
 
 
@@ -164,6 +268,20 @@ def takes_adapters(engine: VLLMGeneration) -> bool:
         `bool`
     """
     return engine.llm.llm_engine.vllm_config.lora_config is not None
+
+
+def context_length(engine: VLLMGeneration) -> int:
+    """
+    How many tokens of prompt and completion an engine in this process takes.
+
+    Args:
+        engine ([`~trl.generation.VLLMGeneration`]):
+            Engine in colocated mode.
+
+    Returns:
+        `int`
+    """
+    return engine.llm.llm_engine.vllm_config.model_config.max_model_len
 
 
 class EngineView:
@@ -212,7 +330,7 @@ def wake_weights(engine: VLLMGeneration) -> None:
         engine._llm_weights_sleeping = False
 
 
-def push_weights(engine: VLLMGeneration, model: Any, merge: bool = True) -> None:
+def push_weights(engine: VLLMGeneration, model: Any, adapter: str | None = None) -> None:
     """
     Copies a model's weights to the engine and forgets cached prefixes. All processes must call it.
 
@@ -225,16 +343,21 @@ def push_weights(engine: VLLMGeneration, model: Any, merge: bool = True) -> None
             Engine, awake.
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             Model to copy.
-        merge (`bool`, *optional*, defaults to `True`):
-            Whether a PEFT model's active adapter is merged into the weights that are pushed; else its base is.
+        adapter (`str`, *optional*):
+            Which of a PEFT model's adapters is merged into the weights that are pushed. If `None`, its base is pushed.
     """
     engine.model = model
-    if engine.mode == "server":
-        engine.sync_weights()
-        return
-    weights = engine._iter_named_params() if merge or not is_peft_model(model) else _base_params(engine, model)
-    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
-    runner.reload_weights(weights_iterator=weights)
+    with _plain_weights(engine, model, adapter) as weights:
+        if engine.mode == "server":
+            engine._iter_named_params = weights
+            try:
+                engine.sync_weights()
+            finally:
+                del engine._iter_named_params
+            return
+        runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
+        # vLLM holds on to some of the tensors until it returns: what is merged must stay so
+        runner.reload_weights(weights_iterator=weights())
     if runner.model_config.hf_text_config.tie_word_embeddings:
         _process_tied_head(runner.get_model())
     engine.llm.reset_prefix_cache()
@@ -254,16 +377,53 @@ def _process_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _base_params(engine: VLLMGeneration, model: "PeftModel") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of the base below the adapters, by the names vLLM expects, each gathered where it is cut apart."""
-    if engine._dist.is_fsdp:
+@contextlib.contextmanager
+def _plain_weights(engine: VLLMGeneration, model: Any, adapter: str | None) -> Iterator[Callable[[], _Weights]]:
+    """
+    Context in which a function lists weights by the names vLLM expects; an adapter is merged throughout, whatever fails.
+
+    In place of TRL's `_iter_named_params` for PEFT models, which takes adapters apart as soon as it has been read to its
+    end, never if it is not, and knows no other name than "default". Way out: a context and an adapter's name there.
+    """
+    if not is_peft_model(model):
+        yield engine._iter_named_params
+    elif adapter is None:
+        yield lambda: _peft_params(engine, model, None)
+    else:
+        # Shards cannot be merged
+        with engine._dist.gather_params(list(model.parameters())):
+            try:
+                model.merge_adapter([adapter])
+                yield lambda: _peft_params(engine, model, adapter)
+            finally:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Already unmerged")  # layers that this adapter leaves alone
+                    model.unmerge_adapter()
+
+
+def _peft_params(engine: VLLMGeneration, model: "PeftModel", adapter: str | None) -> _Weights:
+    """Parameters of the base, by the names vLLM expects, with an adapter's own copies of whole modules in their places."""
+    if engine._dist.is_fsdp:  # of one adapter, with TRL's name for it
         yield from engine._iter_fsdp_params(model)
         return
     for name, p in model.named_parameters():
-        if model.prefix not in name:
-            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            with engine._dist.gather_params([p]):
-                yield engine._fix_param_name_to_vllm(name), p.data
+        if model.prefix in name:
+            continue
+        layer, _, rest = name.partition(".modules_to_save.")
+        if rest:
+            owner, _, name = rest.partition(".")
+            if owner != adapter:
+                continue
+            name = f"{layer}.{name}"
+        layer, _, rest = name.partition(".original_module.")
+        if rest:
+            if adapter in model.get_submodule(layer).modules_to_save:
+                continue
+            name = f"{layer}.{rest}"
+        name = engine._fix_param_name_to_vllm(name.removeprefix("base_model.model.").replace(".base_layer", ""))
+        # What is merged is gathered already
+        with engine._dist.gather_params([p]) if adapter is None else contextlib.nullcontext():
+            yield name, p.data
 
 
 def write_adapter(engine: VLLMGeneration, model: "PeftModel", adapter: str, folder: Path) -> None:

@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Served:
-    """A model, the engine that samples from it, and the adapter it is pushed by (`None`: whole weights)."""
+    """A model, the engine that samples from it, the adapter of a PEFT model, and whether that is pushed as it is."""
 
     model: "PreTrainedModel | PeftModel"
     engine: "VLLMGeneration"
     adapter: str | None
+    separate: bool
     version: int = 0
     pushed: tuple[int, Any] | None = None  # version and request of the adapter that was pushed last
+    metadata: list | None = None  # what a server is told of its tensors
 
 
 class VLLMGenerator:
@@ -74,7 +76,7 @@ class VLLMGenerator:
 
     Raises:
         `ImportError`: If vLLM is missing or of a version that TRL does not support.
-        `ValueError`: If the models differ in architecture or vocabulary.
+        `ValueError`: As in [`add`].
         `RuntimeError`: If an engine that is built does not fit into memory.
     """
 
@@ -89,6 +91,7 @@ class VLLMGenerator:
     ):
         from ._engine import EngineView, check_vllm, takes_adapters
 
+        _check_loaded(models)
         check_one_family(models)
         if engine is None:
             check_vllm()
@@ -127,27 +130,32 @@ class VLLMGenerator:
             model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
                 The model, unwrapped.
             adapter (`str`, *optional*):
-                Which adapter of a PEFT model it is, if not the active one. Adapters that have to be merged must be active
-                while they are sampled from.
+                Which adapter of a PEFT model it is, if not the one that is active now.
             **server:
                 In server mode, `server_base_url` and `group_port` of a server of its own.
 
         Raises:
-            `ValueError`: If it differs from the others in architecture or vocabulary.
+            `ValueError`: If the name is taken, the model differs from the others in architecture or vocabulary, or has an
+                adapter that can neither be pushed nor merged, or that transformers loaded.
         """
-        from ._engine import is_pushable
+        from ._engine import check_adapter, check_tied, goes_separately
 
+        if name in self._served:
+            raise ValueError(f"There is a model {name!r} already; give the new one another name.")
+        _check_loaded({name: model})
         check_one_family({**{key: served.model for key, served in self._served.items()}, name: model})
-        if is_peft_model(model):
-            adapter = adapter or model.active_adapter
-            if not self._lora or not is_pushable(model.peft_config[adapter]):
-                adapter = None
+        adapter = adapter or model.active_adapter if is_peft_model(model) else None
+        if adapter is not None:
+            check_adapter(model.peft_config[adapter])
+        separate = adapter is not None and self._lora and goes_separately(model, adapter)
+        if adapter is not None and not separate:
+            check_tied(model, adapter)
         engine = self._engine
         if server:
             engine = copy.copy(engine)
             vars(engine).update(server, model=model, _weight_metadata=None)
             engine._init_vllm()  # connects
-        self._served[name] = _Served(model, engine, adapter)
+        self._served[name] = _Served(model, engine, adapter, separate)
 
     def changed(self, *names: str) -> None:
         """
@@ -192,16 +200,18 @@ class VLLMGenerator:
         if engine.mode == "colocate":
             wake_weights(engine)
         wanted = (self._current, served.version)
-        if served.adapter is not None:
+        if served.separate:
             wanted = ("base", id(model.get_base_model()))
         if self._resident.get(id(engine)) != wanted:
             self._resident[id(engine)] = None  # if the push fails half-way, the engine holds nothing of use
-            push_weights(engine, model, merge=served.adapter is None)
+            engine._weight_metadata = served.metadata  # TRL keeps the first model's
+            push_weights(engine, model, None if served.separate else served.adapter)
+            served.metadata = engine._weight_metadata
             self._resident[id(engine)] = wanted
             self.pushes[wanted[0]] += 1
         engine.model = model
         if engine.mode == "colocate":
-            engine.llm.lora_request = None if served.adapter is None else self._adapter_request(served)
+            engine.llm.lora_request = self._adapter_request(served) if served.separate else None
 
     def generate(
         self, prompts: list[list[int]], images: list | None = None, num_generations: int = 1, profiler: Any = None
@@ -250,8 +260,20 @@ class VLLMGenerator:
 
         Raises:
             `KeyError`: If there is no such model.
+            `ValueError`: If a prompt and the longest completion do not fit into an engine in this process.
         """
+        from ._engine import context_length
+
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
+        engine = self._served[model].engine
+        if engine.mode == "colocate":
+            longest, length = max(map(len, rows), default=0), engine.generation_kwargs.get("max_tokens")
+            length, size = length or engine.max_completion_length, context_length(engine)
+            if longest + length > size:  # it would be cut short without a word
+                raise ValueError(
+                    f"A prompt of {longest} tokens and `max_completion_length={length}` do not fit into the engine's "
+                    f"`max_model_length={size}`; raise that, or lower `max_completion_length`."
+                )
         with self.using(model):
             drawn = self.generate(rows, num_generations=num_completions)[1]
             return group_completions(self.tokenizer, drawn, num_completions, model, self.version)
@@ -263,19 +285,30 @@ class VLLMGenerator:
         from ._engine import write_adapter
 
         if served.pushed is None or served.pushed[0] != served.version:
-            if served.pushed is not None:
-                shutil.rmtree(served.pushed[1].lora_path)
+            before = served.pushed
             number = next(self._requests)
             folder = self._folder / str(number)
             write_adapter(served.engine, served.model, served.adapter, folder)
             served.pushed = (served.version, LoRARequest(f"{self._current}-{served.version}", number, str(folder)))
             self.pushes[self._current] += 1
+            if before is not None:
+                shutil.rmtree(before[1].lora_path, ignore_errors=True)
         return served.pushed[1]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_engine":  # not set yet, as in a copy that is being made
             raise AttributeError(name)
         return getattr(self._engine, name)
+
+
+def _check_loaded(models: "dict[str, PreTrainedModel | PeftModel]") -> None:
+    """Refuses adapters that transformers itself has put into a model: their layers have names that vLLM does not know."""
+    for name, model in models.items():
+        if getattr(model, "_hf_peft_config_loaded", False) and not is_peft_model(model):
+            raise ValueError(
+                f"Model {name!r} has an adapter that transformers loaded, which vLLM cannot be given; load it with "
+                "`peft.AutoPeftModelForCausalLM`, or merge it with `trl-repulse merge`."
+            )
 
 
 def _of_the_drawn(
@@ -306,7 +339,7 @@ def _build_engine(
     first = next(iter(models.values()))
     # vLLM seeds all generators with the number of the engine's group; the caller's seed is what it is to draw by
     seed, states = torch.initial_seed(), (random.getstate(), np.random.get_state())
-    with engine_options(str(first.dtype).removeprefix("torch."), adapters):
+    with engine_options(str(first.dtype).removeprefix("torch."), adapters, prefix=""):
         engine = VLLMGeneration(first, accelerator, tokenizer, **options)
     random.setstate(states[0])
     np.random.set_state(states[1])
