@@ -240,7 +240,7 @@ def sample_completions(
     }
     header["settings"]["end_token_ids"] = sorted(end_tokens(model, tokenizer))
     if settings.engine == "vllm":
-        header["settings"]["engine_kwargs"] = records.plain_json(_without_secrets(engine_kwargs or {}))
+        header["settings"]["engine_kwargs"] = records.plain_json(_what_decides(engine_kwargs or {}))
         header["versions"]["vllm"] = vllm_version()
     with state.main_process_first():
         records.open_folder(folder, header)
@@ -330,8 +330,9 @@ def _numbers(values: torch.Tensor) -> pa.Array:
     return pa.array(values.numpy(), pa.float64(), from_pandas=True)
 
 
-def _without_secrets(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in engine_kwargs.items() if name != "hf_token"}
+def _what_decides(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without a secret, and without what another machine may need otherwise and no sample depends on."""
+    return {key: value for key, value in engine_kwargs.items() if key not in ("hf_token", "gpu_memory_utilization")}
 
 
 def _load(
