@@ -84,8 +84,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     value, low, high, error = _probability(sample, bad, confidence)
     if value > 0.5:
         good, least, most, good_error = _probability(sample, ~bad, confidence)
-        # Proposals are made for bad outputs, and may cover the good ones worse than these
-        # The same error, but for rounding, where the policy alone is drawn from
+        # Proposals are made for bad outputs, and may cover the good ones worse than these; of the policy's own draws both
+        # errors are the same but for rounding
         if bool(bad.all()) or (good > 0 and good_error <= error * (1 + 1e-9)):
             value, low, high, error = 1 - good, 1 - most, 1 - least, good_error
     diagnostics = diagnose(sample, sample.log_w.masked_fill(~bad, -torch.inf), value)
