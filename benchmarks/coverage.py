@@ -23,11 +23,12 @@ from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.bootstrap import crossed_interval
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
-from trl_repulse.evaluation.report import MIN_PROMPTS, estimates
+from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
 from trl_repulse.evaluation.tails import Estimate
 
 
 THRESHOLD = -5.0
+ONE_MODEL = ((1, 1000, (0.05,)), (4, 250, (0.05,)), (4, 2500, (0.05, 0.01)), (4, 25000, (0.001,)))  # with quantiles
 SEEDS_PROMPTS_SAMPLES = (
     *((3, 4, 250), (3, 16, 100), (5, 4, 250), (5, 6, 250), (5, 8, 250), (5, 16, 100)),
     *((10, 4, 250), (10, 16, 100)),
@@ -38,13 +39,6 @@ NORMAL_CELLS = (
     *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
 )
 TWO_SEEDS = ((2, 4, 250), (2, 16, 100))
-TWO_SEEDS_OF_NORMAL_CELLS = (
-    (2, 16, 0.0, 0.0),
-    (2, 16, 0.4, 0.4),
-    (2, 50, 1.0, 1.0),
-    (2, 200, 0.2, 0.0),
-    (2, 200, 2.0, 1.0),
-)
 
 
 class World:
@@ -77,6 +71,23 @@ class World:
         rewards = self.rewards[prompts].ravel()
         order = np.argsort(rewards, kind="stable")
         return rewards[order], probs.ravel()[order]
+
+    def positions(self, rng: np.random.Generator, model: int, prompts: np.ndarray, samples: int) -> np.ndarray:
+        """
+        Places of drawn completions in the order of rewards, (P, N), ties split: the share of a prompt's chance that lies lower.
+
+        Over all prompts together places are uniform on (0, 1), so that the quantile of level a is a.
+        """
+        probs = np.diff(self.below[model, prompts], axis=1, prepend=0.0) / len(prompts)  # (P, C)
+        order = np.argsort(self.rewards[prompts], axis=None, kind="stable")
+        start = np.empty(probs.size)
+        start[order] = probs.ravel()[order].cumsum() - probs.ravel()[order]
+        start = start.reshape(probs.shape)
+        last, found = probs.shape[1] - 1, np.empty((len(prompts), samples))
+        for i, p in enumerate(prompts):
+            drawn = np.minimum(np.searchsorted(self.below[model, p], rng.random(samples), side="right"), last)
+            found[i] = start[i, drawn] + rng.random(samples) * probs[i, drawn]
+        return found
 
 
 def truths(rewards: np.ndarray, probs: np.ndarray, quantiles: tuple, levels: tuple) -> dict[str, float]:
@@ -143,11 +154,8 @@ def build(num_models: int, num_prompts: int) -> World:
 def one_model(world: World, rng: np.random.Generator, repetitions: int) -> None:
     """Intervals for one model and its prompts: those of a report on one folder of samples."""
     policy = np.array([0])
-    for prompts, samples, quantiles, levels in (
-        (1, 1000, (0.05,), (0.1,)),
-        (4, 250, (0.05,), (0.1,)),
-        (4, 2500, (0.05, 0.01), (0.1, 0.01)),
-        (4, 25000, (0.001,), (0.01, 0.001)),
+    for (prompts, samples, quantiles), levels in zip(
+        ONE_MODEL, ((0.1,), (0.1,), (0.1, 0.01), (0.01, 0.001)), strict=True
     ):
         chosen = np.arange(prompts)
         truth = truths(*world.mixture(policy, chosen), quantiles, levels)
@@ -158,6 +166,18 @@ def one_model(world: World, rng: np.random.Generator, repetitions: int) -> None:
             values = world.draw(rng, policy, chosen, samples)
             for name, estimate in estimates(values, [THRESHOLD], levels, quantiles).items():
                 tally.add(name, estimate, truth[name])
+
+        repeat(repetitions, f"{prompts} × {samples:,} completions", once)
+
+
+def split_ties(world: World, rng: np.random.Generator, repetitions: int) -> None:
+    """Intervals of quantiles where no two completions share a reward: what the atoms of the embedded world add."""
+    for prompts, samples, levels in ONE_MODEL:
+
+        def once(tally: Tally, prompts=prompts, samples=samples, levels=levels) -> None:
+            places = world.positions(rng, 0, np.arange(prompts), samples)
+            for level in levels:
+                tally.add(f"quantile {level:g}, ties split", tails.quantile(places, level), level)
 
         repeat(repetitions, f"{prompts} × {samples:,} completions", once)
 
@@ -174,7 +194,7 @@ def several_seeds(
             chosen = rng.choice(every, prompts)
             values = world.draw(rng, rng.choice(population, seeds), chosen, samples)
             truth = overall
-            if prompts < MIN_PROMPTS:  # intervals are for these prompts
+            if seeds < MIN_SEEDS or prompts < MIN_PROMPTS:  # intervals are for these prompts
                 truth = truths(*world.mixture(population, chosen), (), (0.1,))
             for name, estimate in estimates(values, [THRESHOLD], (0.1,)).items():
                 tally.add(name, estimate, truth[name])
@@ -242,7 +262,7 @@ def main() -> None:
     frontier(world, np.random.default_rng([options.seed, 2]), options.repetitions, populations)
     normal_cells(np.random.default_rng([options.seed, 3]), options.repetitions, NORMAL_CELLS)
     several_seeds(world, np.random.default_rng([options.seed, 4]), options.repetitions, populations[0], TWO_SEEDS)
-    normal_cells(np.random.default_rng([options.seed, 5]), options.repetitions, TWO_SEEDS_OF_NORMAL_CELLS)
+    split_ties(world, np.random.default_rng([options.seed, 6]), options.repetitions)
 
 
 if __name__ == "__main__":

@@ -236,12 +236,18 @@ def bounds(tables: Tables, repetitions: int) -> None:
     rows.append(
         ("100 random worlds, target times e^N(0, 1)", f"{held} of 100", f"{sum(gaps) / 100:.3f}", f"{max(gaps):.3f}")
     )
-    for name, policy in (("trained", "policy"), ("elsewhere", "beside_policy"), ("beside", "beside_policy")):
+    proposals = {name: tables[name] for name in ("trained", "elsewhere", "beside")}
+    proposals |= {
+        f"{name} and its hotter copy, half each": torch.logaddexp(log_q, hotter(log_q)) - math.log(2)
+        for name, log_q in proposals.items()
+    }
+    for name, log_q in proposals.items():
+        policy = "policy" if name.startswith("trained") else "beside_policy"
         log_target = tables[policy] + BETA * tables["rewards"]
         truth = log_target.logsumexp(dim=1).tolist()
         held, gaps = 0, []
         for _ in range(100):
-            found = draw_bounds(log_target, tables[name], 16, 256, generator)
+            found = draw_bounds(log_target, log_q, 16, 256, generator)
             held += sum(b.lower_end <= z <= b.upper_end for b, z in zip(found, truth, strict=True))
             gaps += [b.gap for b in found]
         rows.append(

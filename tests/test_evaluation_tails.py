@@ -190,14 +190,14 @@ def test_bootstrap_over_seeds_and_prompts_covers():
     assert 0.90 < covered / 300 < 0.995
 
 
-@pytest.mark.parametrize(("spread", "prompts"), [((1.0, 1.0), 50), ((0.2, 0.0), 200), ((0.4, 0.4), 16)])
-def test_two_seeds_are_not_pooled(spread, prompts):
-    generator, covered = np.random.default_rng(4), 0
-    for _ in range(1000):
-        cells = spread[0] * generator.normal(size=(2, 1)) + spread[1] * generator.normal(size=(1, prompts))
-        low, high = crossed_interval(cells + generator.normal(size=(2, prompts)))
-        covered += low <= 0.0 <= high
-    assert covered > 940
+@pytest.mark.parametrize("shape", [(2, 16), (16, 2), (2, 2)])
+def test_two_of_either_are_refused(shape):
+    cells = np.random.default_rng(4).normal(size=shape)
+    with pytest.raises(
+        ValueError, match=f"`cells` has {shape[0]} seeds and {shape[1]} prompts; .* means over the prompts"
+    ):
+        crossed_interval(cells)
+    crossed_interval(cells.mean(axis=1, keepdims=True)), crossed_interval(cells.mean(axis=0, keepdims=True))
 
 
 @pytest.mark.parametrize(("seeds", "prompts"), [(5, 4), (3, 16)])
@@ -219,7 +219,9 @@ def test_differences_that_are_not_there_are_pooled():
     half = student_t.ppf(0.975, 8) * math.sqrt(6 / 8 / 9)
     assert crossed_interval(alike) == pytest.approx((-half, half))
     seeds = np.array([0.0, 10.0, 20.0, 35.0, 40.0])
-    cells = seeds[:, None] + np.array([[0.1, -0.1], [-0.1, 0.1], [0.1, -0.1], [-0.1, 0.1], [0.0, 0.0]])
+    cells = seeds[:, None] + np.array(
+        [[0.1, -0.1, 0.0], [-0.1, 0.1, 0.0], [0.1, -0.1, 0.0], [-0.1, 0.1, 0.0], [0.0] * 3]
+    )
     half = student_t.ppf(0.975, 4) * seeds.std(ddof=1) / math.sqrt(5)
     assert crossed_interval(cells) == pytest.approx((21 - half, 21 + half))
 
@@ -310,15 +312,26 @@ def test_rates_that_agree_up_to_rounding_have_the_interval_of_their_samples():
     assert found.high - found.low > 0.05
 
 
-@pytest.mark.parametrize("prompts", [5, 6])
-def test_six_prompts_speak_for_others(prompts):
-    values = np.random.default_rng(0).normal(size=(3, prompts, 200)) + np.arange(prompts)[:, None]
+@pytest.mark.parametrize(("seeds", "prompts"), [(3, 5), (3, 6), (2, 6), (2, 40)])
+def test_three_seeds_and_six_prompts_speak_for_others(seeds, prompts):
+    values = np.random.default_rng(0).normal(size=(seeds, prompts, 200)) + np.arange(prompts)[:, None]
     found, cells = estimates(values, [0.0], []), values.mean(axis=2)
-    alone, both = crossed_interval(cells.mean(axis=1, keepdims=True)), crossed_interval(cells)
-    assert both[1] - both[0] > 3 * (alone[1] - alone[0])
-    assert (found["mean"].low, found["mean"].high) == (both if prompts == 6 else alone)
+    alone = crossed_interval(cells.mean(axis=1, keepdims=True))
     report = TailReport("reward", *values.shape, 0.95, found, {})
-    assert report.scope == f"other seeds and {'other' if prompts == 6 else 'these'} prompts"
+    if (seeds, prompts) == (3, 6):
+        both = crossed_interval(cells)
+        assert both[1] - both[0] > 3 * (alone[1] - alone[0])
+        assert (found["mean"].low, found["mean"].high) == both and report.scope == "other seeds and other prompts"
+    else:
+        assert (found["mean"].low, found["mean"].high) == alone and report.scope == "other seeds and these prompts"
+
+
+def test_two_seeds_have_students_interval():
+    """Whatever prompts have in common: one degree of freedom, between the two means."""
+    values = np.random.default_rng(1).normal(size=(2, 30, 50)) + np.array([0.0, 0.2])[:, None, None]
+    means, found = values.mean(axis=(1, 2)), estimates(values, [], [])["mean"]
+    half = student_t.ppf(0.975, 1) * abs(means[1] - means[0]) / 2
+    assert (found.low, found.high) == pytest.approx((means.mean() - half, means.mean() + half))
 
 
 def test_a_seed_more_certain_than_samples():

@@ -58,8 +58,8 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
     Bancroft, 1964): a difference that is not there would widen the interval by its uncertainty. The level of the test is set so
     that means of normal cells were covered in 92 to 98 % in simulations, from 3 × 6 to 10 × 200 cells, with differences up to
     twice the spread of the cells; the least with three seeds and fifty prompts or more.
-    Of two seeds nothing can be pooled, and prompts would lend their degrees of freedom to a variance that has one: there the squares
-    of both half-widths are added (Howe, 1974), which covers 95 to 99.7 %.
+    Two seeds cannot be tested so, and are refused beside prompts that are to speak for others: take each seed's mean over the prompts,
+    `cells.mean(axis=1, keepdims=True)`, for Student's interval over seeds, for these prompts.
     Where seeds or prompts differ so much that their distribution is far from normal, few of them cover less than is claimed.
     With one seed, prompts alone are resampled, and with one prompt seeds alone: the interval then says nothing of what was
     not repeated.
@@ -72,8 +72,16 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
 
     Returns:
         `tuple[float, float]`: Low and high end; infinite for a single cell.
+
+    Raises:
+        `ValueError`: If there are two seeds and several prompts, or two prompts and several seeds.
     """
     seeds, prompts = cells.shape
+    if min(seeds, prompts) == 2:
+        raise ValueError(
+            f"`cells` has {seeds} seeds and {prompts} prompts; two of either tell too little. Take means over the prompts "
+            "(`cells.mean(axis=1, keepdims=True)`) for an interval over seeds, or over the seeds for one over prompts."
+        )
     value = float(cells.mean())
     by_seed, by_prompt = cells.mean(axis=1) - value, cells.mean(axis=0) - value
     residual = cells - value - by_seed[:, None] - by_prompt  # what neither explains
@@ -82,9 +90,6 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
         components.append((float((by_seed**2).sum()) / (seeds * (seeds - 1)), seeds - 1))
     if prompts > 1:
         components.append((float((by_prompt**2).sum()) / (prompts * (prompts - 1)), prompts - 1))
-    if seeds > 1 and prompts > 1 and min(seeds, prompts) == 2:
-        half = math.hypot(*(combined_interval(0.0, [each], confidence)[1] for each in components))
-        return value - half, value + half
     if seeds > 1 and prompts > 1:
         freedom = (seeds - 1) * (prompts - 1)
         cell = float((residual**2).sum()) / (seeds * prompts * freedom)

@@ -15,6 +15,7 @@ from .tails import Estimate
 
 MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # beside the reward, where there are such columns
 MIN_PROMPTS = 6  # fewer draws of anything miss its median, all on one side, more than once in twenty times
+MIN_SEEDS = 3  # two cannot tell what differs between prompts from what differs between seeds
 OF_THE_MODEL = ("hash", "settings.seed", "settings.revision")
 
 
@@ -49,7 +50,9 @@ class TailReport:
         """What the intervals are for."""
         if self.seeds == 1:
             return "this model and these prompts"
-        return "other seeds and " + ("other prompts" if self.prompts >= MIN_PROMPTS else "these prompts")
+        return "other seeds and " + (
+            "other prompts" if _speak_for_others(self.seeds, self.prompts) else "these prompts"
+        )
 
     @property
     def one_sided(self) -> list[str]:
@@ -111,6 +114,11 @@ class TailReport:
         return "\n".join(lines)
 
 
+def _speak_for_others(seeds: int, prompts: int) -> bool:
+    """Whether prompts are enough, and seeds enough to tell, for intervals over prompts as well as over seeds."""
+    return seeds >= MIN_SEEDS and prompts >= MIN_PROMPTS
+
+
 def _table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
     for name, estimate in estimates.items():
@@ -132,8 +140,8 @@ def tail_report(
 
     Of one model, all intervals are for the prompts at hand. Of several, one a training seed, mean, probabilities and CVaR have
     intervals over seeds and prompts ([`~trl_repulse.evaluation.bootstrap.crossed_interval`]): what to expect of another run on
-    other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one: the
-    intervals are over seeds alone then, for these prompts. An interval of a probability over seeds holds that
+    other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one, and two
+    seeds cannot tell how prompts differ: the intervals are over seeds alone then, for these prompts. An interval of a probability over seeds holds that
     of Clopper and Pearson for all samples. Where none or all are under the threshold it is that interval, which is for these
     models and prompts and says nothing of others; `one_sided` names these.
 
@@ -227,11 +235,13 @@ def estimates(
     pooled = values.reshape(-1, samples)
 
     def over_seeds(estimate: Estimate, influence: np.ndarray) -> Estimate:
-        """The interval over seeds, and over prompts if they are enough, in place of that for these seeds and prompts."""
+        """The interval over seeds, and over prompts if both are enough, in place of that for these seeds and prompts."""
         if seeds == 1:
             return estimate
         cells = influence.reshape(seeds, prompts, samples).mean(axis=2)
-        ends = crossed_interval(cells if prompts >= MIN_PROMPTS else cells.mean(axis=1, keepdims=True), confidence)
+        if not _speak_for_others(seeds, prompts):
+            cells = cells.mean(axis=1, keepdims=True)
+        ends = crossed_interval(cells, confidence)
         # Where seeds agree to the last digit, as rates may, the samples still leave room
         if math.isclose(*ends, rel_tol=1e-9, abs_tol=1e-9 * float(influence.std())):
             return estimate
