@@ -117,9 +117,11 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
         "0",
         *command[command.index("--prompts") :],
     ]
-    assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
+    assert main([*command, "--threshold", "-1", "--output", str(output)]) == 0
     diagnostics = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
-    assert diagnostics["ess"] == pytest.approx(200) and diagnostics["normalization_error"] < 1e-3
+    assert (
+        diagnostics["ess"] == pytest.approx(diagnostics["tail_samples"]) and diagnostics["normalization_error"] < 1e-3
+    )
     command[command.index(adapter, 2)] = model_dirs["gpt2"]  # negative control: the base is another model
     assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
     assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9

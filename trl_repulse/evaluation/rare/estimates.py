@@ -60,8 +60,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     The interval takes the weighted count of bad completions for a multiple of a Poisson count, as Fay and Feuer (1997) do
     for standardised rates, with the stratified variance in place of the Poisson one. It lies within [0, 1], is lopsided
     where few completions bear the weight, and agrees with Student's where many do. Without a bad completion the upper end
-    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those. Where most of the weight is bad, and
-    the good outputs are the surer estimate, what they leave is reported.
+    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those. Of prompts whose outputs are mostly bad
+    the policy's own draws alone are used, and it is the good ones that are counted: proposals are not made for these.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -81,27 +81,55 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
     bad = sample.rewards < threshold
-    value, low, high, error = _probability(sample, bad, confidence)
-    if value > 0.5:
-        good, least, most, good_error = _probability(sample, ~bad, confidence)
-        # Proposals are made for bad outputs, and may cover the good ones worse than these; of the policy's own draws both
-        # errors are the same but for rounding
-        if bool(bad.all()) or (good > 0 and good_error <= error * (1 + 1e-9)):
-            value, low, high, error = 1 - good, 1 - most, 1 - least, good_error
-    diagnostics = diagnose(sample, sample.log_w.masked_fill(~bad, -torch.inf), value)
+    value, low, high, error, log_w = _probability(sample, bad, confidence)
+    diagnostics = diagnose(sample, log_w.masked_fill(~bad, -torch.inf))
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
 
 
-def _probability(sample: MixtureSample, event: torch.Tensor, confidence: float) -> tuple[float, float, float, float]:
-    """Probability of an event (P, N) under the policy, the ends of its interval and its standard error."""
-    log_x = sample.log_w.masked_fill(~event, -torch.inf)
+def _probability(
+    sample: MixtureSample, event: torch.Tensor, confidence: float
+) -> tuple[float, float, float, float, torch.Tensor]:
+    """
+    Probability of an event (P, N) under the policy, the ends of its interval, its standard error, and log-weights of the completions
+    that it was estimated from.
+
+    Where an event is likelier than not, what is rare is the rest, which proposals are not made for: of such prompts the policy's own
+    draws alone are used, and the rest of them is counted. The ends are those of the difference of two counts, each with its interval
+    (Zou and Donner, 2008).
+    """
+    own, prompts, completions = sample.counts[0], *event.shape
+    share = sample.log_w.masked_fill(~event, -torch.inf).logsumexp(dim=1).exp() / completions  # (P,)
+    likely = (share > 0.5) & (own > 0)
+    log_w = sample.log_w.masked_fill(likely[:, None], -torch.inf)
+    log_w[:, :own] = log_w[:, :own].masked_fill(likely[:, None], math.log(completions / own) if own else 0.0)
+    rare = _count(log_w.masked_fill(~event | likely[:, None], -torch.inf), sample.counts, own, ~likely, confidence)
+    rest = event.new_zeros(prompts, own).double().masked_fill(event[:, :own] | ~likely[:, None], -torch.inf)
+    left = _count(rest, (own,), own, likely, confidence) if own else (0.0,) * 4
+    whole = float(likely.double().mean())
+    value = whole + rare[0] - left[0]
+    low = value - math.hypot(rare[0] - rare[1], left[2] - left[0])
+    high = value + math.hypot(rare[2] - rare[0], left[0] - left[1])
+    return min(value, 1.0), min(max(low, 0.0), 1.0), min(high, 1.0), math.hypot(rare[3], left[3]), log_w
+
+
+def _count(
+    log_x: torch.Tensor, counts: tuple[int, ...], own: int, prompts: torch.Tensor, confidence: float
+) -> tuple[float, float, float, float]:
+    """
+    Mean of weighted counts over all prompts, where some prompts alone have any: with an interval and the standard error.
+
+    Where nothing was counted, the upper end is exact for any prompts: the policy's draws alone tell.
+    """
     shift = float(log_x.max())
     if shift == -math.inf:
-        return 0.0, 0.0, _unseen_bound(sample, confidence), 0.0
+        some = int(prompts.sum())
+        unseen = float(beta_distribution.isf((1 - confidence) / 2, 1, own * some)) if own and some else 1.0
+        return 0.0, 0.0, unseen * some / len(prompts), 0.0
     x = (log_x - shift).exp()  # (P, N)
-    mean, variance, _ = stratified_mean(x, sample.counts)
-    low, high = (end * math.exp(shift) for end in _count_interval(mean, variance, 1 / x.numel(), confidence))
-    return min(mean * math.exp(shift), 1.0), min(low, 1.0), min(high, 1.0), variance**0.5 * math.exp(shift)
+    mean, variance, _ = stratified_mean(x, counts)
+    ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
+    mean, low, high, error = (end * math.exp(shift) for end in (mean, *ends, variance**0.5))
+    return mean, low, high, error
 
 
 def tail_curve(sample: MixtureSample, thresholds: Sequence[float], confidence: float = 0.95) -> list[RareEstimate]:
@@ -153,10 +181,11 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     rewards, order = sample.rewards.double().flatten().sort(stable=True)
     cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
     quantile = rewards[min(int((cumulative < log_level).sum()), len(rewards) - 1)]
-    log_x = sample.log_w - log_level + (quantile - sample.rewards.double()).clamp(min=0).log()  # (P, N)
+    log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - log_level  # (P, N)
+    log_x = sample.log_w + log_depth
     shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
-    diagnostics = diagnose(sample, in_tail, level, log_x)
+    diagnostics = diagnose(sample, in_tail, log_depth)
     one, other = (float(quantile) - each for each in diagnostics.halves)
     diagnostics = replace(diagnostics, halves=(one, other))
     if (
@@ -167,9 +196,18 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     x = (log_x - shift).exp()
     mean, variance, _ = stratified_mean(x, sample.counts)
     ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
-    value, high, low = (float(quantile) - end * math.exp(shift) for end in (mean, *ends))
-    error = variance**0.5 * math.exp(shift)
-    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
+    value, high, low = (float(quantile) - _scaled(end, shift) for end in (mean, *ends))
+    return RareEstimate(
+        value, low, high, diagnostics.tail_samples, confidence, _scaled(variance**0.5, shift), diagnostics
+    )
+
+
+def _scaled(number: float, shift: float) -> float:
+    """number · e^shift, where e^shift alone may be too large."""
+    try:
+        return number * math.exp(shift)
+    except OverflowError:
+        return math.exp(math.log(number) + shift) if number else 0.0
 
 
 def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> float:
@@ -190,12 +228,6 @@ def _count_interval(mean: float, variance: float, largest: float, confidence: fl
     lower = gamma.ppf(tail, mean**2 / low_variance, scale=low_variance / mean)
     upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
     return float(lower), float(upper)
-
-
-def _unseen_bound(sample: MixtureSample, confidence: float) -> float:
-    """Upper end for the probability of what no completion shows, exact for any prompts: the policy's draws alone tell."""
-    draws = sample.counts[0] * sample.num_prompts
-    return float(beta_distribution.isf((1 - confidence) / 2, 1, draws)) if draws else 1.0
 
 
 def check_share(name: str, value: float) -> None:

@@ -18,7 +18,7 @@ MAX_ERROR = 4.0  # standard errors
 class Diagnostics:
     """
     What an estimate rests on. The tail is made of the bad completions, or of those up to the quantile t of a CVaR. What a
-    completion contributes is its weight w, for a CVaR w · (t − r).
+    completion contributes is x = w · v, its weight times its depth: 1, or for a CVaR t − r.
 
     Args:
         tail_samples (`int`):
@@ -34,13 +34,15 @@ class Diagnostics:
             the interval is as much a matter of luck as the estimate.
         unseen_share (`float`):
             The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
-            tail's probability that could be missing from the proposals and, with 95 % probability, leave no trace in them:
-            3 / (the policy's draws × probability of the tail), at most 1; 0 without proposals.
+            estimate that could be missing from the proposals and, with 95 % probability, leave no trace in them: 3 / c, at most 1,
+            where c = draws of the policy × E[v]² / E[v²] are the bad outputs to be expected among them, those that bear on a
+            CVaR as deep ones do; 0 without proposals.
         efficiency (`float`):
             Bad outputs drawn by the policy that a draw of the proposals is worth: those that plain sampling would have to
             draw for a variance as small, less those that the policy draws here, over the proposals' draws. The probability
             of the tail for a proposal that is the policy itself, about 1 for one that draws the policy's bad outputs in the
-            policy's proportions, and more with exact weights; 0 without proposals.
+            policy's proportions, and more with exact weights; 0 without proposals. For a CVaR E[v]² / E[v²] is in place of that
+            probability.
         num_proposals (`int`):
             Components beside the policy, hotter copies among them.
         halves (`tuple[float, float]`):
@@ -106,9 +108,7 @@ class Diagnostics:
         return tuple(found)
 
 
-def diagnose(
-    sample: MixtureSample, log_w: torch.Tensor, probability: float, log_x: torch.Tensor | None = None
-) -> Diagnostics:
+def diagnose(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
     """
     Measures what an estimate rests on.
 
@@ -117,23 +117,26 @@ def diagnose(
             Completions of policy and proposals.
         log_w (`torch.Tensor` of shape `(P, N)`):
             Log-weights of the completions in the tail, −inf for the others, in nats.
-        probability (`float`):
-            Probability of the tail.
-        log_x (`torch.Tensor` of shape `(P, N)`, *optional*):
-            Logarithms of what the completions contribute to the estimate. If `None`, their weights.
+        log_depth (`torch.Tensor` of shape `(P, N)`, *optional*):
+            Logarithms of what is averaged over the tail; −inf for nothing. If `None`, of 1.
 
     Returns:
         [`Diagnostics`]
     """
     in_tail = log_w > -torch.inf
-    w, _ = _scaled(log_w)
-    x, scale = _scaled(log_w if log_x is None else log_x)
+    log_x = log_w if log_depth is None else log_w + log_depth
+    x, scale = _scaled(log_x)
     total, squares = float(x.sum()), float(x.square().sum())
-    audit = sample.counts[0] * sample.num_prompts * probability
+    # n (Σwv / n)² / (Σwv² / n) of n completions, times the policy's share of them
+    log_squares = (log_x if log_depth is None else log_x + log_depth).logsumexp(dim=(0, 1))
+    audit = (
+        float((2 * log_x.logsumexp(dim=(0, 1)) - log_squares).exp()) * sample.counts[0] / log_w.size(1)
+        if total
+        else 0.0
+    )
     unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / audit) if audit else 1.0
     one, other = halves(sample, x)
-    mean, variance, _ = stratified_mean(w, sample.counts)
-    error = stratified_mean(x, sample.counts)[1] ** 0.5
+    mean, variance, _ = stratified_mean(x, sample.counts)
     drawn = sum(sample.counts[1:]) * sample.num_prompts
     return Diagnostics(
         tail_samples=int(in_tail.sum()),
@@ -146,7 +149,7 @@ def diagnose(
         num_proposals=len(sample.counts) - 1,
         halves=(one * scale, other * scale),
         # The difference of two halves has four times the variance of the mean of both
-        halves_error=abs(one - other) / (2 * error) if error else 0.0,
+        halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
         normalization_error=largest_normalization_error(sample),
     )
 

@@ -1,0 +1,116 @@
+"""When importance sampling must not be called reliable, and intervals where most outputs are bad: enumerated worlds of one reward each."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
+from trl_repulse.evaluation.rare.mixture import MixtureSample
+
+
+pytestmark = pytest.mark.exact
+
+
+def draw(rewards, components, counts, seed):
+    """Completions of one prompt from components that are given by weights, (N,) each."""
+    generator = torch.Generator().manual_seed(seed)
+    probs = [torch.tensor(weights, dtype=torch.float64) / sum(weights) for weights in components]
+    index = torch.cat(
+        [torch.multinomial(p, n, replacement=True, generator=generator) for p, n in zip(probs, counts, strict=True)]
+    )
+    density = torch.stack([p.log()[index] for p in probs], dim=-1)
+    return MixtureSample(torch.tensor(rewards, dtype=torch.float64)[index][None], density[None], counts)
+
+
+def test_a_cvar_of_an_atom_rests_on_what_lies_below_it():
+    """Reward 0 unless bad: the policy draws the quantile a hundred times, and nothing of the half that proposals miss."""
+    rewards, policy = [0.0, -1.0, -1.2, -0.9, -1.1], [1 - 1e-4, *[25e-6] * 4]
+    proposals = ([0.05, 0.5, 0.45, 1e-9, 1e-9], [0.2, 0.45, 0.35, 1e-7, 1e-7])
+    held = 0
+    for seed in range(30):
+        sample = draw(rewards, (policy, *proposals), (5000,) * 3, seed)
+        estimate = cvar(sample, 0.01)
+        held += estimate.low <= -0.0105 <= estimate.high
+        assert not estimate.reliable and estimate.diagnostics.unseen_share == 1
+    assert held < 20
+
+
+def test_a_cvar_of_a_few_deep_rewards_rests_on_them():
+    """Level 0.1, and two thirds of the CVaR from four outputs near -1000 of which the proposals draw two."""
+    grid = np.linspace(-4.0, 4.0, 2001)
+    normal = np.exp(-(grid**2) / 2)
+    rewards = [*grid, -1000.0, -1010.0, -990.0, -1005.0]
+    policy = [*(normal / normal.sum() * (1 - 1e-4)), *[25e-6] * 4]
+    low = np.where(grid < -1, 1.0, 0.05)
+    proposals = [
+        [*(0.5 * low / low.sum()), 0.25, 0.25, 1e-9, 1e-9],
+        [*(0.7 * low / low.sum()), 0.15, 0.15, 1e-7, 1e-7],
+    ]
+    for seed in range(20):
+        assert not cvar(draw(rewards, (policy, *proposals), (5000,) * 3, seed), 0.1).reliable
+    # Where all four are drawn and the policy meets each, nothing speaks against it
+    whole = [[*(0.5 * low / low.sum()), *[0.125] * 4], [*(0.7 * low / low.sum()), *[0.075] * 4]]
+    assert cvar(draw(rewards, (policy, *whole), (400_000, 5000, 5000), 0), 0.1).reliable
+
+
+def test_efficiency_and_unseen_share_of_a_cvar_by_hand():
+    rewards, policy = [0.0, -1.0, -3.0], [0.9, 0.06, 0.04]
+    sample = draw(rewards, (policy, policy, policy), (3000,) * 3, 0)
+    found = cvar(sample, 0.2).diagnostics  # the quantile is 0: depths are 1 and 3
+    counts = [int((sample.rewards == each).sum()) for each in rewards[1:]]
+    share = (counts[0] + 3 * counts[1]) ** 2 / (counts[0] + 9 * counts[1]) / 9000  # E[v]² / E[v²], all weights being 1
+    assert found.unseen_share == pytest.approx(3 / (3000 * share))
+    # The policy itself for a proposal: 9,000 plain draws, of which it drew 3,000
+    assert found.efficiency == pytest.approx((9000 * share / (1 - share) - 3000 * share) / 6000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("policy", "proposals", "counts"),
+    [
+        ([0.998, 0.0019, 1e-4], ([0.5, 0.5, 1e-8], [0.5, 0.5, 1e-7]), (1000, 10_000, 10_000)),
+        ([0.949, 0.05, 1e-3], ([0.5, 0.5, 1e-6], [0.5, 0.5, 1e-5]), (300, 3000, 3000)),
+    ],
+)
+def test_good_outputs_that_proposals_miss(policy, proposals, counts):
+    """Most outputs are bad: what the proposals draw of the good ones does not decide the estimate."""
+    held = 0
+    for seed in range(200):
+        estimate = prob_bad(draw([-1.0, 1.0, 1.0], (policy, *proposals), counts, seed), 0.0)
+        held += estimate.low <= policy[0] <= estimate.high
+        assert sum(estimate.diagnostics.halves) / 2 == pytest.approx(estimate.value)
+    assert held / 200 > 0.93
+
+
+@pytest.mark.parametrize("samples", [5, 20])
+@pytest.mark.parametrize("counts", [1, 3])
+def test_prompts_that_are_nearly_always_bad_among_others(samples, counts):
+    """Ten prompts in a hundred, with so many good completions to be expected: those not seen leave room below."""
+    rng, held, chance = np.random.default_rng(0), 0, 1 - counts / (10 * samples)
+    for _ in range(300):
+        rewards = torch.ones(100, samples)
+        rewards[:10] = torch.tensor(rng.random((10, samples)) >= chance).float()
+        estimate = prob_bad(MixtureSample(rewards, torch.zeros(100, samples, 1), (samples,)), 0.5)
+        assert estimate.low <= estimate.value <= estimate.high
+        held += estimate.low <= 0.1 * chance <= estimate.high
+    assert held / 300 > 0.93
+
+
+def test_a_prompt_that_is_always_bad_beside_one_that_is_rarely():
+    """By hand: what the rare one adds, and what three unseen good completions would take off."""
+    rewards = torch.cat([torch.full((1, 400), -1.0), torch.tensor([[-1.0] * 4 + [1.0] * 396])])
+    estimate = prob_bad(MixtureSample(rewards, torch.zeros(2, 400, 1), (400,)), 0.0)
+    alone = prob_bad(MixtureSample(rewards[1:], torch.zeros(1, 400, 1), (400,)), 0.0)
+    unseen = 1 - 0.025 ** (1 / 400)
+    assert estimate.value == pytest.approx((1 + alone.value) / 2)
+    assert estimate.high == pytest.approx((1 + alone.high) / 2)
+    assert estimate.low == pytest.approx(0.5 + alone.value / 2 - math.hypot(alone.value - alone.low, unseen) / 2)
+
+
+def test_a_cvar_of_rewards_near_the_largest_number():
+    rewards = torch.zeros(1, 3000, dtype=torch.float64)
+    rewards[0, ::3] = -1e308
+    estimate = cvar(MixtureSample(rewards, torch.zeros(1, 3000, 1), (3000,)), 0.5)
+    assert estimate.value == pytest.approx(-1e308 / 1.5) and -1e308 < estimate.low < estimate.value < estimate.high
+    assert estimate.high < 0
