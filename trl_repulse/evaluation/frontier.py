@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binomtest
 
+from .bootstrap import combined_interval
 from .comparison import mean_and_interval
 from .tails import Estimate
 
@@ -183,7 +184,7 @@ def make_frontier(
     number is known; where the share is 0 (or 1) in all runs it is that interval, or none. For the gains the means of all methods are drawn anew from normal
     distributions with the covariance of their runs (a parametric bootstrap), spread as Student's at the degrees of freedom that
     Satterthwaite (1946) gives the sum of what each method adds to the gain's variance; the interval lies between quantiles of
-    the gains that result. The corner from which areas are measured, the worst run in either quantity, is taken as given. A
+    the gains that result, from 0 where the method is not surely ahead of each other one in either quantity. The corner from which areas are measured, the worst run in either quantity, is taken as given. A
     single run has no interval, and in the intervals of others it is held where it is.
 
     Args:
@@ -237,7 +238,8 @@ def make_frontier(
             ends.append(Estimate(mean, *interval, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
-        gain = _gain_estimate(means, shifts, sizes, index, worst, confidence, generator)
+        ahead = _surely_adds(places, index, confidence)
+        gain = _gain_estimate(means, shifts, sizes, index, worst, ahead, confidence, generator)
         points.append(Point(method, tuple(group), *ends, bool(on_front), gain))
     return Frontier(x, y, *labels, confidence, tuple(points))
 
@@ -293,17 +295,40 @@ def _shifts(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return generator.standard_normal((REPLICATES, count)) @ deviations
 
 
+def _surely_adds(places: list[np.ndarray], index: int, confidence: float) -> bool:
+    """
+    Whether a method is surely ahead of each other one, in either quantity, by Welch's interval for the difference of their means.
+
+    One that no other equals in both quantities adds area, however unsure either is by itself: quantiles of drawn gains alone call two
+    equal methods different in 12 % of cases. Here each quantity errs in (1 - confidence) / 2, and a gain of 0 has no other side to err on.
+    """
+    own = places[index]
+    for other in (each for i, each in enumerate(places) if i != index):
+        parts = [each for each in (own, other) if len(each) > 1]  # a single run is held where it is
+        variances = [(each.var(axis=0, ddof=1) / len(each), len(each) - 1) for each in parts]
+        lower = [
+            combined_interval(
+                float(gap), [(float(variance[k]), freedom) for variance, freedom in variances], confidence
+            )[0]
+            for k, gap in enumerate(own.mean(axis=0) - other.mean(axis=0))
+        ]
+        if max(lower) <= 0:
+            return False
+    return True
+
+
 def _gain_estimate(
     means: np.ndarray,
     shifts: np.ndarray,
     sizes: np.ndarray,
     index: int,
     worst: np.ndarray,
+    ahead: bool,
     confidence: float,
     generator: np.random.Generator,
 ) -> Estimate:
     """
-    The area a method adds to that of the others, with its interval.
+    The area a method adds to that of the others, with its interval; the lower end is 0 unless the method is surely `ahead`.
 
     Student's distributions drawn for each method by itself would have the tails of the fewest runs added up: the interval of
     Behrens and Fisher, which covers 98 to 99 % for three runs.
@@ -326,4 +351,4 @@ def _gain_estimate(
     freedom = float(variances.sum() ** 2 / spread) if spread else count - 1
     scale = np.sqrt(freedom / generator.chisquare(freedom, size=(REPLICATES, 1, 1)))
     low, high = np.quantile(gain(means + scale * shifts), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Estimate(value, min(float(low), value), max(float(high), value), count)
+    return Estimate(value, min(float(low), value) if ahead else 0.0, max(float(high), value), count)
