@@ -141,6 +141,7 @@ def test_mean_of_symmetric_samples_is_students():
     [
         (lambda: tails.mean(np.ones(3)), "`rewards` has shape"),
         (lambda: tails.mean(np.ones((2, 0))), "`rewards` has shape"),
+        (lambda: tails.cvar(np.array([[1.0, -1e308]]), 0.1), "`rewards` holds values beyond 1e.290.*scale the reward"),
         (lambda: tails.cvar(np.array([[1.0, math.nan]]), 0.1), "not finite; mend the reward"),
         (lambda: tails.prob_below(np.array([[1.0, -math.inf]]), 0.1), "not finite; mend the reward"),
         (lambda: tails.prob_below(np.ones((1, 2)), math.nan), "`threshold` is NaN"),
@@ -152,6 +153,19 @@ def test_mean_of_symmetric_samples_is_students():
 def test_arguments_are_checked(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_cvar_of_an_atom_and_a_few_rewards_below_it_has_no_lower_end():
+    """Two samples in 2,000 below 0 on average: they are too few to tell how deep others lie."""
+    rng, covered, bounded = np.random.default_rng(3), 0, 0
+    for _ in range(300):
+        rewards = np.where(rng.random((1, 2000)) < 1e-3, -rng.exponential(size=(1, 2000)), 0.0)
+        found = tails.cvar(rewards, 0.1)
+        covered += found.low <= -0.01 <= found.high
+        bounded += math.isfinite(found.low)
+    assert covered / 300 > 0.97 and bounded < 5
+    rewards[0, :10] = -1.0
+    assert math.isfinite(tails.cvar(rewards, 0.1).low)
 
 
 def test_bootstrap_over_seeds_is_students():

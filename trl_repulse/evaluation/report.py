@@ -58,7 +58,7 @@ class TailReport:
     def one_sided(self) -> list[str]:
         """
         Quantities of several models whose interval is for these models and prompts all the same: probabilities where none or all
-        are bad, and CVaR where no sample lies under the quantile.
+        are bad, and CVaR where hardly a sample lies under the quantile.
         """
         if self.seeds == 1:
             return []
@@ -106,7 +106,7 @@ class TailReport:
         if self.one_sided:
             lines += [
                 "",
-                f"No sample, or every one, lies under the threshold or quantile: the interval of {', '.join(self.one_sided)} is for these models "
+                f"No sample, hardly one, or every one lies under the threshold or quantile: the interval of {', '.join(self.one_sided)} is for these models "
                 "and prompts.",
             ]
         for prompt, estimates in self.per_prompt.items() if per_prompt else ():

@@ -16,6 +16,8 @@ from scipy.stats import t as student_t
 
 
 MIN_TAIL = 100  # samples in the tail below which a CVaR has no interval
+LARGEST = 1e290  # reward of which sums and products with a level are numbers still
+MIN_BELOW = 10  # and of these below the quantile, which alone make its spread
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     The tail is the lowest level·n samples, the last of them by its fraction. The interval is that of [`mean`] for the
     influence values −(q − r)₊ / level, q the empirical quantile. It needs [`MIN_TAIL`] samples in the tail: with fewer, no
     interval that was tried covers what it claims, and both ends are infinite. The estimate is then biased upwards as well.
-    Where none of these lies under the quantile, as many may equal it, nothing bounds the CVaR from below; the upper end is
-    then the quantile's.
+    Where fewer than [`MIN_BELOW`] of these lie under the quantile, as many may equal it, they do not bound the CVaR from below; the
+    upper end is then the quantile's.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -158,8 +160,8 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     tail = level * rewards.size
     if tail < MIN_TAIL:
         return Estimate(float(influence.mean()), -math.inf, math.inf, tail)
-    if (influence == influence.flat[0]).all():  # no sample under the quantile
-        return Estimate(float(influence.flat[0]), -math.inf, quantile(rewards, level, confidence).high, tail)
+    if (influence < influence.max()).sum() < MIN_BELOW:  # it is the quantile itself where no sample lies below that
+        return Estimate(float(influence.mean()), -math.inf, quantile(rewards, level, confidence).high, tail)
     return Estimate(float(influence.mean()), *_skewed_interval(influence, confidence), tail)
 
 
@@ -212,6 +214,8 @@ def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
         raise ValueError(f"`rewards` has shape {rewards.shape}; give one row a prompt and at least one sample each.")
     if not np.isfinite(rewards).all():
         raise ValueError("`rewards` holds values that are not finite; mend the reward before estimating its tail.")
+    if np.abs(rewards).max() > LARGEST:
+        raise ValueError(f"`rewards` holds values beyond {LARGEST:g}, whose sums are none; scale the reward down.")
     if not 0 < confidence < 1:
         raise ValueError(f"`confidence={confidence}` must lie between 0 and 1.")
     return rewards
