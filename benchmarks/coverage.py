@@ -10,6 +10,7 @@ mean over all possible seeds is known as well. Also counted is on which side an 
 
 import argparse
 import copy
+import math
 import random
 from collections.abc import Callable
 
@@ -37,6 +38,13 @@ SEEDS_PROMPTS_SAMPLES = (
 NORMAL_CELLS = (
     *((3, 16, 0.0, 0.0), (3, 16, 0.4, 0.1), (3, 16, 2.0, 1.0), (3, 50, 0.2, 0.0), (3, 50, 1.0, 2.0)),
     *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
+)
+# What two methods have apart in either quantity, in standard errors of a mean of A's, and the standard deviation of B's runs
+NORMAL_RUNS = (
+    ("alike", 0.0, 1.0),
+    ("alike but for B's spread of 5", 0.0, 5.0),
+    ("each ahead by 10 standard errors", 10.0, 1.0),
+    ("the same with B's spread of 5", 10.0, 5.0),
 )
 TWO_SEEDS = ((2, 4, 250), (2, 16, 100))
 
@@ -236,12 +244,39 @@ def frontier(world: World, rng: np.random.Generator, repetitions: int, populatio
             for i, point in enumerate(found.points):
                 tally.add(f"{point.method}: P(r < {THRESHOLD:g})", point.x, -means[i, 0])
                 tally.add(f"{point.method}: reward", point.y, means[i, 1])
-                rest = np.delete(means, i, axis=0)
-                gain = hypervolume(means[None], worst) - hypervolume(rest[None], worst)
-                truth = float(gain[0]) if gain[0] > 1e-15 else 0.0  # rounding can leave less than nothing
-                tally.add(f"{point.method}: hypervolume gain", point.gain, truth)
+                tally.add(f"{point.method}: hypervolume gain", point.gain, true_gain(means, i, worst))
 
         repeat(repetitions, f"frontier, {seeds} runs a method", once)
+
+
+def gains(rng: np.random.Generator, repetitions: int) -> None:
+    """Intervals of hypervolume gains where runs are normal, those of A with standard deviation 1 in both quantities."""
+    for setting, apart, spread in NORMAL_RUNS:
+        for runs in (3, 10):
+            ahead = apart / math.sqrt(runs)  # of a method's mean
+            means = np.array([[0.0, 0.0], [ahead, -ahead]])
+
+            def once(tally: Tally, runs=runs, means=means, spread=spread) -> None:
+                places = [
+                    mean + sd * rng.normal(size=(runs, 2)) for mean, sd in zip(means, (1.0, spread), strict=True)
+                ]
+                found = make_frontier(
+                    [Run(name, *map(float, row)) for name, rows in zip("AB", places, strict=True) for row in rows],
+                    "reward",
+                    "return",
+                )
+                worst = np.concatenate(places).min(axis=0)
+                for i, point in enumerate(found.points):
+                    tally.add(f"{point.method}: hypervolume gain", point.gain, true_gain(means, i, worst))
+
+            repeat(repetitions, f"normal runs, {runs} a method, {setting}", once)
+
+
+def true_gain(means: np.ndarray, index: int, worst: np.ndarray) -> float:
+    """Area that one of the methods adds, more being better; what rounding leaves of none is none."""
+    area = float(hypervolume(means[None], worst)[0])
+    added = area - float(hypervolume(np.delete(means, index, axis=0)[None], worst)[0])
+    return added if added > 1e-12 * area else 0.0
 
 
 def main() -> None:
@@ -263,6 +298,7 @@ def main() -> None:
     normal_cells(np.random.default_rng([options.seed, 3]), options.repetitions, NORMAL_CELLS)
     several_seeds(world, np.random.default_rng([options.seed, 4]), options.repetitions, populations[0], TWO_SEEDS)
     split_ties(world, np.random.default_rng([options.seed, 6]), options.repetitions)
+    gains(np.random.default_rng([options.seed, 7]), options.repetitions)
 
 
 if __name__ == "__main__":
