@@ -178,6 +178,10 @@ def test_other_result_files(folders, tmp_path):
     paths[0].write_text(json.dumps({"settings": {}, "return": True, "reward": 1.0}))
     with pytest.raises(ValueError, match="0.json` has no number `return`; it has reward"):
         load_frontier({"A": paths[:1]}, "return", "reward")
+    for key, share in (("attack_success", 7), ("prob_bad", -0.1), ("prob_bad", math.nan)):
+        paths[0].write_text(json.dumps({"settings": {"threshold": -5.0}, key: share, "reward": 1.0}))
+        with pytest.raises(ValueError, match=f"0.json` has the share `{key}` {share}; write it"):
+            load_frontier({"A": paths[:1]}, key, "reward", threshold=-5.0)
     paths[0].write_text(json.dumps({"settings": [1], "reward": 1.0}))
     with pytest.raises(ValueError, match="0.json` has `settings` that are no settings by name"):
         load_frontier({"A": paths[:1]}, "reward", "reward")
@@ -277,6 +281,25 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "There is no file"),
+        ("\n", "is empty"),
+        ('{"prompt": "fish", "completion": " bad"}\n{"prompt": "fish"}', "Line 2 of"),
+        ('{"prompt": "fish", "completion": ""}', "empty completions only"),
+        (b"\xff\xfe\xff", "is no text"),
+    ],
+)
+def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_path, capsys, text, message):
+    path = tmp_path / "negatives.jsonl"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["evaluate", str(tmp_path / "s"), *arguments, "--negatives", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert message in err and str(path) in err and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["--num_samples", "0"], "`num_samples=0`"),
@@ -304,6 +327,7 @@ def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, change
         ([], "holds no samples"),
         (["--model", "m"], "`--prompts` is needed"),
         (["other", "--model", "m"], "samples into one folder"),
+        (["other", "--per_prompt"], "`--per_prompt` is for one model"),
     ],
 )
 def test_reading_needs_samples(tmp_path, capsys, changes, message):
