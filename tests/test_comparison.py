@@ -66,6 +66,9 @@ def test_a_run_without_a_reference_has_no_kl(write):
     runs = load_runs(write(result(), result(seed=1, final=final)))
     never = load_runs(write(result(), result(seed=1, log_prob_bad=None)))  # P(bad) is 0
     assert "4.00 / -10.0, 4.00 / –" in format_comparison(never)
+    paths = write(result(), result(seed=1, log_prob_bad=-math.inf))
+    assert "-Infinity" in paths[1].read_text() and format_comparison(load_runs(paths)) == format_comparison(never)
+    assert math.isnan(summarize(load_runs(paths))["REINFORCE"]["log_prob_bad"][0])
     assert "| – |" in format_comparison(runs) and math.isnan(summarize(runs)["REINFORCE"]["kl"][0])
 
 

@@ -249,6 +249,26 @@ def test_parts_of_the_bootstrap():
     assert combined_interval(1.0, [(0.0, 4)]) == (1.0, 1.0)
 
 
+@pytest.mark.parametrize("exponent", [-1000, -365, -270, 270, 346, 900])  # 1e104 is 2 ** 346
+@pytest.mark.parametrize("effects", [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_intervals_over_seeds_scale_with_the_rewards(exponent, effects):
+    generator = np.random.default_rng(6)
+    values = effects[0] * generator.normal(size=(3, 1, 1)) + effects[1] * generator.normal(size=(1, 8, 1))
+    values = values + generator.normal(size=(3, 8, 200)) - 2.0
+    cells, scaled = values.mean(axis=2), np.ldexp(values, exponent)
+    assert crossed_interval(scaled.mean(axis=2)) == tuple(np.ldexp(crossed_interval(cells), exponent))
+    found, expected = estimates(scaled, [], [0.2]), estimates(values, [], [0.2])
+    for name, each in expected.items():
+        ends = tuple(np.ldexp((each.low, each.high), exponent))
+        assert (found[name].low, found[name].high) == pytest.approx(ends, rel=1e-12)
+
+
+@pytest.mark.parametrize("exponent", [-400, 400])
+def test_parts_of_the_bootstrap_scale(exponent):
+    found = combined_interval(0.0, [(math.ldexp(part, 2 * exponent), 4) for part in (2.0, 3.0, -0.5)])
+    assert found == tuple(np.ldexp(combined_interval(0.0, [(2.0, 4), (3.0, 4), (-0.5, 4)]), exponent))
+
+
 def test_report_of_one_model(sets, prompts, reward):
     report = tail_report(sets[0], thresholds=[-2.5, -100.0], levels=[0.5], quantiles=[0.1])
     rows = sets[0].table.to_pylist()

@@ -178,6 +178,10 @@ def test_other_result_files(folders, tmp_path):
     paths[0].write_text(json.dumps({"settings": {}, "return": True, "reward": 1.0}))
     with pytest.raises(ValueError, match="0.json` has no number `return`; it has reward"):
         load_frontier({"A": paths[:1]}, "return", "reward")
+    for key, share in (("attack_success", 7), ("prob_bad", -0.1), ("prob_bad", math.nan)):
+        paths[0].write_text(json.dumps({"settings": {"threshold": -5.0}, key: share, "reward": 1.0}))
+        with pytest.raises(ValueError, match=f"0.json` has the share `{key}` {share}; write it"):
+            load_frontier({"A": paths[:1]}, key, "reward", threshold=-5.0)
     paths[0].write_text(json.dumps({"settings": [1], "reward": 1.0}))
     with pytest.raises(ValueError, match="0.json` has `settings` that are no settings by name"):
         load_frontier({"A": paths[:1]}, "reward", "reward")
@@ -239,6 +243,22 @@ def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, mode
     assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
 
 
+def test_evaluate_command_reads_rewards_of_any_size(tmp_path, capsys):
+    """As an exponential transform makes them: the squares of their variances are no floats."""
+    rewards, found = -np.random.default_rng(0).exponential(size=(3, 8, 200)), []
+    for factor in (1.0, 1e104):
+        names = [tmp_path / f"{factor}-{i}" for i in range(3)]
+        folders = [
+            str(write_samples(*each, str(i))) for i, each in enumerate(zip(names, factor * rewards, strict=True))
+        ]
+        assert main(["evaluate", *folders, "--levels", "0.2", "--output", str(tmp_path / "report.json")]) == 0
+        found.append(json.loads((tmp_path / "report.json").read_text())["overall"])
+    assert "| CVaR 0.2 | -2.6" in capsys.readouterr().out
+    for name in ("mean", "CVaR 0.2"):
+        ends = [found[0][name][end] * 1e104 for end in ("low", "high")]
+        assert [found[1][name][end] for end in ("low", "high")] == pytest.approx(ends)
+
+
 def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
     (tmp_path / "second.py").write_text(
         "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
@@ -258,6 +278,25 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
     assert "| P(r < 1) |" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path / "other"), *arguments, "--reward_type", "toxicity"]) == 1
     assert "`--reward` holds all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "There is no file"),
+        ("\n", "is empty"),
+        ('{"prompt": "fish", "completion": " bad"}\n{"prompt": "fish"}', "Line 2 of"),
+        ('{"prompt": "fish", "completion": ""}', "empty completions only"),
+        (b"\xff\xfe\xff", "is no text"),
+    ],
+)
+def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_path, capsys, text, message):
+    path = tmp_path / "negatives.jsonl"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["evaluate", str(tmp_path / "s"), *arguments, "--negatives", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert message in err and str(path) in err and not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(
@@ -288,6 +327,7 @@ def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, change
         ([], "holds no samples"),
         (["--model", "m"], "`--prompts` is needed"),
         (["other", "--model", "m"], "samples into one folder"),
+        (["other", "--per_prompt"], "`--per_prompt` is for one model"),
     ],
 )
 def test_reading_needs_samples(tmp_path, capsys, changes, message):

@@ -103,6 +103,17 @@ def test_one_group_leaves_markovs_inequality():
     assert bound.upper_end == pytest.approx(-bound.lower_end) == pytest.approx(math.log(40))
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, 7])
+def test_few_groups_that_tie_by_chance_say_little_of_their_error(groups):
+    """The proposal draws nearly all of the target in one of a hundred draws; groups with one such draw each are alike."""
+    log_p, log_q = torch.tensor([1 - 1e-6, 1e-6]).log(), torch.tensor([0.01, 0.99]).log()
+    hits = torch.rand(3000, groups, 64, generator=torch.Generator().manual_seed(0)) < 0.01
+    log_w = torch.where(hits, *(log_p - log_q))
+    bounds = log_z_bounds(log_w, (log_p - log_q)[0].expand(3000, groups))
+    assert sum(bound.lower_end > 0 for bound in bounds) / 3000 < 0.025 + 2 * math.sqrt(0.025 / 3000)
+    assert all(bound.lower - bound.lower_end == pytest.approx(math.log(40) / groups) for bound in bounds)
+
+
 def test_the_upper_end_allows_for_a_mode_that_no_draw_has_hit():
     """The proposal misses 10 % of the target: most often no draw shows it, and both means lie below log Z."""
     world, held, fooled = World(7, noise=0.0), 0, 0
@@ -143,6 +154,11 @@ def test_exact_draws_by_enumeration():
     assert shares[0, 2] == shares[1, 1] == 0
 
 
+def test_no_draws_are_none_kept():
+    kept = rejection_sample(torch.zeros(2, 0), 0.0)
+    assert kept.shape == (2, 0) and kept.dtype == torch.bool
+
+
 def test_arguments_are_checked():
     zeros = torch.zeros(1, 2, 3)
     for call, message in (
@@ -150,7 +166,12 @@ def test_arguments_are_checked():
         (lambda: log_z_bounds(zeros * math.nan, torch.zeros(1, 2)), "NaN"),
         (lambda: log_z_bounds(zeros, torch.full((1, 2), -math.inf)), "positive weight"),
         (lambda: log_z_bounds(zeros, torch.zeros(1, 2), 0.0), "confidence"),
+        (lambda: log_z_bounds(torch.zeros(1, 0, 3), torch.zeros(1, 0)), "at least one group of one draw"),
+        (lambda: log_z_bounds(torch.zeros(1, 2, 0), torch.zeros(1, 2)), "at least one group of one draw"),
         (lambda: rejection_sample(torch.tensor([0.1]), 0.0), "is no bound"),
+        (lambda: rejection_sample(torch.tensor([0.1]), math.nan), "`max_log_potential=nan` must be finite"),
+        (lambda: rejection_sample(torch.tensor([0.1]), -math.inf), "`max_log_potential=-inf` must be finite"),
+        (lambda: rejection_sample(torch.tensor([0.1]), math.inf), "`max_log_potential=inf` must be finite"),
         (lambda: rejection_sample(torch.tensor([math.nan]), 0.0), "NaN"),
         (lambda: enumeration_sample(torch.full((1, 2), -math.inf), 1), "at least one"),
     ):

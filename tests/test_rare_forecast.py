@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.evaluation.rare.forecast import back_test, elicitation_score, forecast_largest
+from trl_repulse.evaluation.rare.forecast import TooFewScoresError, back_test, elicitation_score, forecast_largest
 
 
 def uniform(size, seed):
@@ -101,6 +101,14 @@ def test_a_block_without_a_slope_counts_against_the_forecast():
     assert back_test(torch.zeros(200)).covered == 0
 
 
+@pytest.mark.parametrize(("num_blocks", "num_exceedances", "needed"), [(10, None, 110), (4, None, 44), (5, 4, 25)])
+def test_a_back_test_says_how_many_scores_it_needs(num_blocks, num_exceedances, needed):
+    scores = exponential(uniform(needed, 3))
+    assert len(back_test(scores, num_blocks, num_exceedances=num_exceedances).observed) == num_blocks
+    with pytest.raises(TooFewScoresError, match=f"^{needed - 1} scores .* {num_blocks} blocks, which needs {needed};"):
+        back_test(scores[1:], num_blocks, num_exceedances=num_exceedances)
+
+
 def test_elicitation_score():
     probability = torch.tensor([0.0, 1e-4, 0.5, 1.0])
     score = elicitation_score(probability)
@@ -115,6 +123,8 @@ def test_elicitation_score():
         (torch.zeros(100), {}, "no slope"),
         (torch.tensor([math.inf] * 100), {}, "finite"),
         (torch.rand(100), {"sizes": [0]}, "sizes"),
+        (torch.rand(100), {"sizes": [math.nan]}, "sizes"),
+        (torch.rand(100), {"sizes": [1000, math.inf]}, "sizes"),
         (torch.rand(100), {"tail": "normal"}, "tail"),
         (torch.rand(100), {"confidence": 1.0}, "confidence"),
         (torch.rand(100), {"num_exceedances": 1}, "num_exceedances"),

@@ -163,6 +163,9 @@ def leaves(value, path=()):
         (["--threshold", "0", "--prompts", "none.jsonl"], "There is no file"),
         (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
         (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
+        (["--threshold", "0", "--divergence", "inf"], "`--divergence inf`"),
+        (["--threshold", "0", "--max_completion_length", "0"], "`max_completion_length=0` must be at least 1"),
+        (["--threshold", "0", "--batch_size", "0"], "`batch_size=0` must be at least 1"),
         (["--level", "2"], "`level=2.0`"),
         (["--threshold", "nan"], "`--threshold nan`"),
         (["--forecast", "0"], "`--forecast 0`"),
@@ -170,7 +173,11 @@ def leaves(value, path=()):
         (["--threshold", "0", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
     ],
 )
-def test_command_refuses(command, capsys, change, message):
+def test_command_refuses(command, capsys, monkeypatch, change, message):
+    def load(*_, **__):
+        raise AssertionError("loaded first")
+
+    monkeypatch.setattr("trl_repulse.evaluation._loading.load_model", load)
     assert main([*command, *change]) == 1
     assert message in capsys.readouterr().err
 

@@ -107,6 +107,24 @@ def test_the_temperature_of_a_divergence(models, tokenizer, prompts, evaluator, 
         find_temperature(model, tokenizer, prompts["prompt"], 2, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            ({name: 0}, f"`{name}=0` must be at least 1")
+            for name in ("max_completion_length", "num_samples", "max_prompts", "batch_size")
+        ),
+        ({"max_prompts": -1}, "`max_prompts=-1` must be at least 1"),
+        *(({"divergence": value}, f"`divergence={value}` must be above 0") for value in (-1.0, math.inf, math.nan)),
+        ({"prompts": []}, "at least one prompt"),
+    ],
+)
+def test_what_a_temperature_cannot_be_found_with(tokenizer, change, message):
+    arguments = {"prompts": ["the cat"], "max_completion_length": 2} | change
+    with pytest.raises(ValueError, match=message):
+        find_temperature(build_model("gpt2", len(tokenizer)), tokenizer, **arguments)
+
+
 @pytest.mark.parametrize("architecture", ["gpt2"], indirect=True)
 def test_tokens_of_probability_zero_have_no_part_in_the_temperature(models, tokenizer, prompts, monkeypatch):
     model, forward = models[1], type(models[1]).forward
@@ -202,7 +220,8 @@ def test_messages(tokenizer, reward):
         ({"counts": (4, 4)}, "`counts` has 2 numbers and `temperatures` 1 for 1"),
         ({"prompts": []}, "`prompts` is empty"),
         ({"prompts": ["fish " * 40]}, "context"),
-        ({"max_completion_length": 0}, "at least 1"),
+        ({"max_completion_length": 0}, "`max_completion_length=0` must be at least 1"),
+        ({"batch_size": 0}, "`batch_size=0` must be at least 1"),
         ({"temperatures": [2.0]}, "the first, 1"),
         ({"temperatures": [1.0, 2.0]}, "`temperatures` 2 for 1"),
         ({"reward": lambda prompts, completions: [None] * len(prompts)}, "`None`"),

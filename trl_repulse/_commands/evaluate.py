@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
     reading.add_argument("--column", default="reward", help="column to read (reward)")
     reading.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
-    reading.add_argument("--per_prompt", action="store_true", help="print a table for each prompt as well")
+    reading.add_argument(
+        "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
+    )
     reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
     reading.add_argument(
         "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
@@ -123,6 +125,8 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..evaluation.report import estimates, tail_report
 
     check_output(args.output)
+    if args.per_prompt and len(args.folders) > 1:
+        raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     # What is wrong of the reading is said before anything is sampled
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is not None:
@@ -142,14 +146,15 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _sample(args: argparse.Namespace) -> None:
     from ..data import load_prompts
+    from ..evaluation.negatives import check_negatives
     from ..evaluation.sampling import SamplingSettings, sample_completions
 
     if len(args.folders) > 1:
         raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
     if args.prompts is None:
         raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
-    if args.negatives is not None and not args.negatives.is_file():
-        raise ValueError(f"There is no file `{args.negatives}`; train with `save_negatives` to have one.")
+    if args.negatives is not None:
+        check_negatives(args.negatives)
     if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
         raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
     for name in SETTINGS:

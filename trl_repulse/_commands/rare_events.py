@@ -117,7 +117,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
-    from ..evaluation.rare.sampling import draw, find_temperature
+    from ..evaluation.rare.sampling import check_sizes, draw, find_temperature
     from ..rewards.loading import load_reward
 
     if not args.proposal:
@@ -126,8 +126,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
                 raise ValueError(f"`--{name}` has no effect without `--proposal`; name a proposal, or leave it out.")
     if args.divergence is None:
         args.divergence = 2.0
-    if not args.divergence >= 0:
-        raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above.")
+    if not 0 <= args.divergence < math.inf:
+        raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above, and finite.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
     for name, values in (("threshold", args.threshold), ("forecast", args.forecast)):
@@ -138,6 +138,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
                 )
     if args.forecast and not args.num_samples:
         raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
+    check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
     check_dtype(args.dtype)
     check_output(args.output)
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples

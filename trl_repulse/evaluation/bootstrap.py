@@ -40,11 +40,15 @@ def combined_interval(
     """
     if not components or any(freedom <= 0 for _, freedom in components):
         return -math.inf, math.inf
-    variance = sum(part for part, _ in components)
-    spread = sum(part**2 / freedom for part, freedom in components)
+    # By a power of four, which changes no digit: squares of large or small variances would leave the range of floats
+    exponent = math.frexp(max(abs(part) for part, _ in components))[1] // 2
+    scaled = [(math.ldexp(part, -2 * exponent), freedom) for part, freedom in components]
+    variance = sum(part for part, _ in scaled)
+    spread = sum(part**2 / freedom for part, freedom in scaled)
     if variance <= 0 or spread == 0:
         return value, value
     half = float(student_t.isf((1 - confidence) / 2, variance**2 / spread)) * math.sqrt(variance)
+    half = math.ldexp(half, exponent)
     return value - half, value + half
 
 
@@ -85,6 +89,9 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
     value = float(cells.mean())
     by_seed, by_prompt = cells.mean(axis=1) - value, cells.mean(axis=0) - value
     residual = cells - value - by_seed[:, None] - by_prompt  # what neither explains
+    # By a power of two, as in `combined_interval`: variances are squares already
+    exponent = math.frexp(float(np.abs(cells - value).max()))[1]
+    by_seed, by_prompt, residual = (np.ldexp(part, -exponent) for part in (by_seed, by_prompt, residual))
     components = []
     if seeds > 1:
         components.append((float((by_seed**2).sum()) / (seeds * (seeds - 1)), seeds - 1))
@@ -103,4 +110,6 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
         else:  # all of the variation is that of single cells
             total = seeds * prompts - 1
             components = [(sum(part * own for part, own in [*components, (cell, freedom)]) / total, total)]
-    return combined_interval(value, components, confidence)
+    with np.errstate(over="ignore"):  # an end beyond the range of floats is infinite
+        low, high = np.ldexp(combined_interval(0.0, components, confidence), exponent).tolist()
+    return value + low, value + high

@@ -75,6 +75,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_finite(value: float | None) -> bool:
+    """Whether a quantity has a value: JSON has `null` for what is not finite, or Python's `-Infinity`."""
+    return value is not None and math.isfinite(value)
+
+
 def mean_and_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """
     Mean of independent values, with Student's interval.
@@ -114,7 +119,7 @@ def summarize(runs: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, 
     return {
         method: {
             key: (math.nan, math.inf)
-            if any(final[key] is None for final in values)
+            if not all(_is_finite(final[key]) for final in values)
             else mean_and_interval([final[key] for final in values], level)
             for key in QUANTITIES
         }
@@ -141,7 +146,8 @@ def format_comparison(runs: Sequence[dict[str, Any]], level: float = 0.95) -> st
         mine = [run for run in runs if run["method"] == method]
         ends = [(run["final"]["expected_reward"], run["final"]["log_prob_bad"]) for run in mine]
         each = ", ".join(
-            " / ".join("–" if x is None else f"{x:.{n}f}" for x, n in zip(end, (2, 1), strict=True)) for end in ends
+            " / ".join(f"{x:.{n}f}" if _is_finite(x) else "–" for x, n in zip(end, (2, 1), strict=True))
+            for end in ends
         )
         cells = (
             "–" if math.isnan(mean) else f"{mean:.2f} ± {half:.2f}" if half < math.inf else f"{mean:.2f}"

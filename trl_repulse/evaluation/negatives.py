@@ -1,6 +1,7 @@
 """Log-probability of stored bad completions (negative data) under any model."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ class NegativeLogProbs:
     empty: int = 0
 
 
+def check_negatives(path: str | Path) -> None:
+    """
+    Refuses a file that [`negative_log_probs`] would refuse, without a model.
+
+    Args:
+        path (`str` or `Path`):
+            As there.
+
+    Raises:
+        `ValueError`: If there is no such file, it has no rows or empty completions alone, or a row has no prompt or completion.
+    """
+    if not [text for _, text in _rows(Path(path)) if text]:
+        raise ValueError(f"`{path}` has empty completions only; there is none to score.")
+
+
 def negative_log_probs(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -71,6 +87,7 @@ def negative_log_probs(
         `ValueError`: If the file has no rows or empty completions alone, a row has no prompt or completion, or one is too long
             for the model.
     """
+    check_negatives(path)
     pairs = _read(Path(path), tokenizer)
     empty = 0
     for _, completions in pairs.values():
@@ -78,8 +95,6 @@ def negative_log_probs(
             del completions[""]
             empty += 1
     pairs = {text: pair for text, pair in pairs.items() if pair[1]}
-    if not pairs:
-        raise ValueError(f"`{path}` has empty completions only; there is none to score.")
     prompts = {text: prompt_tokens(tokenizer, prompt) for text, (prompt, _) in pairs.items()}
     texts = [(text, completion) for text, (_, completions) in pairs.items() for completion in completions]
     ids = [tokenizer(completion, add_special_tokens=False)["input_ids"] for _, completion in texts]
@@ -99,10 +114,21 @@ def negative_log_probs(
 def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, dict[str, None]]]:
     """Text of a prompt -> the prompt, and its distinct completions in the order of the file."""
     pairs: dict[str, tuple[Any, dict[str, None]]] = {}
+    for prompt, text in _rows(path):
+        pairs.setdefault(prompt_text(tokenizer, prompt), (prompt, {}))[1][text] = None
+    return pairs
+
+
+def _rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """Prompt, and text of the completion, of each line."""
+    if not path.is_file():
+        raise ValueError(f"There is no file `{path}`; train with `save_negatives` to have one.")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without a mark of byte order
-    except FileNotFoundError:
-        raise ValueError(f"There is no file `{path}`; train with `save_negatives` to have one.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{path}` is no text ({error}); give a file that `save_negatives` wrote.") from error
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"`{path}` is empty; there is no bad completion to score.")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -117,10 +143,7 @@ def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any
             raise ValueError(
                 f"Line {number} of `{path}` is no bad completion ({error!r}); it needs `prompt` and `completion`."
             ) from error
-        pairs.setdefault(prompt_text(tokenizer, prompt), (prompt, {}))[1][text] = None
-    if not pairs:
-        raise ValueError(f"`{path}` is empty; there is no bad completion to score.")
-    return pairs
+        yield prompt, text
 
 
 def _are_messages(prompt: Any) -> bool:

@@ -243,11 +243,34 @@ def read_header(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"`{folder}` holds no samples: it has no `{HEADER}`.") from None
     except ValueError as error:
-        raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again.") from error
-    content = {key: value for key, value in header.items() if key != "hash"}
-    if header.get("format") != FORMAT or header.get("hash") != digest(content):
-        raise ValueError(f"`{folder / HEADER}` is of another format, or was changed after it was written.")
+        raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again into another folder.") from error
+    content = {key: value for key, value in header.items() if key != "hash"} if isinstance(header, dict) else {}
+    if content.get("format") != FORMAT or header.get("hash") != digest(content):
+        raise ValueError(
+            f"`{folder / HEADER}` is of another format, or was changed after it was written; sample again into another folder."
+        )
     return header
+
+
+def _read_complete(folder: Path) -> dict[str, Any]:
+    """What [`close_folder`] wrote: `hash`, and `shards` with `file` and `sha256` of each."""
+    path = folder / COMPLETE
+    try:
+        complete = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"`{path}` cannot be read ({error}); delete it, and sample again.") from error
+    shards = complete.get("shards") if isinstance(complete, dict) else None
+    if not (
+        isinstance(shards, list)
+        and shards
+        and isinstance(complete.get("hash"), str)
+        and all(
+            isinstance(each, dict) and {str} == {type(each.get(key)) for key in ("file", "sha256")} for each in shards
+        )
+    ):
+        raise ValueError(f"`{path}` lacks its hash or its shards; delete it, and sample again.")
+    content: dict[str, Any] = complete
+    return content
 
 
 @dataclass(frozen=True)
@@ -331,9 +354,9 @@ def load_samples(folder: str | Path) -> SampleSet:
         raise ValueError(
             f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it."
         )
-    complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+    complete = _read_complete(folder)
     if complete["hash"] != header["hash"]:
-        raise ValueError(f"`{folder / COMPLETE}` belongs to another header; sample again.")
+        raise ValueError(f"`{folder / COMPLETE}` belongs to another header; delete it, and sample again.")
     tables = []
     for entry in complete["shards"]:
         path = folder / entry["file"]

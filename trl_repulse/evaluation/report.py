@@ -242,8 +242,9 @@ def estimates(
         if not _speak_for_others(seeds, prompts):
             cells = cells.mean(axis=1, keepdims=True)
         ends = crossed_interval(cells, confidence)
-        # Where seeds agree to the last digit, as rates may, the samples still leave room
-        if math.isclose(*ends, rel_tol=1e-9, abs_tol=1e-9 * float(influence.std())):
+        # Where seeds agree to the last digit, as rates may, the samples still leave room. A standard deviation would square
+        spread = float(np.abs(influence - influence.mean()).mean())
+        if math.isclose(*ends, rel_tol=1e-9, abs_tol=1e-9 * spread):
             return estimate
         return Estimate(estimate.value, *ends, estimate.samples)
 

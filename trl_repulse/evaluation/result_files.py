@@ -7,7 +7,7 @@ from typing import Any
 
 from . import tails
 from .comparison import is_number, load_runs
-from .frontier import Frontier, Run, axis_label, make_frontier
+from .frontier import SHARES, Frontier, Run, axis_label, make_frontier
 from .gcg.records import read_results
 from .gcg.report import count_targets, success_below
 from .records import COMPLETE, HEADER, SampleSet, first_difference, load_samples
@@ -172,6 +172,8 @@ def _read(
             if not is_number(content.get(name)):
                 numbers = [key for key, number in content.items() if is_number(number)]
                 raise ValueError(f"`{path}` has no number `{name}`; it has {', '.join(numbers) or 'none'}.")
+            if name in SHARES and not 0 <= content[name] <= 1:
+                raise ValueError(f"`{path}` has the share `{name}` {content[name]}; write it as a number from 0 to 1.")
     return [(float(content[names[0]]), float(content[names[1]]), 0, 0) for content in contents]
 
 

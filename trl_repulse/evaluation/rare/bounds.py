@@ -19,6 +19,9 @@ from ...importance import require_shape
 from .estimates import check_share
 
 
+MIN_GROUPS = 8  # two to six that tie by chance put Student's end above log Z in 15 to 4 % where 2.5 % are claimed
+
+
 @dataclass(frozen=True)
 class LogZBounds:
     """
@@ -29,7 +32,8 @@ class LogZBounds:
             Means over the groups of the lower and of the upper bound. −inf for the lower one where a group of weights is
             all 0.
         lower_end, upper_end (`float`):
-            Ends of an interval for log Z. The lower one is the lower bound less what its standard error allows for. The
+            Ends of an interval for log Z. The lower one is the lower bound less what its standard error allows for; of fewer
+            than eight groups, whose standard error says too little, less 3.7 / R, as Markov's inequality gives it. The
             upper one allows for modes of the target that the proposal misses and no draw from the target has hit yet: with
             a perfect proposal and R groups it still lies 3.7 / R above log Z.
         confidence (`float`):
@@ -71,11 +75,13 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
         `list` of [`LogZBounds`]: one a prompt.
 
     Raises:
-        `ValueError`: If shapes do not fit together, a weight is NaN or +inf, or the weight of a draw from the target is 0:
-            then the proposal, or the target, is another than was drawn from.
+        `ValueError`: If shapes do not fit together, there is no group or no draw, a weight is NaN or +inf, or the weight of a
+            draw from the target is 0: then the proposal, or the target, is another than was drawn from.
     """
     require_shape("log_w", log_w, (-1, -1, -1))
     require_shape("log_w_target", log_w_target, tuple(log_w.shape[:2]))
+    if 0 in log_w.shape[1:]:
+        raise ValueError(f"`log_w` has shape {tuple(log_w.shape)}; give each prompt at least one group of one draw.")
     if bool((log_w.isnan() | (log_w == torch.inf)).any()) or not bool(log_w_target.isfinite().all()):
         raise ValueError(
             "`log_w` must hold no NaN or +inf, and `log_w_target` finite numbers alone: a draw from the target has a "
@@ -97,9 +103,10 @@ def _bounds(
     """Bounds from those of each group of `size` draws, (R,), and the mean log-weights under proposal and target."""
     groups, tail = len(lower), (1 - confidence) / 2
     low, high = float(lower.mean()), float(upper.mean())
-    # E[mean weight] = Z over draws from q alone: it exceeds Z / tail with probability `tail` at most (Markov)
-    margin = -math.log(tail)
-    if groups > 1 and low > -math.inf:
+    # E[mean weight] = Z over draws from q alone, and Z ** R of the product over groups: it exceeds Z ** R / tail with
+    # probability `tail` at most (Markov)
+    margin = -math.log(tail) / groups
+    if groups >= MIN_GROUPS and low > -math.inf:
         margin = float(student.isf(tail, groups - 1)) * float(lower.std()) / math.sqrt(groups)
         # A weight of 0 that no draw has shown may have a probability of 1 - tail ** (1 / draws), and takes this off log Z
         margin = max(margin, -math.log(tail) / (groups * size))
@@ -131,7 +138,7 @@ def rejection_sample(
         log_potential (`torch.Tensor`):
             log φ of draws from the policy, of any shape, in nats; −inf for a potential of 0.
         max_log_potential (`float`):
-            log φ_max, a bound on log φ for every completion there is, not only for the draws.
+            log φ_max, a bound on log φ for every completion there is, not only for the draws. Finite.
         generator (`torch.Generator`, *optional*):
             Source of randomness.
 
@@ -139,11 +146,15 @@ def rejection_sample(
         `torch.Tensor`: of the same shape, bool.
 
     Raises:
-        `ValueError`: If a draw exceeds the bound, or a potential is NaN.
+        `ValueError`: If a draw exceeds the bound, the bound is not finite, or a potential is NaN.
     """
+    if not math.isfinite(max_log_potential):
+        raise ValueError(
+            f"`max_log_potential={max_log_potential}` must be finite; give log φ of the largest potential there can be."
+        )
     if bool(log_potential.isnan().any()):
         raise ValueError("`log_potential` holds NaN; leave out samples without a reward.")
-    largest = float(log_potential.max())
+    largest = float(log_potential.max()) if log_potential.numel() else -math.inf
     # β times the lowest reward, computed in the precision of either, is attained but for rounding
     if largest > max_log_potential + 8 * torch.finfo(log_potential.dtype).eps * abs(max_log_potential):
         raise ValueError(

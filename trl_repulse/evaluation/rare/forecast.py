@@ -180,6 +180,12 @@ def back_test(
     """
     if num_blocks < 2:
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
+    needed = num_blocks * (1 + max(2, 10 if num_exceedances is None else num_exceedances))
+    if scores.ndim == 1 and len(scores) < needed:
+        raise TooFewScoresError(
+            f"{len(scores)} scores are too few for a back-test in {num_blocks} blocks, which needs {needed}; give more, or set "
+            "`num_blocks` or `num_exceedances` lower."
+        )
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
     blocks = scores.detach().cpu()[order].tensor_split(num_blocks)
     forecasts, observed = [], []
@@ -215,8 +221,8 @@ def _check(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, conf
         raise TooFewScoresError(
             f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
         )
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up.")
+    if not sizes or not all(1 <= size < math.inf for size in sizes):
+        raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up, and finite.")
     if tail not in _DRAWS:
         raise ValueError(f"`tail={tail!r}` must be 'exponential' or 'pareto'.")
     check_share("confidence", confidence)

@@ -119,8 +119,7 @@ def draw(
     check_counts(counts)
     if temperatures[0] != 1 or not all(0 < value < float("inf") for value in temperatures):
         raise ValueError(f"`temperatures={temperatures}` must be above 0, and that of the policy, the first, 1.")
-    if max_completion_length < 1 or batch_size < 1:
-        raise ValueError("`max_completion_length` and `batch_size` must be at least 1.")
+    check_sizes(max_completion_length=max_completion_length, batch_size=batch_size)
     if isinstance(reward, nn.Module) and reward_tokenizer is None:
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
@@ -151,6 +150,22 @@ def draw(
     named = as_function(reward, reward_tokenizer, models[0].device)
     rewards = _rewards(*named, prompts, columns, texts, batch_size, state)
     return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
+
+
+def check_sizes(**sizes: int) -> None:
+    """
+    Refuses sizes and numbers below 1.
+
+    Args:
+        sizes (`int`):
+            By the names that the message says.
+
+    Raises:
+        `ValueError`: If one is less than 1.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{name}={size}` must be at least 1.")
 
 
 def completion_log_prob(
@@ -215,7 +230,7 @@ def find_temperature(
         max_completion_length (`int`):
             T.
         divergence (`float`, *optional*, defaults to `2.0`):
-            In nats, above 0.
+            In nats, above 0 and finite.
         num_samples (`int`, *optional*, defaults to `16`):
             Completions of each prompt.
         max_prompts (`int`, *optional*, defaults to `16`):
@@ -229,10 +244,12 @@ def find_temperature(
         `float`: above 1, and 10 at most.
 
     Raises:
-        `ValueError`: If `divergence` is not above 0, or a prompt is empty or too long.
+        `ValueError`: If `divergence` is not a finite number above 0, a size is less than 1, or a prompt is empty or too long.
     """
-    if not divergence > 0:
-        raise ValueError(f"`divergence={divergence}` must be above 0.")
+    if not 0 < divergence < float("inf"):
+        raise ValueError(f"`divergence={divergence}` must be above 0, and finite.")
+    check_sizes(max_completion_length=max_completion_length, num_samples=num_samples, max_prompts=max_prompts,
+                batch_size=batch_size)  # fmt: skip
     check_prompts(prompts)
     chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
     end, seeds = end_tokens(model, tokenizer), _seeds(seed)
