@@ -35,13 +35,13 @@ class Diagnostics:
         unseen_share (`float`):
             The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
             estimate that could be missing from the proposals and, with 95 % probability, leave no trace in them: 3 / c, at most 1,
-            where c = draws of the policy × E[v]² / E[v²] are the bad outputs to be expected among them, those that bear on a
+            where c = draws of the policy × (E[v])² / E[v²] are the bad outputs to be expected among them, those that bear on a
             CVaR as deep ones do; 0 without proposals.
         efficiency (`float`):
             Bad outputs drawn by the policy that a draw of the proposals is worth: those that plain sampling would have to
             draw for a variance as small, less those that the policy draws here, over the proposals' draws. The probability
             of the tail for a proposal that is the policy itself, about 1 for one that draws the policy's bad outputs in the
-            policy's proportions, and more with exact weights; 0 without proposals. For a CVaR E[v]² / E[v²] is in place of that
+            policy's proportions, and more with exact weights; 0 without proposals. For a CVaR (E[v])² / E[v²] is in place of that
             probability.
         num_proposals (`int`):
             Components beside the policy, hotter copies among them.
