@@ -6,8 +6,12 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_repulse._commands import merge as command
 from trl_repulse.cli import main
+from trl_repulse.evaluation import _loading
 from trl_repulse.trainers._cards import write_proposal_card
+
+from .conftest import build_model, build_tokenizer
 
 
 @pytest.fixture
@@ -35,6 +39,73 @@ def test_merged_weights_give_the_adapters_logits(adapter, tmp_path, model_dirs, 
     base = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
     assert not torch.allclose(logits(base), expected, atol=1e-2)  # the control: the adapter does something
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<eos>"
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """Saves a model whose head shares the embedding's weights, and an adapter; returns the adapter's logits."""
+
+    def tied(architecture, **changes):
+        base = build_model(architecture, len(tokens := build_tokenizer()))
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+        base.save_pretrained(tmp_path / "base")
+        tokens.save_pretrained(tmp_path / "base")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **changes)
+        adapted = get_peft_model(base, config)
+        adapted.save_pretrained(tmp_path / "adapter")
+        return logits(adapted)
+
+    return tied
+
+
+EMBEDDING = {"gpt2": "wte", "llama": "embed_tokens"}
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.parametrize("place", ["head", "embedding"])
+def test_head_and_embedding_that_share_weights_are_set_apart(tied, tmp_path, architecture, place):
+    expected = tied(architecture, target_modules=["lm_head" if place == "head" else EMBEDDING[architecture]])
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    assert not merged.config.tie_word_embeddings
+
+
+def test_shared_weights_that_no_adapter_changes_stay_shared(tied, tmp_path):
+    tied("llama", target_modules=["q_proj"])
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.tie_word_embeddings
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_a_merge_that_gives_other_logits_is_refused(tied, tmp_path, monkeypatch, capsys):
+    tied("llama", target_modules=["lm_head"])
+    argv = ["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_untie", lambda model: None)
+        assert main(argv) == 1
+    assert "its weights in the base's give other logits" in capsys.readouterr().err
+    load = _loading.load_model
+    monkeypatch.setattr(_loading, "load_model", lambda cls, _, *more, **kwargs: load(cls, argv[1], *more, **kwargs))
+    assert main(argv) == 0  # the adapter itself: as it should be
+    base = str(tmp_path / "base")
+    monkeypatch.setattr(_loading, "load_model", lambda cls, _, *more, **kwargs: load(cls, base, *more, **kwargs))
+    argv[2] = str(tmp_path / "again")
+    assert main(argv) == 1
+    assert "the files of the merged model give other logits" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_adapter_over_a_resized_vocabulary(tmp_path, model_dirs, tokenizer):
+    base = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    base.resize_token_embeddings(len(tokenizer) + 2)
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-4, rtol=1e-4)
 
 
 def test_dtype(adapter, tmp_path):

@@ -52,6 +52,9 @@ def merge(
     """
     Merges a saved adapter of a language model into its base and saves model and tokenizer.
 
+    Head and embedding that share weights get weights of their own if the adapter changes one of them. What was saved is read
+    again, and stays only if it gives the adapter's logits.
+
     Args:
         adapter (`Path`):
             Folder of the adapter.
@@ -67,27 +70,84 @@ def merge(
             Whether to run Python code that comes with the base.
 
     Raises:
-        `ValueError`: If there is no adapter, it is a proposal's or cannot be merged, or the output is in the way.
+        `ValueError`: If there is no adapter, it is a proposal's or cannot be merged, the output is in the way, or the merged
+            model gives other logits than the adapter.
         `OSError`: If the base or its tokenizer cannot be loaded.
         `RuntimeError`: If the adapter's weights do not fit the base.
     """
     config = _check(adapter, output, allow_proposal)
 
-    from peft import PeftModel
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..evaluation._loading import load_adapter, load_model
 
     base_model = base_model or config.base_model_name_or_path
     if not base_model:
         raise ValueError(f"{adapter} does not say over which model it was trained; pass `--base_model`.")
     loading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    base = AutoModelForCausalLM.from_pretrained(base_model, dtype=dtype, **loading)
-    model = PeftModel.from_pretrained(base, adapter).merge_and_unload(safe_merge=True)
+    try:
+        adapted = load_adapter(AutoModelForCausalLM, str(adapter), base_model, dtype=dtype, **loading)
+    except ValueError as error:
+        raise ValueError(f"`{adapter}` cannot be merged: {error}") from error
+    rows = adapted.get_input_embeddings().weight.shape[0]
+    ids = torch.linspace(0, rows - 1, min(rows, 16)).long().view(1, -1)
+    expected = _logits(adapted, ids)
+    _untie(adapted)
+    model = adapted.merge_and_unload(safe_merge=True)
+    merged = _logits(model, ids)
+    # Merged weights are rounded, in half precision to some hundredths of the logits
+    tolerance = 0.01 if model.dtype == torch.float32 else 0.25
+    _check_logits(merged, expected, tolerance, f"{adapter} cannot be merged: its weights in the base's")
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base_model, **loading)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    if is_proposal(adapter):
-        shutil.copy(adapter / _CARD, output / _CARD)
+    existed = output.exists()
+    try:
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+        if is_proposal(adapter):
+            shutil.copy(adapter / _CARD, output / _CARD)
+        del adapted, model  # there need not be room for two
+        saved = load_model(AutoModelForCausalLM, str(output), "merged model", dtype="auto", **loading)
+        _check_logits(_logits(saved, ids), merged, 0.01, f"{adapter} cannot be merged: the files of the merged model")
+    except BaseException:
+        for path in output.iterdir() if output.is_dir() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if output.is_dir() and not existed:
+            output.rmdir()
+        raise
+
+
+def _untie(adapted: Any) -> None:
+    """Gives the head weights of its own where it shares those of the embedding and the adapter changes one of the two."""
+    base = adapted.get_base_model()
+    layers = [base.get_input_embeddings(), base.get_output_embeddings()]
+    if None in layers:
+        return
+    embedding, head = (getattr(layer, "base_layer", layer) for layer in layers)
+    changed = any(adapted.prefix in name for layer in layers for name, _ in layer.named_parameters())
+    # Copies of whole layers (`modules_to_save`) PEFT sets apart itself
+    if changed and getattr(head, "weight", None) is embedding.weight:
+        head.weight = type(head.weight)(head.weight.detach().clone(), requires_grad=False)
+        base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
+
+
+def _logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(input_ids=ids.to(model.device)).logits.float().cpu()
+
+
+def _check_logits(found: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Refuses logits that differ by more than a share of their spread; a number added to all changes no probability."""
+    found, expected = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, expected))
+    distance = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
+    if not distance <= tolerance:
+        raise ValueError(
+            f"{what} give other logits (off by {distance:.2g} of their spread); evaluate the adapter as it is, or merge with "
+            "`--dtype float32`."
+        )
 
 
 def _check(adapter: Path, output: Path, allow_proposal: bool) -> Any:
