@@ -83,17 +83,23 @@ def check_dtype(name: str) -> None:
         raise ValueError(f"`dtype={name!r}` must be 'auto', 'float32', 'bfloat16' or 'float16'.")
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: dict[str, Any] | None = None
+) -> str:
     """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template."""
     if isinstance(prompt, str):
         return prompt
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    options = {"tokenize": False, "add_generation_prompt": True}
+    return tokenizer.apply_chat_template(prompt, **options, **(chat_template_kwargs or {}))
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[int]:
     """Tokens of a prompt, as in TRL's trainers."""
     # A chat template writes the special tokens itself
-    return tokenizer(prompt_text(tokenizer, prompt), add_special_tokens=isinstance(prompt, str))["input_ids"]
+    text = prompt_text(tokenizer, prompt, chat_template_kwargs)
+    return tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
 
 
 def transformers_engine(
@@ -176,7 +182,10 @@ def vllm_engine(
 
 
 def as_function(
-    reward: str | nn.Module | Callable[..., Any], tokenizer: PreTrainedTokenizerBase | None, device: torch.device
+    reward: str | nn.Module | Callable[..., Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[str, Callable[..., list[float | None]]]:
     """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
     if isinstance(reward, str):
@@ -201,7 +210,7 @@ def as_function(
         texts = [
             prompt + completion
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+            else tokenizer.apply_chat_template(prompt + completion, tokenize=False, **(chat_template_kwargs or {}))
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         return of_texts(texts).tolist()

@@ -1,17 +1,21 @@
 """The tail report along a training run, by sampling."""
 
+import inspect
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import as_dataset, check_prompt_lengths
+from ..rewards.functions import FunctionReward
 from ..trainers._trl_bridge import unwrap_model_for_generation
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .report import estimates
@@ -19,6 +23,9 @@ from .tails import Estimate
 
 
 logger = get_logger(__name__)
+
+# What TRL gives reward functions beside the columns of the data set
+_GIVEN = ("trainer_state", "log_extra", "log_metric")
 
 
 class TailReportCallback(TrainerCallback):
@@ -28,7 +35,9 @@ class TailReportCallback(TrainerCallback):
 
     For [`~trl_repulse.RePULSeTrainer`], [`~trl_repulse.ReinforceTrainer`] and TRL's own [`~trl.RLOOTrainer`] and
     [`~trl.GRPOTrainer`]. All processes sample. The draws have seeds of their own, so that training goes on as without the
-    callback. Rewards are the trainer's `reward_funcs` with its weights, before any transform that the trainer applies.
+    callback. Rewards are the trainer's `reward_funcs` with its weights, before any transform that the trainer applies. They
+    get `trainer_state` as in training; what they say to `log_extra` and `log_metric` of held-out completions is not logged.
+    Messages are read with the trainer's `chat_template_kwargs`.
 
     Logged are `tail/mean`, `tail/prob_below_η` with `_low` and `_high`, and `tail/cvar_a` with both ends.
 
@@ -54,7 +63,8 @@ class TailReportCallback(TrainerCallback):
             quantity, as in [`~trl_repulse.evaluation.report.TailReport`].
 
     Raises:
-        `ValueError`: If the prompts are empty or too long, or a number is out of range.
+        `ValueError`: If the prompts are empty or too long, lack a column that a reward function needs, or a number is out of
+            range.
 
     Example:
 
@@ -76,12 +86,18 @@ class TailReportCallback(TrainerCallback):
         for name, value in (("every", every), ("num_samples", num_samples)):
             if value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
+        if seed < 0:
+            raise ValueError(f"`seed={seed}` must be at least 0.")
         self.dataset = as_dataset(prompts)
+        _check_columns(trainer, self.dataset.column_names)
         self.trainer = trainer
         self.num_samples, self.every, self.seed = num_samples, every, seed
         self.thresholds, self.levels = list(thresholds), list(levels)
         self.history: list[dict[str, Any]] = []
-        self._prompt_ids = [prompt_tokens(trainer.processing_class, prompt) for prompt in self.dataset["prompt"]]
+        self._prompt_ids = [
+            prompt_tokens(trainer.processing_class, prompt, trainer.chat_template_kwargs)
+            for prompt in self.dataset["prompt"]
+        ]
         length = trainer.max_completion_length
         check_prompt_lengths(self._prompt_ids, self.dataset["prompt"][:], trainer.model.config, length)
         estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # refuses levels out of range
@@ -136,19 +152,51 @@ class TailReportCallback(TrainerCallback):
             seed = np.random.SeedSequence([self.seed, accelerator.process_index]).generate_state(1)[0]
             ids = engine([self._prompt_ids[prompt] for prompt in chosen], int(seed))
         texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
-        functions = {}
+        functions, given = {}, {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
         for name, reward, tokenizer in zip(
             trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
         ):
-            functions[name] = as_function(reward, tokenizer, accelerator.device)[1]
-        given = evaluate_rewards(functions, prompts, texts, ids, columns, size)
+            function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
+            functions[name] = partial(function, **given)
+        columns = {name: values for name, values in columns.items() if name not in _GIVEN}
+        rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size)
         weights = trainer.reward_weights.tolist()
         rows = []
-        for place, values in zip(mine, zip(*given.values(), strict=True), strict=True):
+        for place, values in zip(mine, zip(*rewards.values(), strict=True), strict=True):
             known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
             rows.append((place, sum(known) if known else math.nan))
         gathered = dict(gather_object(rows))
         return np.array([gathered[place] for place in range(total)]).reshape(1, -1, self.num_samples)
+
+
+def _check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:
+    """Refuses prompts without a column that a reward function would fail for, in the middle of a run."""
+    known = {"prompts", "completions", "completion_ids", *_GIVEN, *columns} - {"prompt"}
+    for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
+        for parameter in _required(getattr(reward, "unchecked", reward)):
+            if parameter not in known:
+                raise ValueError(
+                    f"The reward function '{name}' needs `{parameter}`, but the held-out prompts have no such column; pass "
+                    "rows with it, or give the parameter a default."
+                )
+
+
+def _required(function: Any) -> list[str]:
+    """Parameters that a reward function must be given by name, as far as its own signature says."""
+    if isinstance(function, FunctionReward):
+        return [] if function._queries else sorted(function._required)
+    if isinstance(function, nn.Module):
+        return []
+    try:  # a decorator may supply what the function that it wraps needs
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [each.name for each in parameters if each.kind in named and each.default is each.empty]
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """In the place of TRL's functions that log: the tables and means of a trainer are of its own completions."""
 
 
 def _metrics(found: dict[str, Estimate]) -> dict[str, float]:

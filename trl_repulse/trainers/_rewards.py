@@ -63,6 +63,7 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             return _read(result, name)
 
     checked.__name__ = name
+    checked.unchecked = function
     return checked
 
 
