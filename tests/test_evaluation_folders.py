@@ -88,9 +88,9 @@ def engine(monkeypatch):
 
 def test_the_engine_of_vllm_is_a_setting(tmp_path, model_dirs, engine, monkeypatch):
     arguments = (tmp_path / "s", model_dirs["gpt2"], ["the cat"])
-    options = {"dtype": torch.float32, "hf_token": "secret", "quantization": "fp8"}
+    options = {"kv_cache_dtype": torch.float32, "hf_token": "secret", "quantization": "fp8"}
     header = sample(*arguments, engine="vllm", engine_kwargs=options).header
-    assert header["settings"]["engine_kwargs"] == {"dtype": "torch.float32", "quantization": "fp8"}
+    assert header["settings"]["engine_kwargs"] == {"kv_cache_dtype": "torch.float32", "quantization": "fp8"}
     assert header["versions"]["vllm"] == "1.2"
     sample(*arguments, engine="vllm", engine_kwargs=options)  # the same
     with pytest.raises(ValueError, match="begun with another `settings.engine_kwargs.quantization`"):

@@ -127,6 +127,19 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
         (["--confidence", "95"], "`confidence=95.0`"),
         (["--negatives", "none.jsonl"], "There is no file `none.jsonl`"),
         (["--engine_kwargs", "{}"], "`--engine_kwargs` has no effect without `--engine vllm`"),
+        (["--column", "rewards/typo"], "`--column rewards/typo` is none of what these samples will have: reward, "),
+        (["--column", "kl"], "`--column kl` is none"),
+        (["--reward_weights", "1", "2"], "`reward_weights` has 2 weights for 1 rewards"),
+        (["--model", "./nosuch"], "The model `./nosuch` cannot be loaded: there is no such folder"),
+        (["--engine", "vllm", "--engine_kwargs", '{"dtype": "bfloat16"}'], "`engine_kwargs` has `dtype`"),
+        (
+            ["--engine", "vllm", "--engine_kwargs", '{"generation_config": "x"}'],
+            "`engine_kwargs` has `generation_config`",
+        ),
+        (
+            ["--chat_template_kwargs", '{"thinking": false}'],
+            "`chat_template_kwargs` has no effect on prompts of plain",
+        ),
         (["--reward_transform_alpha", "2"], "`--reward_transform_alpha` has no effect without `--reward_transform`"),
     ],
 )

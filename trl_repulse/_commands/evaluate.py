@@ -27,6 +27,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
     "revision": {"help": "branch, tag or commit of the model on the Hub"},
     "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
+    "chat_template_kwargs": {
+        "metavar": "JSON",
+        "type": parse_object,
+        "help": """further variables of the chat template, such as '{"enable_thinking": false}'""",
+    },
 }
 
 
@@ -67,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--engine_kwargs", metavar="JSON", type=parse_object, help="further arguments of vLLM's engine"
     )
+    sampling.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with models")
     for name, options in SETTINGS.items():
         sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
     reading = parser.add_argument_group("report")
@@ -134,10 +140,14 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     else:
         unset: dict[str, Any] = dict.fromkeys(("prompts", "reward_model_path", "reward_type", "rewards", "reference"))
         unset |= {"negatives": None, "reward_kwargs": {}, "engine_kwargs": None, "apply_chat_template": False}
+        unset |= {"trust_remote_code": False}
         unset |= {"split": "train", "prompt_column": "prompt", **dict.fromkeys(SETTINGS)}
         given = [name for name, default in unset.items() if getattr(args, name, default) != default]
         if given:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
+    for folder in args.folders:
+        if folder.is_file():
+            raise ValueError(f"`{folder}` is a file; name a folder of samples.")
     samples = [load_samples(folder) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)
@@ -147,7 +157,7 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
 def _sample(args: argparse.Namespace) -> None:
     from ..data import load_prompts
     from ..evaluation.negatives import check_negatives
-    from ..evaluation.sampling import SamplingSettings, sample_completions
+    from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
     if len(args.folders) > 1:
         raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
@@ -163,23 +173,52 @@ def _sample(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
     if "reward_weights" in given:
         given["reward_weights"] = tuple(given["reward_weights"])
+    settings = SamplingSettings(**given)
+    check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
     prompts = load_prompts(
         args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
     )
+    rewards = _load_rewards(args)
+    _check_column(args.column, rewards, settings.reward_transform is not None, args.reference is not None)
     sample_completions(
         args.folders[0],
         args.model,
         prompts,
-        _load_rewards(args),
-        SamplingSettings(**given),
+        rewards,
+        settings,
         reference=args.reference,
         engine_kwargs=args.engine_kwargs,
+        trust_remote_code=args.trust_remote_code,
     )
+
+
+def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
+    """Refuses a column of numbers that the samples will not have."""
+    from ..evaluation._loading import _adapter_config
+
+    known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
+    known += ["return_transformed"] if transformed else []
+    known += ["kl", "log_prob_reference"] if has_reference else []
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(reward, str):  # an adapter goes by the name of its base
+            name = (
+                ((_adapter_config(reward, None) or {}).get("base_model_name_or_path") or reward)
+                .rstrip("/")
+                .split("/")[-1]
+            )
+        else:
+            name = getattr(reward, "__name__", type(reward).__name__)
+        known.append(f"rewards/{name}")
+    if column not in known:
+        raise ValueError(f"`--column {column}` is none of what these samples will have: {', '.join(known)}.")
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:
     from ..rewards.loading import load_reward
 
+    for arguments in (args.reward_kwargs, *(args.rewards or [])):
+        if "path" in arguments:
+            raise ValueError("A reward has `path` among its arguments; name the model with `reward_model_path`.")
     if args.rewards is None:
         return load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:
@@ -188,7 +227,10 @@ def _load_rewards(args: argparse.Namespace) -> Any:
     for each in args.rewards:
         more = dict(each)
         named = [more.pop(name, None) for name in ("reward_type", "reward_model_path")]
-        loaded.append(load_reward(*named, **more.pop("reward_kwargs", {}), **more))
+        nested = more.pop("reward_kwargs", {})
+        if not isinstance(nested, dict) or set(nested) & set(more):
+            raise ValueError(f"`--reward` has `reward_kwargs` {nested!r}; give an object with arguments named once.")
+        loaded.append(load_reward(*named, **more, **nested))
     return loaded
 
 
@@ -199,11 +241,15 @@ def _score_negatives(args: argparse.Namespace) -> Any:
     from ..evaluation._loading import load_model, load_tokenizer
     from ..evaluation.negatives import negative_log_probs
 
-    loading = {"revision": getattr(args, "revision", None)}
+    loading = {"revision": getattr(args, "revision", None), "trust_remote_code": args.trust_remote_code}
     model = load_model(AutoModelForCausalLM, args.model, "model", dtype=getattr(args, "dtype", "auto"), **loading)
     tokenizer = load_tokenizer(args.model, "model", **loading)
     return negative_log_probs(
-        model.to(process_state().device), tokenizer, args.negatives, getattr(args, "batch_size", 32)
+        model.to(process_state().device),
+        tokenizer,
+        args.negatives,
+        getattr(args, "batch_size", 32),
+        chat_template_kwargs=getattr(args, "chat_template_kwargs", None),
     )
 
 

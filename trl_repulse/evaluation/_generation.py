@@ -186,11 +186,14 @@ def as_function(
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
     chat_template_kwargs: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[str, Callable[..., list[float | None]]]:
     """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
     if isinstance(reward, str):
-        tokenizer = tokenizer or load_tokenizer(reward, "reward model")
-        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1).to(device)
+        code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        tokenizer = tokenizer or load_tokenizer(reward, "reward model", **code)
+        auto_class = AutoModelForSequenceClassification
+        reward = load_model(auto_class, reward, "reward model", num_labels=1, **code).to(device)
     if not isinstance(reward, nn.Module):
         name = getattr(reward, "__name__", type(reward).__name__)
         checked = with_checks(reward, name)

@@ -41,6 +41,7 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
         `ValueError`: If it cannot be loaded, or lacks weights.
     """
     _check_path(name, part)
+    options = {"trust_remote_code": False} | options  # left open, transformers would ask on the terminal
     try:
         if _adapter_config(name, options.get("revision")) is None:
             model, loading = auto_class.from_pretrained(name, output_loading_info=True, **options)
@@ -149,6 +150,7 @@ def load_tokenizer(name: str, part: str, **options: Any) -> PreTrainedTokenizerB
         `ValueError`: If there is none.
     """
     _check_path(name, part)
+    options = {"trust_remote_code": False} | options
     tokenizer, fault = None, None
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)

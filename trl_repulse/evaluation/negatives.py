@@ -60,6 +60,7 @@ def negative_log_probs(
     path: str | Path,
     batch_size: int = 32,
     progress: bool = False,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> NegativeLogProbs:
     """
     How probable a model makes bad completions that training has met (`save_negatives`).
@@ -79,6 +80,8 @@ def negative_log_probs(
             Completions of one pass.
         progress (`bool`, *optional*, defaults to `False`):
             Whether to show a progress bar.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the chat template of prompts that are messages.
 
     Returns:
         [`NegativeLogProbs`]
@@ -88,18 +91,24 @@ def negative_log_probs(
             for the model.
     """
     check_negatives(path)
-    pairs = _read(Path(path), tokenizer)
+    pairs = _read(Path(path), tokenizer, chat_template_kwargs)
     empty = 0
     for _, completions in pairs.values():
         if "" in completions:
             del completions[""]
             empty += 1
     pairs = {text: pair for text, pair in pairs.items() if pair[1]}
-    prompts = {text: prompt_tokens(tokenizer, prompt) for text, (prompt, _) in pairs.items()}
+    prompts = {text: prompt_tokens(tokenizer, prompt, chat_template_kwargs) for text, (prompt, _) in pairs.items()}
     texts = [(text, completion) for text, (_, completions) in pairs.items() for completion in completions]
     ids = [tokenizer(completion, add_special_tokens=False)["input_ids"] for _, completion in texts]
-    check_prompt_lengths([[*prompts[text], *row] for (text, _), row in zip(texts, ids, strict=True)],
-                         [text for text, _ in texts], model.config, 0)  # fmt: skip
+    check_prompt_lengths(list(prompts.values()), list(prompts), model.config, 0)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for (text, completion), row in zip(texts, ids, strict=True):
+        if context is not None and len(prompts[text]) + len(row) > context:
+            raise ValueError(
+                f"The bad completion of `{path}` that begins {completion[:60]!r} has {len(row)} tokens, which with its prompt's "
+                f"{len(prompts[text])} exceed the model's context of {context}; remove its line."
+            )
     log_prob, _ = completion_log_probs(model, [prompts[text] for text, _ in texts], ids, batch_size, progress)
     per_prompt, start = {}, 0
     for text, (_, completions) in pairs.items():
@@ -111,11 +120,13 @@ def negative_log_probs(
     return NegativeLogProbs(len(log_prob), log_prob.mean().item(), overall, per_prompt, empty)
 
 
-def _read(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, dict[str, None]]]:
+def _read(
+    path: Path, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None
+) -> dict[str, tuple[Any, dict[str, None]]]:
     """Text of a prompt -> the prompt, and its distinct completions in the order of the file."""
     pairs: dict[str, tuple[Any, dict[str, None]]] = {}
     for prompt, text in _rows(path):
-        pairs.setdefault(prompt_text(tokenizer, prompt), (prompt, {}))[1][text] = None
+        pairs.setdefault(prompt_text(tokenizer, prompt, chat_template_kwargs), (prompt, {}))[1][text] = None
     return pairs
 
 

@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .._checks import as_dataset, check_prompt_lengths
 from ..rewards.functions import FunctionReward
@@ -83,6 +83,9 @@ class SamplingSettings:
             Revision of the model on the Hub.
         engine (`str`, *optional*, defaults to `"transformers"`):
             What draws: `"transformers"`, or `"vllm"`, which draws the same completions again only on the same machine.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the chat template of prompts that are messages, as in TRL's configurations. Reward models
+            given by path read messages with them too.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -102,6 +105,7 @@ class SamplingSettings:
     dtype: str = "auto"
     revision: str | None = None
     engine: EngineName = "transformers"
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
         for name in ("num_samples", "max_completion_length", "batch_size", "shard_size"):
@@ -128,6 +132,40 @@ class SamplingSettings:
             raise ValueError(f"`reward_transform_beta={self.reward_transform_beta}` must be below 0.")
 
 
+def check_early(
+    folder: Path, settings: SamplingSettings, rewards: int, engine_kwargs: dict[str, Any] | None = None
+) -> None:
+    """
+    Refuses what can be known to be wrong before any model is loaded.
+
+    Args:
+        folder (`Path`):
+            Folder to write to.
+        settings ([`SamplingSettings`]):
+            The settings.
+        rewards (`int`):
+            Number of rewards.
+        engine_kwargs (`dict`, *optional*):
+            Further arguments of vLLM's engine.
+
+    Raises:
+        `ValueError`: If the folder holds something else, rewards and weights differ in number, or vLLM would be told twice.
+    """
+    if folder.is_file():
+        raise ValueError(f"`{folder}` is a file; name a folder that is new or empty.")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if records.HEADER not in names and set(names) - {f"{records.HEADER}.partial"}:
+        raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+    if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
+        raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
+    for name in ("model", "dtype", "revision", "generation_config"):
+        if name in (engine_kwargs or {}):
+            raise ValueError(
+                f"`engine_kwargs` has `{name}`, which sampling itself sets; leave it out"
+                + (f" and set `{name}`." if name != "generation_config" else ".")
+            )
+
+
 def sample_completions(
     output_dir: str | Path,
     model: str | PreTrainedModel,
@@ -139,6 +177,7 @@ def sample_completions(
     reference: str | PreTrainedModel | None = None,
     reward_processing_classes: Sequence[PreTrainedTokenizerBase | None] | None = None,
     engine_kwargs: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
     progress: bool = True,
 ) -> records.SampleSet:
     """
@@ -176,6 +215,8 @@ def sample_completions(
             Tokenizers of the rewards that are models, `None` for the others.
         engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM`, such as `gpu_memory_utilization`: the model that scores needs room beside it.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run Python code that comes with models that are loaded by name.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar.
 
@@ -198,6 +239,11 @@ def sample_completions(
     """
     settings, folder, state = settings or SamplingSettings(), Path(output_dir).expanduser(), process_state()
     dataset = as_dataset(prompts)
+    check_early(folder, settings, len(reward_funcs) if isinstance(reward_funcs, list | tuple) else 1, engine_kwargs)
+    if settings.chat_template_kwargs and len(dataset) and isinstance(dataset[0]["prompt"], str):
+        raise ValueError(
+            "`chat_template_kwargs` has no effect on prompts of plain text; pass messages, or leave it out."
+        )
     if settings.beta and reference is None:
         raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
     if settings.engine == "vllm" and not isinstance(model, str):
@@ -205,18 +251,19 @@ def sample_completions(
     if settings.engine == "vllm" and state.num_processes > 1:
         raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
     name = model if isinstance(model, str) else model.config._name_or_path
-    tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision)
-    model = _load(model, "model", settings.dtype, settings.revision, state.device)
+    code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
+    model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"`{name}` is an adapter, and `engine='vllm'` takes whole weights; merge it with `trl-repulse merge`, or set "
             "`engine='transformers'`."
         )
-    reference = _load(reference, "reference", settings.dtype, None, state.device)
-    functions = _functions(reward_funcs, reward_processing_classes, settings, state.device)
+    reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
+    functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code)
 
     rows = dataset["prompt"][:]
-    prompt_ids = [prompt_tokens(tokenizer, prompt) for prompt in rows]
+    prompt_ids = [prompt_tokens(tokenizer, prompt, settings.chat_template_kwargs) for prompt in rows]
     limit = (engine_kwargs or {}).get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
         *(prompt_ids, rows, model.config, settings.max_completion_length),
@@ -238,6 +285,8 @@ def sample_completions(
         "device": state.device.type,
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers")},
     }
+    if settings.chat_template_kwargs is None:  # as in headers that were written before there was such a setting
+        del header["settings"]["chat_template_kwargs"]
     header["settings"]["end_token_ids"] = sorted(end_tokens(model, tokenizer))
     if settings.engine == "vllm":
         header["settings"]["engine_kwargs"] = records.plain_json(_what_decides(engine_kwargs or {}))
@@ -255,7 +304,7 @@ def sample_completions(
             end = end_tokens(model, tokenizer)
             dtype = str(model.dtype).removeprefix("torch.")  # left to itself, vLLM would halve float32
             options = (settings.max_completion_length, dtype, settings.revision)
-            engine = vllm_engine(name, end, *options, **(engine_kwargs or {}))
+            engine = vllm_engine(name, end, *options, **(code if trust_remote_code else {}) | (engine_kwargs or {}))
         else:
             engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
     bar = tqdm(
@@ -304,7 +353,9 @@ def _rows(dataset, tokenizer, model, reference, settings, functions, places, pro
     columns: dict[str, Any] = {
         "prompt_index": pa.array([prompt for prompt, _ in places], pa.int32()),
         "sample_index": pa.array([sample for _, sample in places], pa.int32()),
-        "prompt": pa.array([prompt_text(tokenizer, prompt) for prompt in prompts], pa.string()),
+        "prompt": pa.array(
+            [prompt_text(tokenizer, prompt, settings.chat_template_kwargs) for prompt in prompts], pa.string()
+        ),
         "prompt_ids": pa.array(prompt_ids, pa.list_(pa.int32())),
         "completion": pa.array(texts, pa.string()),
         "completion_ids": pa.array(completion_ids, pa.list_(pa.int32())),
@@ -336,26 +387,33 @@ def _what_decides(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(
-    model: str | PreTrainedModel | None, part: str, dtype: str, revision: str | None, device: torch.device
+    model: str | PreTrainedModel | None,
+    part: str,
+    dtype: str,
+    revision: str | None,
+    device: torch.device,
+    **code: bool,
 ) -> Any:
     if not isinstance(model, str):
         return model
-    return load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision).to(device)
+    return load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
 
 
 def _functions(
-    reward_funcs: Any, tokenizers: Sequence[Any] | None, settings: SamplingSettings, device: torch.device
+    reward_funcs: Any,
+    tokenizers: Sequence[Any] | None,
+    settings: SamplingSettings,
+    device: torch.device,
+    trust_remote_code: bool,
 ) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
     """Name -> reward function, and what the header says of it."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
     if not rewards or len(tokenizers) != len(rewards):
         raise ValueError(f"`reward_funcs` has {len(rewards)} rewards and {len(tokenizers)} tokenizers; give one each.")
-    if settings.reward_weights is not None and len(settings.reward_weights) != len(rewards):
-        raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {len(rewards)} rewards.")
     functions = {}
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
-        name, function = as_function(reward, tokenizer, device)
+        name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:
             raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")
         functions[name] = (function, _description(reward))
@@ -369,7 +427,7 @@ def _description(reward: Reward) -> Any:
     if isinstance(reward, str):
         if Path(reward).is_dir():
             return {"name": reward, "weights": hash_folder(Path(reward))}
-        return {"name": reward, "revision": getattr(AutoConfig.from_pretrained(reward), "_commit_hash", None)}
+        return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
     if isinstance(reward, FunctionReward):
         content = hashlib.sha256(reward.path.read_bytes()).hexdigest()
         return {"name": reward.function, "label_column": reward.label_column, "sha256": content}

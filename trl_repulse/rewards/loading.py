@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import signature
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from transformers import PretrainedConfig
 
@@ -52,6 +53,9 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
     >>> reward = load_reward("sequence_pair", "OpenAssistant/reward-model-deberta-v3-large-v2", max_length=300)
     ```
     """
+    for name, value in (("reward_type", reward_type), ("reward_model_path", path)):
+        if not isinstance(value, str | None):
+            raise ValueError(f"`{name}={value!r}` must be text.")
     if reward_type is None:
         if path is None:
             raise ValueError(
@@ -69,6 +73,7 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
             raise ValueError(f"`reward_type={reward_type!r}` needs `reward_model_path`; give a path, an id or a URL.")
         cls = REWARD_TYPES[reward_type]
         _check_arguments(reward_type, {field.name for field in fields(cls) if field.kw_only}, kwargs)
+        _check_types(get_type_hints(cls), kwargs)
         return cls(path.split(",") if reward_type == "remote" else path, **kwargs)
     if ".py:" not in reward_type:
         raise ValueError(
@@ -78,6 +83,7 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
     if path is not None:
         raise ValueError(f"`reward_model_path` has no effect with the function {reward_type!r}; leave it out.")
     _check_arguments(reward_type, set(signature(load_reward_function).parameters) - {"spec"}, kwargs)
+    _check_types(get_type_hints(load_reward_function), kwargs)
     return load_reward_function(reward_type, **kwargs)
 
 
@@ -102,3 +108,22 @@ def _check_arguments(reward_type: str, known: set[str], kwargs: dict[str, Any]) 
             f"`reward_kwargs` has `{unknown[0]}`, which `reward_type={reward_type!r}` does not take; it takes "
             f"{', '.join(sorted(known))}."
         )
+
+
+def _check_types(hints: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Refuses values of other types than the reward's, as JSON may hold."""
+    for name, value in kwargs.items():
+        if not _fits(value, hints[name]):
+            kind = hints[name].__name__ if isinstance(hints[name], type) else str(hints[name])
+            raise ValueError(f"`reward_kwargs` has `{name}={value!r}`, which is no `{kind}`; give one.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    if kind is tuple:  # a list, in JSON; classes take a single text as well
+        return isinstance(value, tuple | list | str)
+    return isinstance(value, kind) if isinstance(kind, type) else True
