@@ -97,7 +97,7 @@ def _probability(
     draws alone are used, and the rest of them is counted. The ends are those of the difference of two counts, each with its interval
     (Zou and Donner, 2008).
     """
-    own, prompts, completions = sample.counts[0], *event.shape
+    own, (prompts, completions) = sample.counts[0], event.shape
     share = sample.log_w.masked_fill(~event, -torch.inf).logsumexp(dim=1).exp() / completions  # (P,)
     likely = (share > 0.5) & (own > 0)
     log_w = sample.log_w.masked_fill(likely[:, None], -torch.inf)
