@@ -43,6 +43,7 @@ from ._generation import (
     vllm_version,
 )
 from ._loading import load_model, load_tokenizer
+from ._vocabulary import check_reference
 from .log_probs import completion_log_probs
 
 
@@ -212,6 +213,7 @@ def sample_completions(
             f"`{name}` is an adapter, and `engine='vllm'` takes whole weights; merge it with `trl-repulse merge`, or set "
             "`engine='transformers'`."
         )
+    reference_name = reference if isinstance(reference, str) else None
     reference = _load(reference, "reference", settings.dtype, None, state.device)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device)
 
@@ -225,6 +227,8 @@ def sample_completions(
         else None,  # vLLM takes text and -1 as well, for what it finds out
         "`max_model_len` of `engine_kwargs`",
     )
+    if reference is not None:
+        check_reference(reference_name, reference, model, tokenizer, prompt_ids)
     header = {
         "model": _identity(model),
         "reference": None if reference is None else _identity(reference),
