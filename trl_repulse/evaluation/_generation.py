@@ -23,6 +23,7 @@ from ..generation._habits import end_tokens, until_end
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
 from ._loading import load_model, load_tokenizer
+from ._padding import batches, padding_token, reads_padding
 from .exact import _evaluating, _reward_of_model
 
 
@@ -107,7 +108,7 @@ def transformers_engine(
 ) -> Engine:
     """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
     end = end_tokens(model, tokenizer) if end is None else end
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or [0])[0]
+    pad, equal = padding_token(model, tokenizer, end), reads_padding(model)
     config = GenerationConfig(
         do_sample=True,
         temperature=temperature,
@@ -117,6 +118,8 @@ def transformers_engine(
         eos_token_id=end or None,
         pad_token_id=pad,
     )
+    if model.config.model_type == "rwkv":
+        config.use_cache = False  # its state mixes the completions of a batch (transformers 5.23)
     device = next(model.parameters()).device
 
     def draw(prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -130,8 +133,11 @@ def transformers_engine(
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(seed)
-            starts = range(0, len(prompt_ids), batch_size)
-            return [row for start in starts for row in draw(prompt_ids[start : start + batch_size])]
+            rows: list[list[int]] = [[] for _ in prompt_ids]
+            for chosen in batches(prompt_ids, batch_size, equal):
+                for place, row in zip(chosen, draw([prompt_ids[i] for i in chosen]), strict=True):
+                    rows[place] = row
+            return rows
 
     return engine
 
