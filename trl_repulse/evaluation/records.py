@@ -117,7 +117,7 @@ def open_folder(folder: Path, header: dict[str, Any]) -> None:
             raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / HEADER).is_file():
-        name = first_difference(read_header(folder), header, ignored=("hash",))
+        name = header_difference(read_header(folder), header, ("hash", "settings.revision"))
         if name is not None:
             raise ValueError(
                 f"`{folder}` was begun with another `{name}`; go on with the old settings, or name another folder."
@@ -144,6 +144,26 @@ def first_difference(one: Any, other: Any, ignored: Sequence[str] = ()) -> str |
         if name not in ignored and (name not in one or name not in other or one[name] != other[name]):
             return name
     return None
+
+
+def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str]) -> str | None:
+    """
+    Where two headers of samples first differ in more than how something was called.
+
+    What has a hash of its weights may have been found under another path, name or revision.
+
+    Args:
+        one, other (`dict`):
+            Headers.
+        ignored (`Sequence[str]`):
+            Dotted names that may differ as well.
+
+    Returns:
+        `str` or `None`: As [`first_difference`].
+    """
+    hashed = {name.removesuffix("weights") for name, _ in (*_flat(one), *_flat(other)) if name.endswith(".weights")}
+    labels = [parent + label for parent in hashed for label in ("name", "revision", "base")]
+    return first_difference(one, other, [*ignored, *labels])
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:

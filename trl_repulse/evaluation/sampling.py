@@ -7,7 +7,7 @@ Legend: P prompts, N completions per prompt, F reward functions.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -48,6 +49,13 @@ from .log_probs import completion_log_probs
 
 
 Reward = str | nn.Module | Callable[..., Any]
+_OF_NO_REWARD = (
+    "model",
+    "revision",
+    "name",
+    "batch_size",
+    "device",
+)  # fields that change no reward of the same weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +214,10 @@ def sample_completions(
     if settings.engine == "vllm" and state.num_processes > 1:
         raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
     name = model if isinstance(model, str) else model.config._name_or_path
+    if settings.revision is not None and isinstance(model, str) and Path(model).is_dir():
+        raise ValueError(
+            f"`revision={settings.revision!r}` is of a model on the Hub, and `{model}` is a folder; leave it out."
+        )
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision)
     model = _load(model, "model", settings.dtype, settings.revision, state.device)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
@@ -230,8 +242,8 @@ def sample_completions(
     if reference is not None:
         check_reference(reference_name, reference, model, tokenizer, prompt_ids)
     header = {
-        "model": _identity(model),
-        "reference": None if reference is None else _identity(reference),
+        "model": _identity(model, name),
+        "reference": None if reference is None else _identity(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
         "prompts": {
             "count": len(rows),
@@ -381,15 +393,22 @@ def _description(reward: Reward) -> Any:
         names = ("transform", "alpha", "beta", "threshold")
         return {name: getattr(reward, name) for name in names} | {"reward": _description(reward.reward)}
     if isinstance(reward, ModelReward) and reward._module is not None:
-        return {"name": repr(reward), "weights": hash_model(reward._module)}
+        decides = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _OF_NO_REWARD}
+        return {
+            "name": reward.model,
+            "revision": reward.revision,
+            "weights": hash_model(reward._module),
+            "type": type(reward).__name__,
+            "arguments": records.plain_json(decides),
+        }
     return {"name": repr(reward) if is_dataclass(reward) else getattr(reward, "__qualname__", type(reward).__name__)}
 
 
-def _identity(model: Any) -> dict[str, Any]:
-    """Name, revision and a hash of the weights of a model."""
+def _identity(model: Any, name: str | None = None) -> dict[str, Any]:
+    """Name, revision and a hash of the weights of a model, of an adapter with the name of its base."""
     config = model.config
-    return {
-        "name": config._name_or_path,
-        "revision": getattr(config, "_commit_hash", None),
-        "weights": hash_model(model),
-    }
+    found = config._name_or_path
+    identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None), "weights": hash_model(model)}
+    if is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
+        identity |= {"base": found, "revision": None}  # the configuration is the base's
+    return identity
