@@ -1,7 +1,9 @@
 """What a folder of samples is tied to: weights and settings, by hash, and not what a model was called that day."""
 
+import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -90,3 +92,18 @@ def test_a_folder_has_no_revisions(tmp_path, model_dirs):
     with pytest.raises(ValueError, match=r"`revision='v1'` is of a model on the Hub, and `.*` is a folder; leave it"):
         sample(tmp_path / "s", model_dirs["gpt2"], ["fish"], revision="v1")
     assert not (tmp_path / "s").exists()
+
+
+def test_an_infinite_kl_leaves_returns_without_a_penalty(tmp_path, model_dirs, tokenizer):
+    class Narrow(type(AutoModelForCausalLM.from_pretrained(model_dirs["llama"]))):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits[..., 10:] = -torch.inf
+            return output
+
+    reference = Narrow(AutoModelForCausalLM.from_pretrained(model_dirs["llama"]).config)
+    settings = {"reference": reference, "reward_transform": "exponential", "num_samples": 20}
+    found = sample(tmp_path / "s", model_dirs["llama"], ["fish"], **settings)
+    assert math.inf in found.table["kl"].to_pylist()
+    assert np.array_equal(found.column("return"), found.column("reward"))
+    assert np.isfinite(found.column("return_transformed")).all()

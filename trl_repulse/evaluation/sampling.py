@@ -335,9 +335,10 @@ def _rows(dataset, tokenizer, model, reference, settings, functions, places, pro
         log_prob_reference, _ = completion_log_probs(reference, prompt_ids, completion_ids, settings.batch_size)
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
-    columns |= {"reward": _numbers(reward), "return": _numbers(reward - settings.beta * kl)}
+    penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL is no number
+    columns |= {"reward": _numbers(reward), "return": _numbers(reward - penalty)}
     if settings.reward_transform is not None:
-        columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - settings.beta * kl)
+        columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - penalty)
     return pa.table(columns)
 
 
