@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -107,3 +108,44 @@ def test_an_infinite_kl_leaves_returns_without_a_penalty(tmp_path, model_dirs, t
     assert math.inf in found.table["kl"].to_pylist()
     assert np.array_equal(found.column("return"), found.column("reward"))
     assert np.isfinite(found.column("return_transformed")).all()
+
+
+def test_two_that_write_one_file_at_once_both_end(tmp_path):
+    both_wrote, faults = threading.Barrier(2, timeout=30), []
+
+    def write(partial):
+        partial.write_text("same")
+        both_wrote.wait()
+
+    def run():
+        try:
+            records.write_atomically(tmp_path / "a.json", write)
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults and [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_a_kill_left_is_swept_even_while_another_writes(tmp_path, model_dirs):
+    folder, left = tmp_path / "s", ("header.json.x.partial", "shard-00000.parquet.x.partial", "complete.json.partial")
+
+    def late(completions, **columns):
+        for name in left:
+            (folder / name).touch()
+        return word_reward(completions)
+
+    def swept(partial):
+        partial.write_text("whole")
+        (tmp_path / "a.json").write_text("whole")
+        partial.unlink()
+
+    sample(folder, model_dirs["gpt2"], ["fish"], late)
+    assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "header.json", "shard-00000.parquet"]
+    records.write_atomically(tmp_path / "a.json", swept)
+    with pytest.raises(FileNotFoundError):
+        records.write_atomically(tmp_path / "b.json", lambda partial: None)
