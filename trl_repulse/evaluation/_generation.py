@@ -1,8 +1,10 @@
 """Drawing and rewarding completions outside a trainer: what held-out sampling and the callback share."""
 
 import asyncio
+import functools
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
@@ -183,17 +185,14 @@ def vllm_engine(
 
 def as_function(
     reward: str | nn.Module | Callable[..., Any], tokenizer: PreTrainedTokenizerBase | None, device: torch.device
-) -> tuple[str, Callable[..., list[float | None]]]:
+) -> tuple[str, Callable[..., Any]]:
     """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
     if isinstance(reward, str):
         tokenizer = tokenizer or load_tokenizer(reward, "reward model")
         reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1).to(device)
     if not isinstance(reward, nn.Module):
         name = getattr(reward, "__name__", type(reward).__name__)
-        checked = with_checks(reward, name)
-        if is_async_callable(checked):
-            return name, lambda **columns: asyncio.run(checked(**columns))
-        return name, checked
+        return name, with_checks(reward, name)
     if tokenizer is None:
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:
@@ -215,15 +214,28 @@ def as_function(
     return name, with_checks(function, name)
 
 
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """
+    The loop of asynchronous rewards, in a thread of its own: one for all batches, as a client that is kept is tied to the first.
+
+    The caller's thread may have a loop that runs, as a notebook's does.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="trl-repulse rewards", daemon=True).start()
+    return loop
+
+
 def evaluate_rewards(
-    functions: dict[str, Callable[..., list[float | None]]],
+    functions: dict[str, Callable[..., Any]],
     prompts: list[Prompt],
     completions: list[str],
     completion_ids: list[list[int]] | None,
     columns: dict[str, list],
     batch_size: int,
+    loop: asyncio.AbstractEventLoop | None = None,
 ) -> dict[str, list[float | None]]:
-    """One reward a completion from each function; `None` where a function gave none."""
+    """One reward a completion from each function; `None` where a function gave none. Asynchronous ones run in `loop`."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
     # A column of such a name would stand in the way of what is drawn
     more = {key: values for key, values in columns.items() if key not in ("prompts", "completions", "completion_ids")}
@@ -238,6 +250,8 @@ def evaluate_rewards(
             given = function(
                 prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}
             )
+            if is_async_callable(function):
+                given = asyncio.run_coroutine_threadsafe(given, loop or _event_loop()).result()
             if len(given) != len(texts):
                 raise ValueError(
                     f"The reward function '{name}' returned {len(given)} rewards for {len(texts)} completions; return "
