@@ -1,9 +1,13 @@
 """Asynchronous rewards, outside a trainer and inside a running loop, and the seeds of vLLM's requests."""
 
 import asyncio
+import sys
+import types
 
+import numpy as np
 import pytest
 
+from trl_repulse.evaluation import _generation, sampling
 from trl_repulse.evaluation._generation import as_function, evaluate_rewards
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
@@ -69,3 +73,37 @@ def test_an_error_of_an_asynchronous_reward_names_it(tmp_path, model_dirs):
     with pytest.raises(KeyError) as caught:
         sample(tmp_path / "s", model_dirs["gpt2"], broken)
     assert any("'broken'" in note for note in caught.value.__notes__)
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """In place of vLLM: every completion is one end token. What is asked for is kept."""
+    asked = []
+
+    class LLM:
+        def __init__(self, **options):
+            pass
+
+        def generate(self, prompts, params, use_tqdm):
+            asked.extend(params)
+            output = types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[1])])
+            return [output for _ in prompts]
+
+    double = types.SimpleNamespace(LLM=LLM, SamplingParams=lambda **given: types.SimpleNamespace(**given))
+    monkeypatch.setitem(sys.modules, "vllm", double)
+    monkeypatch.setattr(sampling, "vllm_version", lambda: "1.2")
+    return asked
+
+
+def test_no_two_of_vllms_requests_share_a_seed(tmp_path, model_dirs, requests):
+    sample(tmp_path / "a", model_dirs["gpt2"], word_reward, engine="vllm", num_samples=100, shard_size=7)
+    seeds = [each.seed for each in requests]
+    assert len(set(seeds)) == 200 and all(0 <= seed < 2**63 for seed in seeds)
+    assert np.median(seeds) > 2**61  # from the whole range, where two of millions are not met by chance
+    sample(tmp_path / "b", model_dirs["gpt2"], word_reward, engine="vllm", num_samples=100, shard_size=7)
+    assert [each.seed for each in requests[200:]] == seeds
+    # Shards whose seeds are neighbours
+    engine = _generation.vllm_engine("m", [1], 2, "float32", None)
+    for seed in (5, 6):
+        engine([[3]] * 4, seed)
+    assert len({each.seed for each in requests[400:]}) == 8

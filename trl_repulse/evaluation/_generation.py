@@ -152,6 +152,11 @@ def vllm_version() -> str:
     return version(packages[0])
 
 
+def request_seed(seed: int, row: int) -> int:
+    """Seed of one completion, of 63 bits: those of shards with neighbouring seeds would overlap, and repeat completions."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {row}".encode()).digest()[:8], "big") >> 1
+
+
 def vllm_engine(
     model: str, end: list[int], max_completion_length: int, dtype: str, revision: str | None, **kwargs: Any
 ) -> Engine:
@@ -172,7 +177,7 @@ def vllm_engine(
                 top_k=0,
                 max_tokens=max_completion_length,
                 stop_token_ids=end,
-                seed=seed + row,
+                seed=request_seed(seed, row),
                 detokenize=False,
             )
             for row in range(len(prompt_ids))

@@ -288,7 +288,9 @@ def sample_completions(
             ids = [prompt_ids[prompt] for prompt, _ in places]
             # Models that drew with the same numbers would err alike, and be no independent runs to a report
             entropy = [settings.seed, number, int(header["model"]["weights"][:16], 16)]
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+            words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(4)]
+            # vLLM's requests have seeds of their own, made of this one: by 32 bits alone many shards would share some
+            seed = words[0] if settings.engine == "transformers" else sum(w << 32 * i for i, w in enumerate(words))
             completions = engine(ids, seed)
             table = _rows(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
             records.write_shard(folder, number, table)
