@@ -9,7 +9,7 @@ from ._loading import load_tokenizer
 
 def vocab_size(model: PreTrainedModel) -> int:
     """How many tokens a model reads, and draws from."""
-    return model.config.get_text_config().vocab_size
+    return int(model.config.get_text_config().vocab_size)
 
 
 def check_reference(
