@@ -196,7 +196,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, model_di
     ("changes", "message"),
     [
         ({"seed": 1}, "begun with another `settings.seed`"),
-        ({"model": "llama"}, "begun with another `model.name`"),
+        ({"model": "llama"}, "begun with another `model.weights`"),
         ({"prompts": ["other"]}, "begun with another `prompts.count`"),
         ({"reward": lambda completions, **_: [0.0] * len(completions)}, "begun with another `rewards"),
     ],

@@ -1,8 +1,10 @@
 """Drawing and rewarding completions outside a trainer: what held-out sampling and the callback share."""
 
 import asyncio
+import functools
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
@@ -23,6 +25,7 @@ from ..generation._habits import end_tokens, until_end
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
 from ._loading import load_model, load_tokenizer
+from ._padding import batches, padding_token, reads_padding
 from .exact import _evaluating, _reward_of_model
 
 
@@ -113,7 +116,7 @@ def transformers_engine(
 ) -> Engine:
     """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
     end = end_tokens(model, tokenizer) if end is None else end
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or [0])[0]
+    pad, equal = padding_token(model, tokenizer, end), reads_padding(model)
     config = GenerationConfig(
         do_sample=True,
         temperature=temperature,
@@ -123,6 +126,8 @@ def transformers_engine(
         eos_token_id=end or None,
         pad_token_id=pad,
     )
+    if model.config.model_type == "rwkv":
+        config.use_cache = False  # its state mixes the completions of a batch (transformers 5.23)
     device = next(model.parameters()).device
 
     def draw(prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -136,8 +141,11 @@ def transformers_engine(
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(seed)
-            starts = range(0, len(prompt_ids), batch_size)
-            return [row for start in starts for row in draw(prompt_ids[start : start + batch_size])]
+            rows: list[list[int]] = [[] for _ in prompt_ids]
+            for chosen in batches(prompt_ids, batch_size, equal):
+                for place, row in zip(chosen, draw([prompt_ids[i] for i in chosen]), strict=True):
+                    rows[place] = row
+            return rows
 
     return engine
 
@@ -148,6 +156,11 @@ def vllm_version() -> str:
     if not packages:
         raise ImportError(_NO_VLLM)
     return version(packages[0])
+
+
+def request_seed(seed: int, row: int) -> int:
+    """Seed of one completion, of 63 bits: those of shards with neighbouring seeds would overlap, and repeat completions."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {row}".encode()).digest()[:8], "big") >> 1
 
 
 def vllm_engine(
@@ -170,7 +183,7 @@ def vllm_engine(
                 top_k=0,
                 max_tokens=max_completion_length,
                 stop_token_ids=end,
-                seed=seed + row,
+                seed=request_seed(seed, row),
                 detokenize=False,
             )
             for row in range(len(prompt_ids))
@@ -187,7 +200,7 @@ def as_function(
     device: torch.device,
     chat_template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
-) -> tuple[str, Callable[..., list[float | None]]]:
+) -> tuple[str, Callable[..., Any]]:
     """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
     if isinstance(reward, str):
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -196,10 +209,7 @@ def as_function(
         reward = load_model(auto_class, reward, "reward model", num_labels=1, **code).to(device)
     if not isinstance(reward, nn.Module):
         name = getattr(reward, "__name__", type(reward).__name__)
-        checked = with_checks(reward, name)
-        if is_async_callable(checked):
-            return name, lambda **columns: asyncio.run(checked(**columns))
-        return name, checked
+        return name, with_checks(reward, name)
     if tokenizer is None:
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:
@@ -221,15 +231,28 @@ def as_function(
     return name, with_checks(function, name)
 
 
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """
+    The loop of asynchronous rewards, in a thread of its own: one for all batches, as a client that is kept is tied to the first.
+
+    The caller's thread may have a loop that runs, as a notebook's does.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="trl-repulse rewards", daemon=True).start()
+    return loop
+
+
 def evaluate_rewards(
-    functions: dict[str, Callable[..., list[float | None]]],
+    functions: dict[str, Callable[..., Any]],
     prompts: list[Prompt],
     completions: list[str],
     completion_ids: list[list[int]] | None,
     columns: dict[str, list],
     batch_size: int,
+    loop: asyncio.AbstractEventLoop | None = None,
 ) -> dict[str, list[float | None]]:
-    """One reward a completion from each function; `None` where a function gave none."""
+    """One reward a completion from each function; `None` where a function gave none. Asynchronous ones run in `loop`."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
     # A column of such a name would stand in the way of what is drawn
     more = {key: values for key, values in columns.items() if key not in ("prompts", "completions", "completion_ids")}
@@ -244,6 +267,8 @@ def evaluate_rewards(
             given = function(
                 prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}
             )
+            if is_async_callable(function):
+                given = asyncio.run_coroutine_threadsafe(given, loop or _event_loop()).result()
             if len(given) != len(texts):
                 raise ValueError(
                     f"The reward function '{name}' returned {len(given)} rewards for {len(texts)} completions; return "

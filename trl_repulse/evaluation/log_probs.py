@@ -4,14 +4,13 @@ Log-probabilities of completions under a language model, by a pass of its own ov
 Legend: B completions, L tokens of the longest prompt, T tokens of the longest completion, V vocabulary.
 """
 
-import inspect
 from collections.abc import Sequence
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import nn
 from tqdm.auto import tqdm
 
+from ._padding import batches, padded_logits, reads_padding
 from .exact import _evaluating
 
 
@@ -26,7 +25,7 @@ def completion_log_probs(
     Log-probability of each completion after its prompt, and the entropy met on the way.
 
     Every token counts, an end-of-sequence token as well. Prompts are padded on the left and positions counted from the
-    first real token. The model runs in its own precision, what follows its logits in float32 and sums in float64.
+    first real token; for models whose predictions depend on masked padding, prompts of one pass are of one length. The model runs in its own precision, what follows its logits in float32 and sums in float64.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -51,18 +50,16 @@ def completion_log_probs(
     """
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("A prompt has no token; give each at least one.")
-    log_probs, entropies = [], []
+    log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
+    equal = len({len(ids) for ids in prompt_ids}) > 1 and reads_padding(model)
     with _evaluating(model), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
-        for start in range(0, len(prompt_ids), batch_size):
-            chosen = slice(start, start + batch_size)
-            log_prob, entropy = _score(model, prompt_ids[chosen], completion_ids[chosen])
-            log_probs.append(log_prob)
-            entropies.append(entropy)
-            bar.update(len(log_prob))
-    log_prob = torch.cat(log_probs) if log_probs else torch.empty(0, dtype=torch.float64)
+        for chosen in batches(prompt_ids, batch_size, equal):
+            rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]
+            log_prob[chosen], entropy[chosen] = _score(model, *rows)
+            bar.update(len(chosen))
     if bool(log_prob.isnan().any()):
         raise ValueError("The model gives log-probabilities that are not numbers; check its weights and precision.")
-    return log_prob, torch.cat(entropies) if entropies else log_prob
+    return log_prob, entropy
 
 
 def _score(
@@ -81,11 +78,8 @@ def _score(
         ids[row, span] = torch.tensor([*prompt, *completion])
         mask[row, span] = 1
     ids, mask = ids.to(device), mask.to(device)
-    positions, base = {}, model.get_base_model() if is_peft_model(model) else model
-    if "position_ids" in inspect.signature(type(base).forward).parameters:
-        positions["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, logits_to_keep=width + 1, use_cache=False, **positions)
-    log_p = output.logits[:, :-1].float().log_softmax(dim=-1)  # (B, T, V)
+    logits = padded_logits(model, ids, mask, logits_to_keep=width + 1, use_cache=False)
+    log_p = logits[:, :-1].float().log_softmax(dim=-1)  # (B, T, V)
     counted = mask[:, -width:] == 0
     token = log_p.gather(-1, ids[:, -width:].unsqueeze(-1)).squeeze(-1)  # (B, T)
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)  # (B, T); 0 · -inf is 0

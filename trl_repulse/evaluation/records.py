@@ -11,6 +11,7 @@ Every file appears under its name only once it is whole and on the disk.
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,7 @@ HEADER, COMPLETE = "header.json", "complete.json"
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """
-    Writes a file that is there as a whole or not at all, whatever happens meanwhile.
+    Writes a file that is there as a whole or not at all, whatever happens meanwhile, another process that writes it too included.
 
     Args:
         path (`Path`):
@@ -36,11 +37,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write (`Callable`):
             Writes the content to the path that it is given, in the same folder.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    write(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except FileNotFoundError:
+        if not path.is_file():  # else another process has finished the folder, and swept it
+            raise
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the name, too, is on the disk
@@ -112,12 +120,13 @@ def open_folder(folder: Path, header: dict[str, Any]) -> None:
     """
     header = {"format": FORMAT, **header}
     header["hash"] = digest(header)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not (folder / HEADER).is_file() and any(path.name != f"{HEADER}.partial" for path in folder.iterdir()):
+    if folder.exists():
+        foreign = not folder.is_dir() or any(not path.name.startswith(HEADER) for path in folder.iterdir())
+        if foreign and not (folder / HEADER).is_file():
             raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / HEADER).is_file():
-        name = first_difference(read_header(folder), header, ignored=("hash",))
+        name = header_difference(read_header(folder), header, ("hash", "settings.revision"))
         if name is not None:
             raise ValueError(
                 f"`{folder}` was begun with another `{name}`; go on with the old settings, or name another folder."
@@ -144,6 +153,26 @@ def first_difference(one: Any, other: Any, ignored: Sequence[str] = ()) -> str |
         if name not in ignored and (name not in one or name not in other or one[name] != other[name]):
             return name
     return None
+
+
+def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str]) -> str | None:
+    """
+    Where two headers of samples first differ in more than how something was called.
+
+    What has a hash of its weights may have been found under another path, name or revision.
+
+    Args:
+        one, other (`dict`):
+            Headers.
+        ignored (`Sequence[str]`):
+            Dotted names that may differ as well.
+
+    Returns:
+        `str` or `None`: As [`first_difference`].
+    """
+    hashed = {name.removesuffix("weights") for name, _ in (*_flat(one), *_flat(other)) if name.endswith(".weights")}
+    labels = [parent + label for parent in hashed for label in ("name", "revision", "base")]
+    return first_difference(one, other, [*ignored, *labels])
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
@@ -206,7 +235,7 @@ def write_shard(folder: Path, number: int, table: pa.Table) -> None:
 
 def close_folder(folder: Path, shards: int) -> None:
     """
-    Marks samples as complete.
+    Marks samples as complete, and clears away what a kill left of files.
 
     Args:
         folder (`Path`):
@@ -217,6 +246,9 @@ def close_folder(folder: Path, shards: int) -> None:
     paths = [shard_path(folder, number) for number in range(shards)]
     entries = [{"file": path.name, "rows": pq.read_metadata(path).num_rows, "sha256": _sha256(path)} for path in paths]
     write_json(folder / COMPLETE, {"hash": read_header(folder)["hash"], "shards": entries})
+    for name in (HEADER, COMPLETE, "shard-*.parquet"):
+        for partial in folder.glob(f"{name}.*partial"):
+            partial.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import tails
 from .bootstrap import crossed_interval
-from .records import SampleSet, first_difference
+from .records import SampleSet, header_difference
 from .tails import Estimate
 
 
@@ -292,7 +292,7 @@ def check_same_settings(samples: Sequence[SampleSet]) -> None:
     first = samples[0]
     for each in samples:
         one, other = ({key: value for key, value in it.header.items() if key != "model"} for it in (first, each))
-        name = first_difference(one, other, OF_THE_MODEL)
+        name = header_difference(one, other, OF_THE_MODEL)
         if name is not None:
             raise ValueError(
                 f"`{each.folder}` and `{first.folder}` were sampled with another `{name}`; compare samples of the same "

@@ -7,7 +7,7 @@ Legend: P prompts, N completions per prompt, F reward functions.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -43,10 +44,18 @@ from ._generation import (
     vllm_version,
 )
 from ._loading import load_model, load_tokenizer
+from ._vocabulary import check_reference
 from .log_probs import completion_log_probs
 
 
 Reward = str | nn.Module | Callable[..., Any]
+_OF_NO_REWARD = (
+    "model",
+    "revision",
+    "name",
+    "batch_size",
+    "device",
+)  # fields that change no reward of the same weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +260,10 @@ def sample_completions(
     if settings.engine == "vllm" and state.num_processes > 1:
         raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
     name = model if isinstance(model, str) else model.config._name_or_path
+    if settings.revision is not None and isinstance(model, str) and Path(model).is_dir():
+        raise ValueError(
+            f"`revision={settings.revision!r}` is of a model on the Hub, and `{model}` is a folder; leave it out."
+        )
     code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
@@ -259,6 +272,7 @@ def sample_completions(
             f"`{name}` is an adapter, and `engine='vllm'` takes whole weights; merge it with `trl-repulse merge`, or set "
             "`engine='transformers'`."
         )
+    reference_name = reference if isinstance(reference, str) else None
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code)
 
@@ -272,9 +286,11 @@ def sample_completions(
         else None,  # vLLM takes text and -1 as well, for what it finds out
         "`max_model_len` of `engine_kwargs`",
     )
+    if reference is not None:
+        check_reference(reference_name, reference, model, tokenizer, prompt_ids, trust_remote_code)
     header = {
-        "model": _identity(model),
-        "reference": None if reference is None else _identity(reference),
+        "model": _identity(model, name),
+        "reference": None if reference is None else _identity(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
         "prompts": {
             "count": len(rows),
@@ -321,7 +337,9 @@ def sample_completions(
             ids = [prompt_ids[prompt] for prompt, _ in places]
             # Models that drew with the same numbers would err alike, and be no independent runs to a report
             entropy = [settings.seed, number, int(header["model"]["weights"][:16], 16)]
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+            words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(4)]
+            # vLLM's requests have seeds of their own, made of this one: by 32 bits alone many shards would share some
+            seed = words[0] if settings.engine == "transformers" else sum(w << 32 * i for i, w in enumerate(words))
             completions = engine(ids, seed)
             table = _rows(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
             records.write_shard(folder, number, table)
@@ -370,9 +388,10 @@ def _rows(dataset, tokenizer, model, reference, settings, functions, places, pro
         log_prob_reference, _ = completion_log_probs(reference, prompt_ids, completion_ids, settings.batch_size)
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
-    columns |= {"reward": _numbers(reward), "return": _numbers(reward - settings.beta * kl)}
+    penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL is no number
+    columns |= {"reward": _numbers(reward), "return": _numbers(reward - penalty)}
     if settings.reward_transform is not None:
-        columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - settings.beta * kl)
+        columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - penalty)
     return pa.table(columns)
 
 
@@ -435,15 +454,22 @@ def _description(reward: Reward) -> Any:
         names = ("transform", "alpha", "beta", "threshold")
         return {name: getattr(reward, name) for name in names} | {"reward": _description(reward.reward)}
     if isinstance(reward, ModelReward) and reward._module is not None:
-        return {"name": repr(reward), "weights": hash_model(reward._module)}
+        decides = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _OF_NO_REWARD}
+        return {
+            "name": reward.model,
+            "revision": reward.revision,
+            "weights": hash_model(reward._module),
+            "type": type(reward).__name__,
+            "arguments": records.plain_json(decides),
+        }
     return {"name": repr(reward) if is_dataclass(reward) else getattr(reward, "__qualname__", type(reward).__name__)}
 
 
-def _identity(model: Any) -> dict[str, Any]:
-    """Name, revision and a hash of the weights of a model."""
+def _identity(model: Any, name: str | None = None) -> dict[str, Any]:
+    """Name, revision and a hash of the weights of a model, of an adapter with the name of its base."""
     config = model.config
-    return {
-        "name": config._name_or_path,
-        "revision": getattr(config, "_commit_hash", None),
-        "weights": hash_model(model),
-    }
+    found = config._name_or_path
+    identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None), "weights": hash_model(model)}
+    if is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
+        identity |= {"base": found, "revision": None}  # the configuration is the base's
+    return identity
