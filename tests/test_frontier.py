@@ -307,7 +307,7 @@ def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_pat
         (["--reward_type", "toxicity"], "`reward_model_path`"),
         (["--beta", "1"], "needs a `reference`"),
         (["--levels", "2"], "`level=2.0`"),
-        (["--column", "kl"], "no column of numbers `kl`"),
+        (["--column", "kl"], "none of what these samples will have"),
     ],
 )
 def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, changes, message):
