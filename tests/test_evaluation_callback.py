@@ -1,5 +1,6 @@
 """The tail report along a run, where the model or the data set are not as usual."""
 
+import asyncio
 import functools
 
 import pytest
@@ -38,6 +39,21 @@ def test_the_last_report_is_of_the_best_model_if_that_is_loaded(make, prompts, m
     assert callback.history[-1]["report"]["mean"].value == callback._sample().mean()
     logged = [entry["tail/mean"] for entry in trainer.state.log_history if "tail/mean" in entry]
     assert logged[-1] == callback.history[-1]["report"]["mean"].value and len(logged) == 2 + (every == 2)
+
+
+@pytest.mark.trainer
+def test_asynchronous_rewards_run_in_the_trainers_loop(make, prompts):
+    """A client belongs to the loop that it was made in, and training made it."""
+    loops = set()
+
+    async def reward(completions, **kwargs):
+        loops.add(asyncio.get_running_loop())
+        return [float(len(each)) for each in completions]
+
+    trainer = make(reward_funcs=reward)
+    trainer.add_callback(TailReportCallback(trainer, prompts, num_samples=2, every=1))
+    trainer.train()
+    assert loops == {trainer.async_loop}
 
 
 @pytest.mark.trainer

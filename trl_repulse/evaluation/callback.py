@@ -159,7 +159,8 @@ class TailReportCallback(TrainerCallback):
             function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
             functions[name] = partial(function, **given)
         columns = {name: values for name, values in columns.items() if name not in _GIVEN}
-        rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size)
+        loop = getattr(trainer, "async_loop", None)  # which an asynchronous reward's client is tied to
+        rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
         weights = trainer.reward_weights.tolist()
         rows = []
         for place, values in zip(mine, zip(*rewards.values(), strict=True), strict=True):

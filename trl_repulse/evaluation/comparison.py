@@ -13,6 +13,9 @@ from scipy.stats import t as student_t
 QUANTITIES = {"expected_reward": "expected reward", "log_prob_bad": "log P(bad), nats", "kl": "KL, nats"}
 
 
+_KEYS = {"method", "seed", "samples", "policy_updates", "initial", "final"}  # of a results file
+
+
 def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) -> list[dict[str, Any]]:
     """
     Reads the results of runs that are to be compared.
@@ -37,7 +40,7 @@ def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) 
             run = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as results ({error}); run it again.") from error
-        if not isinstance(run, dict) or not {"method", "seed", "samples", "initial", "final"} <= set(run):
+        if not isinstance(run, dict) or not _KEYS <= set(run):
             raise ValueError(f"{path} holds no results of a training script.")
         if not (isinstance(run["method"], str) and isinstance(run["seed"], int | str)):
             raise ValueError(f"{path} has no text as `method` or no number as `seed`; run it again.")
