@@ -225,6 +225,22 @@ def test_trackers_that_would_upload_checkpoints_are_refused(monkeypatch, tracker
     RePULSeConfig(**settings)
 
 
+def test_the_trainer_looks_at_trackers_again(make, monkeypatch):
+    monkeypatch.delenv("WANDB_LOG_MODEL", raising=False)
+    trainer = make()
+    for changed in (["wandb"], "wandb"):
+        trainer.args.report_to = changed
+        with monkeypatch.context() as environment:
+            environment.setenv("WANDB_LOG_MODEL", "checkpoint")
+            with pytest.raises(ValueError, match="set WANDB_LOG_MODEL=false"):
+                trainer.train()
+            with pytest.raises(ValueError, match="set WANDB_LOG_MODEL=false"):
+                RePULSeTrainer(trainer.model, trainer.reward_funcs, trainer.args, trainer.train_dataset)
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    trainer.args.report_to = []
+    trainer.train()
+
+
 def test_what_tells_trackers_to_upload_is_still_called_so():
     source = inspect.getsource(integration_utils)
     variables = {variable for _, variable, _, _ in _uploads._CHECKPOINT_UPLOADS}
