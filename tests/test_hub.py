@@ -118,8 +118,9 @@ def test_of_two_adapters_only_the_policys_leaves(hub, push, strategy, tmp_path):
         assert torch.equal(fetched(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)
 
 
-def test_ppos_value_model_stays(hub, push, tmp_path):
-    trainer = push(PPOTrainer, hub_strategy="all_checkpoints")
+def test_ppos_value_model_and_completions_stay(hub, push, tmp_path):
+    trainer = push(PPOTrainer, hub_strategy="all_checkpoints", log_completions=True)
+    assert [*(tmp_path / "out" / "completions").glob("*.parquet")]
     assert (tmp_path / "out" / "checkpoint-2" / "value" / "optimizer.safetensors").is_file()
     in_checkpoints = FULL | {"trainer_state.json"}
     repository = hub.repositories["me/out"]

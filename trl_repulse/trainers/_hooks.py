@@ -82,10 +82,10 @@ class TrainerHooks:
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
-    # which it pickles, have `hub_token` in them (transformers 5.23)
+    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16)
     _withheld: tuple[str, ...] = tuple(
         prefix + name
-        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*")
+        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", "completions/*")
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
