@@ -21,6 +21,7 @@ pytestmark = pytest.mark.trainer
 ADAPTERS = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], init_lora_weights=False)}
 BASE = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 6, "learning_rate": 1e-2}
 ONE_BLOCK = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1}
+MOVING = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
 CASES = {
     "an update a generation": (RePULSeTrainer, {"per_device_train_batch_size": 8}),
     "accumulated": (RePULSeTrainer, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
@@ -31,12 +32,17 @@ CASES = {
     "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
     "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
     "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
+    "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
+    "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
+    "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
 }
 
 
 def weights(trainer):
     second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
     modules = [trainer.model] if second is None else [trainer.model, second.module]
+    if trainer.args.sync_ref_model:
+        modules.append(trainer.ref_model)
     return [p.detach().clone() for module in modules for p in module.parameters()]
 
 
@@ -63,7 +69,7 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
     """Six updates go over several epochs, and with four updates a generation stop in the middle of one."""
     negatives = {"save_negatives": True, "bad_reward_threshold": -1.0}
     whole = run(case, "whole", **negatives)
-    assert whole.state.epoch > 1 or case in ("cut prompts", "PPO")
+    assert whole.state.epoch > 1 or case in ("cut prompts", "PPO", "PPO, moving reference")
     expected, written = weights(whole), (tmp_path / "whole" / "negatives.jsonl").read_bytes()
     assert written
     for step in (2, 3, 5):
@@ -74,6 +80,18 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
         resumed = run(case, folder.name, resume=True, **negatives)
         assert same(weights(resumed), expected)
         assert (folder / "negatives.jsonl").read_bytes() == written
+
+
+def test_a_moving_reference_that_is_missing_is_refused(run, tmp_path, caplog):
+    run("moving reference", "run", max_steps=1)
+    (tmp_path / "run" / "checkpoint-1" / "reference.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no reference that `sync_ref_model=True` could go on from"):
+        run("moving reference", "run", resume=True)
+    run("moving reference", "weights", max_steps=1, save_only_model=True)
+    assert not (tmp_path / "weights" / "checkpoint-1" / "reference.safetensors").exists()
+    with caplog.at_level(logging.WARNING):
+        run("moving reference", "weights", resume=True, max_steps=2)
+    assert "holds no reference; `sync_ref_model=True` begins" in caplog.text
 
 
 def test_without_the_buffer_bits_would_differ(run, tmp_path):

@@ -18,6 +18,7 @@ from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
+from ._reference import REFERENCE, load_reference, save_reference
 from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
 from ._rewards import all_with_checks
 from ._trl_bridge import (
@@ -85,7 +86,7 @@ class TrainerHooks:
     # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16)
     _withheld: tuple[str, ...] = tuple(
         prefix + name
-        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", "completions/*")
+        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*")
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
@@ -140,6 +141,7 @@ class TrainerHooks:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             load_position(self, Path(resume_from_checkpoint))
+            load_reference(self, Path(resume_from_checkpoint))
             self._has_begun = True
         return prepared
 
@@ -156,6 +158,7 @@ class TrainerHooks:
         begin_checkpoint(self, checkpoint)
         if not self.args.save_only_model:
             self._save_second_model(checkpoint)
+            save_reference(self, checkpoint)
             save_position(self, checkpoint)
         super()._save_checkpoint(model, trial)
 
