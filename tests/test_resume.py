@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -222,6 +223,73 @@ def test_changed_settings_are_refused(run, change, message):
     run("an update a generation", "run", max_steps=1)
     with pytest.raises(ValueError, match=message):
         run("an update a generation", "run", resume=True, **change)
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "change"),
+    [
+        (ReinforceTrainer, {"temperature": 0.5}),
+        (ReinforceTrainer, {"top_k": 2}),
+        (ReinforceTrainer, {"top_p": 0.5}),
+        (ReinforceTrainer, {"min_p": 0.1}),
+        (ReinforceTrainer, {"repetition_penalty": 1.5}),
+        (ReinforceTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}),
+        (ReinforceTrainer, {"disable_dropout": False}),
+        (ReinforceTrainer, {"sync_ref_model": True}),
+        (PPOTrainer, {"temperature": 0.5}),
+        (PPOTrainer, {"delta": 3.0}),
+    ],
+)
+def test_changed_sampling_and_objectives_are_refused(make, tmp_path, trainer_cls, change):
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1, "beta": 0.1}
+    make(trainer_cls, **settings).train()
+    name, value = next(iter(change.items()))
+    trainer = make(trainer_cls, **settings | change)
+    with pytest.raises(ValueError, match=f"`{name}={re.escape(repr(value))}` does not go on with the run"):
+        trainer.train(resume_from_checkpoint=True)
+    path = tmp_path / "run" / "checkpoint-1" / "position-0.json"
+    position = json.loads(path.read_text())
+    del position["settings"][name]  # as earlier versions wrote it
+    path.write_text(json.dumps(position))
+    if name != "sync_ref_model":
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("which", ["peft_config", "proposal_peft_config", "value_peft_config"])
+@pytest.mark.parametrize(
+    "change", [{"lora_alpha": 64}, {"r": 4}, {"use_rslora": True}, {"target_modules": ["c_proj"]}]
+)
+def test_changed_adapters_are_refused(make, tmp_path, which, change):
+    trainer_cls = PPOTrainer if which == "value_peft_config" else RePULSeTrainer
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+
+    def build(**changed):
+        config = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["c_attn"]}
+        extra = {"peft_config": LoraConfig(**config), which: LoraConfig(**config | changed)}
+        if which == "peft_config":
+            extra["proposal_peft_config"] = LoraConfig(**config)
+        return make(trainer_cls, extra=extra, **settings)
+
+    build().train()
+    (key, value), kind = next(iter(change.items())), "adapter" if which == "peft_config" else "second adapter"
+    shown = re.escape(f"{kind}: {{'{key}': {value!r}}} does not go on")
+    with pytest.raises(ValueError, match=shown):
+        build(**change).train(resume_from_checkpoint=True)
+    build(init_lora_weights=False).train(resume_from_checkpoint=True)  # where it began is of no account
+
+
+def test_other_rewards_are_said(make, tmp_path, caplog):
+    settings = BASE | {"output_dir": str(tmp_path / "run")}
+    make(**settings | {"max_steps": 1}).train()
+
+    def another_reward(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = make(reward_funcs=another_reward, **settings | {"max_steps": 2, "adam_beta1": 0.5})
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "`reward functions` is ['another_reward'] here and ['word_reward'] in" in caplog.text
+    assert "`adam_beta1` is 0.5 here and 0.9 in" in caplog.text
 
 
 @pytest.mark.parametrize("potential", ["indicator", "tilted"])

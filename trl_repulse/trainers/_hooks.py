@@ -19,7 +19,7 @@ from . import _fsdp
 from ._cards import amend_model_card
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
-from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
+from ._resume import ResumedSampler, begin_checkpoint, check_settings, find_checkpoint, load_position, save_position
 from ._rewards import all_with_checks
 from ._trl_bridge import (
     disable_dropout,
@@ -124,6 +124,7 @@ class TrainerHooks:
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            check_settings(self, Path(resume_from_checkpoint))  # before weights are loaded, which may fail otherwise
             if self.args.dataloader_persistent_workers and self.args.dataloader_num_workers:
                 logger.warning(
                     "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
