@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
@@ -290,6 +290,22 @@ def test_other_rewards_are_said(make, tmp_path, caplog):
         trainer.train(resume_from_checkpoint=True)
     assert "`reward functions` is ['another_reward'] here and ['word_reward'] in" in caplog.text
     assert "`adam_beta1` is 0.5 here and 0.9 in" in caplog.text
+
+
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
+def test_an_adapters_checkpoint_begins_a_new_run(make, tmp_path, model_dirs, tokenizer, trainer_cls):
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1, "beta": 0.1}
+    make(trainer_cls, extra=ADAPTERS, **settings).train()
+    trainer = make(trainer_cls, extra=ADAPTERS, **settings | {"seed": 7})
+    remedy = re.escape("start a new run with `model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`")
+    with pytest.raises(ValueError, match=remedy):
+        trainer.train(resume_from_checkpoint=True)
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    with pytest.raises(ValueError, match=re.escape(f"`model={checkpoint!r}` is the folder of an adapter")):
+        make(trainer_cls, model=checkpoint, **settings)
+    base = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    model = PeftModel.from_pretrained(base, checkpoint, is_trainable=True)
+    make(trainer_cls, model=model, extra={"processing_class": tokenizer}, **settings).train()
 
 
 @pytest.mark.parametrize("potential", ["indicator", "tilted"])

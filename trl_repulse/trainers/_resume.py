@@ -46,7 +46,15 @@ _OBJECTIVE = (
     *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
     *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
     *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
-    *("gae_lambda", "gamma", "value_clip", "whiten_advantages", "value_warmup_steps", "delta", "use_bias_correction_kl"),
+    *(
+        "gae_lambda",
+        "gamma",
+        "value_clip",
+        "whiten_advantages",
+        "value_warmup_steps",
+        "delta",
+        "use_bias_correction_kl",
+    ),
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
     *("disable_dropout", "sync_ref_model", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
 )
@@ -358,6 +366,4 @@ def check_settings(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -
         )
     for name in changed:
         consequence = _SAID_OF_MODELS.get(name, "optimizer and schedule go on as they were")
-        logger.warning(
-            "`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence)
-        )
+        logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))
