@@ -91,6 +91,7 @@ METHODS = {
         **{"per_device_train_batch_size": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 1},
     },
     "checkpoints in fp16": CHECKPOINTS | {"fp16": True},
+    "checkpoints, moving reference": CHECKPOINTS | {"sync_ref_model": True, "ref_model_sync_steps": 1},
     "adapters": {},
     "adapters, checkpointed": {"gradient_checkpointing": True},
     "adapters, fp16": {"fp16": True},

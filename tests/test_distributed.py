@@ -132,7 +132,10 @@ def test_configurations_of_the_launcher_are_read(path):
 )
 @pytest.mark.parametrize(
     "method",
-    ["checkpoints", "checkpoints in a block", pytest.param("checkpoints in fp16", marks=pytest.mark.slow)],
+    [
+        *("checkpoints", "checkpoints in a block", "checkpoints, moving reference"),
+        pytest.param("checkpoints in fp16", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
     """Four updates in one go, and two and two: the same two models, to the last bit.

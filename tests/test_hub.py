@@ -118,8 +118,9 @@ def test_of_two_adapters_only_the_policys_leaves(hub, push, strategy, tmp_path):
         assert torch.equal(fetched(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)
 
 
-def test_ppos_value_model_stays(hub, push, tmp_path):
-    trainer = push(PPOTrainer, hub_strategy="all_checkpoints")
+def test_ppos_value_model_and_completions_stay(hub, push, tmp_path):
+    trainer = push(PPOTrainer, hub_strategy="all_checkpoints", log_completions=True)
+    assert [*(tmp_path / "out" / "completions").glob("*.parquet")]
     assert (tmp_path / "out" / "checkpoint-2" / "value" / "optimizer.safetensors").is_file()
     in_checkpoints = FULL | {"trainer_state.json"}
     repository = hub.repositories["me/out"]
@@ -223,6 +224,22 @@ def test_trackers_that_would_upload_checkpoints_are_refused(monkeypatch, tracker
     RePULSeConfig(**(settings | {"report_to": "none"}))
     monkeypatch.setenv(variable, "false")
     RePULSeConfig(**settings)
+
+
+def test_the_trainer_looks_at_trackers_again(make, monkeypatch):
+    monkeypatch.delenv("WANDB_LOG_MODEL", raising=False)
+    trainer = make()
+    for changed in (["wandb"], "wandb"):
+        trainer.args.report_to = changed
+        with monkeypatch.context() as environment:
+            environment.setenv("WANDB_LOG_MODEL", "checkpoint")
+            with pytest.raises(ValueError, match="set WANDB_LOG_MODEL=false"):
+                trainer.train()
+            with pytest.raises(ValueError, match="set WANDB_LOG_MODEL=false"):
+                RePULSeTrainer(trainer.model, trainer.reward_funcs, trainer.args, trainer.train_dataset)
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    trainer.args.report_to = []
+    trainer.train()
 
 
 def test_what_tells_trackers_to_upload_is_still_called_so():

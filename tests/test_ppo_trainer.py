@@ -434,6 +434,28 @@ def test_peft(make, tmp_path):
         assert same_parameters(resumed.value.module, trainer.value.module)
 
 
+def test_a_value_adapter_goes_on_from_its_folder(make, tmp_path):
+    from peft import LoraConfig
+
+    extra = {"value_peft_config": LoraConfig(target_modules=["c_attn"], r=2)}
+    trainer = make(extra=extra)
+    trainer.train()
+    trainer.save_model(tmp_path / "run")
+    folder = str(tmp_path / "run" / "value")
+    for peft_config in (extra, {}):
+        going_on = make(extra={"value_model": folder} | peft_config)
+        assert same_parameters(going_on.value.module, trainer.value.module)
+        start = {name: p.clone() for name, p in going_on.value.module.named_parameters()}
+        going_on.train()
+        changed = {name for name, p in going_on.value.module.named_parameters() if not torch.equal(p, start[name])}
+        assert changed and all("lora_" in name or "classifier" in name for name in changed)
+    config = LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM")
+    trainer = make(extra={"peft_config": config})
+    trainer.save_model(tmp_path / "policy")
+    with pytest.raises(ValueError, match="is the folder of an adapter that gives no values"):
+        make(extra={"value_model": str(tmp_path / "policy")})
+
+
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, reward):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.trainer
 ADAPTERS = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], init_lora_weights=False)}
 BASE = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 6, "learning_rate": 1e-2}
 ONE_BLOCK = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1}
+MOVING = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
 CASES = {
     "an update a generation": (RePULSeTrainer, {"per_device_train_batch_size": 8}),
     "accumulated": (RePULSeTrainer, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
@@ -31,12 +33,17 @@ CASES = {
     "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
     "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
     "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
+    "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
+    "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
+    "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
 }
 
 
 def weights(trainer):
     second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
     modules = [trainer.model] if second is None else [trainer.model, second.module]
+    if trainer.args.sync_ref_model:
+        modules.append(trainer.ref_model)
     return [p.detach().clone() for module in modules for p in module.parameters()]
 
 
@@ -63,7 +70,7 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
     """Six updates go over several epochs, and with four updates a generation stop in the middle of one."""
     negatives = {"save_negatives": True, "bad_reward_threshold": -1.0}
     whole = run(case, "whole", **negatives)
-    assert whole.state.epoch > 1 or case in ("cut prompts", "PPO")
+    assert whole.state.epoch > 1 or case in ("cut prompts", "PPO", "PPO, moving reference")
     expected, written = weights(whole), (tmp_path / "whole" / "negatives.jsonl").read_bytes()
     assert written
     for step in (2, 3, 5):
@@ -74,6 +81,18 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
         resumed = run(case, folder.name, resume=True, **negatives)
         assert same(weights(resumed), expected)
         assert (folder / "negatives.jsonl").read_bytes() == written
+
+
+def test_a_moving_reference_that_is_missing_is_refused(run, tmp_path, caplog):
+    run("moving reference", "run", max_steps=1)
+    (tmp_path / "run" / "checkpoint-1" / "reference.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no reference that `sync_ref_model=True` could go on from"):
+        run("moving reference", "run", resume=True)
+    run("moving reference", "weights", max_steps=1, save_only_model=True)
+    assert not (tmp_path / "weights" / "checkpoint-1" / "reference.safetensors").exists()
+    with caplog.at_level(logging.WARNING):
+        run("moving reference", "weights", resume=True, max_steps=2)
+    assert "holds no reference; `sync_ref_model=True` begins" in caplog.text
 
 
 def test_without_the_buffer_bits_would_differ(run, tmp_path):
@@ -204,6 +223,89 @@ def test_changed_settings_are_refused(run, change, message):
     run("an update a generation", "run", max_steps=1)
     with pytest.raises(ValueError, match=message):
         run("an update a generation", "run", resume=True, **change)
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "change"),
+    [
+        (ReinforceTrainer, {"temperature": 0.5}),
+        (ReinforceTrainer, {"top_k": 2}),
+        (ReinforceTrainer, {"top_p": 0.5}),
+        (ReinforceTrainer, {"min_p": 0.1}),
+        (ReinforceTrainer, {"repetition_penalty": 1.5}),
+        (ReinforceTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}),
+        (ReinforceTrainer, {"disable_dropout": False}),
+        (ReinforceTrainer, {"sync_ref_model": True}),
+        (PPOTrainer, {"temperature": 0.5}),
+        (PPOTrainer, {"delta": 3.0}),
+    ],
+)
+def test_changed_sampling_and_objectives_are_refused(make, tmp_path, trainer_cls, change):
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1, "beta": 0.1}
+    make(trainer_cls, **settings).train()
+    name, value = next(iter(change.items()))
+    trainer = make(trainer_cls, **settings | change)
+    with pytest.raises(ValueError, match=f"`{name}={re.escape(repr(value))}` does not go on with the run"):
+        trainer.train(resume_from_checkpoint=True)
+    path = tmp_path / "run" / "checkpoint-1" / "position-0.json"
+    position = json.loads(path.read_text())
+    del position["settings"][name]  # as earlier versions wrote it
+    path.write_text(json.dumps(position))
+    if name != "sync_ref_model":
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("which", ["peft_config", "proposal_peft_config", "value_peft_config"])
+@pytest.mark.parametrize(
+    "change", [{"lora_alpha": 64}, {"r": 4}, {"use_rslora": True}, {"target_modules": ["c_proj"]}]
+)
+def test_changed_adapters_are_refused(make, tmp_path, which, change):
+    trainer_cls = PPOTrainer if which == "value_peft_config" else RePULSeTrainer
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+
+    def build(**changed):
+        config = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["c_attn"]}
+        extra = {"peft_config": LoraConfig(**config), which: LoraConfig(**config | changed)}
+        if which == "peft_config":
+            extra["proposal_peft_config"] = LoraConfig(**config)
+        return make(trainer_cls, extra=extra, **settings)
+
+    build().train()
+    (key, value), kind = next(iter(change.items())), "adapter" if which == "peft_config" else "second adapter"
+    shown = re.escape(f"{kind}: {{'{key}': {value!r}}} does not go on")
+    with pytest.raises(ValueError, match=shown):
+        build(**change).train(resume_from_checkpoint=True)
+    build(init_lora_weights=False).train(resume_from_checkpoint=True)  # where it began is of no account
+
+
+def test_other_rewards_are_said(make, tmp_path, caplog):
+    settings = BASE | {"output_dir": str(tmp_path / "run")}
+    make(**settings | {"max_steps": 1}).train()
+
+    def another_reward(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = make(reward_funcs=another_reward, **settings | {"max_steps": 2, "adam_beta1": 0.5})
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "`reward functions` is ['another_reward'] here and ['word_reward'] in" in caplog.text
+    assert "`adam_beta1` is 0.5 here and 0.9 in" in caplog.text
+
+
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
+def test_an_adapters_checkpoint_begins_a_new_run(make, tmp_path, model_dirs, tokenizer, trainer_cls):
+    settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1, "beta": 0.1}
+    make(trainer_cls, extra=ADAPTERS, **settings).train()
+    trainer = make(trainer_cls, extra=ADAPTERS, **settings | {"seed": 7})
+    remedy = re.escape("start a new run with `model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`")
+    with pytest.raises(ValueError, match=remedy):
+        trainer.train(resume_from_checkpoint=True)
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    with pytest.raises(ValueError, match=re.escape(f"`model={checkpoint!r}` is the folder of an adapter")):
+        make(trainer_cls, model=checkpoint, **settings)
+    base = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    model = PeftModel.from_pretrained(base, checkpoint, is_trainable=True)
+    make(trainer_cls, model=model, extra={"processing_class": tokenizer}, **settings).train()
 
 
 @pytest.mark.parametrize("potential", ["indicator", "tilted"])

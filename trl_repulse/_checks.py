@@ -156,7 +156,7 @@ def check_eval_batch(args: Any) -> None:
 
 def check_adapters(model: Any, *configs: Any) -> None:
     """
-    Refuses adapters whose forward pass is not that of the layers under it.
+    Refuses adapters whose forward pass is not that of the layers under it, and folders of adapters as a policy.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -165,8 +165,14 @@ def check_adapters(model: Any, *configs: Any) -> None:
             Configurations of adapters to be made.
 
     Raises:
-        `ValueError`: If one is of prompt learning, or AdaLoRA.
+        `ValueError`: If one is of prompt learning, or AdaLoRA, or the policy is a folder that holds an adapter alone.
     """
+    if isinstance(model, str) and (Path(model) / "adapter_config.json").is_file():
+        if not (Path(model) / "config.json").is_file():
+            raise ValueError(
+                f"`model={model!r}` is the folder of an adapter, without its base; pass `PeftModel.from_pretrained(base, "
+                f"{model!r}, is_trainable=True)`, with the base model as `base`."
+            )
     for config in (*getattr(model, "peft_config", {}).values(), *configs):
         if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA"):
             kind = getattr(config.peft_type, "value", config.peft_type)

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers.integrations import get_available_reporting_integrations
+
 
 if TYPE_CHECKING:
     from .repulse_config import RePULSeConfig
@@ -25,6 +27,8 @@ _CHECKPOINT_UPLOADS = (
 def check_uploads(args: "RePULSeConfig") -> None:
     """
     Refuses uploads of the proposal, or of what it wrote, other than to a private repository of its own.
+
+    A configuration is looked at when it is made; its trainer looks again, since fields and environment may have changed.
 
     Args:
         args ([`RePULSeConfig`]):
@@ -48,17 +52,20 @@ def check_uploads(args: "RePULSeConfig") -> None:
         raise ValueError(
             f"`hub_proposal_model_id={args.hub_proposal_model_id!r}` has no effect; set `push_proposal_to_hub=True`."
         )
+    report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # once set by hand
+    if "all" in report_to:
+        report_to = get_available_reporting_integrations()
     for tracker, variable, default, uploading in _CHECKPOINT_UPLOADS:
         value = os.environ.get(variable, default)
-        if tracker in args.report_to and value.lower() in uploading:
+        if tracker in report_to and value.lower() in uploading:
             raise ValueError(
                 f"`report_to={args.report_to}` with {variable}={value} in the environment uploads whole checkpoints, "
                 f"the proposal in them; set {variable}=false."
             )
-    if "flyte" in args.report_to:
+    if "flyte" in report_to:
         raise ValueError("`report_to='flyte'` uploads whole checkpoints, the proposal in them; report elsewhere.")
     published = args.push_to_hub and not args.hub_private_repo and args.trackio_static_space_id is not False
-    if "trackio" in args.report_to and args.log_completions and published and args.trackio_space_id is None:
+    if "trackio" in report_to and args.log_completions and published and args.trackio_space_id is None:
         raise ValueError(
             "`report_to='trackio'` copies what it logged to a public Space when the policy is pushed, with "
             "`log_completions=True` the proposal's completions too; set `trackio_static_space_id=False`, or "

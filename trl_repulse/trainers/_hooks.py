@@ -18,7 +18,8 @@ from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
-from ._resume import ResumedSampler, begin_checkpoint, find_checkpoint, load_position, save_position
+from ._reference import REFERENCE, load_reference, save_reference
+from ._resume import ResumedSampler, begin_checkpoint, check_settings, find_checkpoint, load_position, save_position
 from ._rewards import all_with_checks
 from ._trl_bridge import (
     disable_dropout,
@@ -82,10 +83,10 @@ class TrainerHooks:
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
-    # which it pickles, have `hub_token` in them (transformers 5.23)
+    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16)
     _withheld: tuple[str, ...] = tuple(
         prefix + name
-        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*")
+        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*")
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
@@ -123,6 +124,7 @@ class TrainerHooks:
         """
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            check_settings(self, Path(resume_from_checkpoint))  # before weights are loaded, which may fail otherwise
             if self.args.dataloader_persistent_workers and self.args.dataloader_num_workers:
                 logger.warning(
                     "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
@@ -140,6 +142,7 @@ class TrainerHooks:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             load_position(self, Path(resume_from_checkpoint))
+            load_reference(self, Path(resume_from_checkpoint))
             self._has_begun = True
         return prepared
 
@@ -156,6 +159,7 @@ class TrainerHooks:
         begin_checkpoint(self, checkpoint)
         if not self.args.save_only_model:
             self._save_second_model(checkpoint)
+            save_reference(self, checkpoint)
             save_position(self, checkpoint)
         super()._save_checkpoint(model, trial)
 

@@ -6,11 +6,25 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from ..configs._uploads import check_uploads
 from ._proposal import PROPOSAL_FOLDER
 
 
 class ProposalUploads:
     """Mixin before a trainer with a proposal: `push_proposal_to_hub` and `hub_proposal_model_id`."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        self._check_uploads()  # the trackers are built next
+        super().create_accelerator_and_postprocess()
+
+    def train(self, *args: Any, **kwargs: Any):
+        """As [`ReinforceTrainer.train`]; refuses trackers that would upload the proposal."""
+        self._check_uploads()
+        return super().train(*args, **kwargs)
+
+    def _check_uploads(self) -> None:
+        if self.args.has_proposal:
+            check_uploads(self.args)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
@@ -16,6 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
+from ._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 
 
@@ -44,7 +46,17 @@ _OBJECTIVE = (
     *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
     *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
     *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
-    *("gae_lambda", "gamma", "value_clip", "whiten_advantages", "value_warmup_steps"),
+    *(
+        "gae_lambda",
+        "gamma",
+        "value_clip",
+        "whiten_advantages",
+        "value_warmup_steps",
+        "delta",
+        "use_bias_correction_kl",
+    ),
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
+    *("disable_dropout", "sync_ref_model", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
 )
 # Another value is not taken up, or only in part, and may be meant.
 _SAID = (
@@ -56,7 +68,20 @@ _SAID = (
         "warmup_steps",
         "max_steps",
     ),
-    *("num_train_epochs", "max_grad_norm", "weight_decay", "optim"),
+    *("num_train_epochs", "max_grad_norm", "weight_decay", "optim", "optim_args", "lr_scheduler_kwargs"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon"),
+)
+# Compared too, and said; not fields of a configuration. Rewards have names alone, which a moved folder changes.
+_SAID_OF_MODELS = {
+    "model": "a new reference is loaded from a new `model`",
+    "reward functions": "the run goes on with the rewards that are given here",
+}
+_ADAPTERS = ("adapter", "second adapter")
+# Of an adapter's configuration: where it came from and how it began, not what it computes.
+_NOT_OF_ADAPTERS = (
+    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
+    *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "fan_in_fan_out"),
+    *("megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
 )
 
 
@@ -219,16 +244,12 @@ def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
         checkpoint (`Path`):
             Folder of the checkpoint.
 
-    Raises:
-        `ValueError`: If the run's settings would not go on with the run that wrote it.
     """
     rank = trainer.accelerator.process_index
     path = checkpoint / f"position-{rank}.json"
     if not any(checkpoint.glob("position-*.json")):
         logger.warning("%s does not say where in its data the run was; it goes on as TRL does.", checkpoint)
         return
-    first = json.loads((checkpoint / "position-0.json").read_text(encoding="utf-8"))
-    _check_settings(trainer, first, checkpoint)
     position = json.loads(path.read_text(encoding="utf-8"))
     trainer._step = position["step"]
     if position["buffer"] is not None:
@@ -273,34 +294,76 @@ def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
     settings = {name: getattr(trainer.args, name) for name in names}
     if settings.get("potential") == "indicator":  # others leave it to what is counted
         settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
+    if trainer.args.sync_ref_model:
+        settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}
     second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
     settings["second model"] = None if second is None else type(second).__name__
     settings["model"] = trainer.model.config._name_or_path
+    settings["reward functions"] = trainer.reward_func_names
+    modules = (trainer.model, None if second is None else second.module)
+    settings |= {name: _adapter_settings(module) for name, module in zip(_ADAPTERS, modules, strict=True)}
     data = trainer.train_dataset
     settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
     return json.loads(json.dumps(settings, default=str))
 
 
-def _check_settings(trainer: "ReinforceTrainer | PPOTrainer", position: dict[str, Any], checkpoint: Path) -> None:
-    """Refuses settings that do not go on with a run, and says which others have changed."""
+def _adapter_settings(module: Any) -> dict[str, Any] | None:
+    """What a model's adapter computes, as JSON takes it; `None` without one."""
+    if isinstance(module, AdapterView):
+        config = module.model.peft_config[module.name]
+    elif module is not None and is_peft_model(module):
+        config = module.peft_config[module.active_adapter]
+    else:
+        return None
+    rest = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_ADAPTERS}
+    return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
+
+
+def _as_model(trainer: "ReinforceTrainer | PPOTrainer") -> str:
+    """How a checkpoint's policy is given to a new run, in words."""
+    if is_peft_model(trainer.model):  # the folder holds the adapter alone
+        return "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
+    return "`model` set to the checkpoint"
+
+
+def check_settings(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+    """
+    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed.
+
+    What a checkpoint does not know, since it was written by an earlier version, is not compared.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Trainer that has loaded nothing yet.
+        checkpoint (`Path`):
+            Folder of the checkpoint.
+
+    Raises:
+        `ValueError`: If the run's settings would not go on with the run that wrote it.
+    """
+    path = checkpoint / "position-0.json"
+    if not path.is_file():
+        return
+    position = json.loads(path.read_text(encoding="utf-8"))
     if trainer.accelerator.num_processes != position["num_processes"]:
         raise ValueError(
             f"{checkpoint} is of a run with {position['num_processes']} processes, and this one has "
-            f"{trainer.accelerator.num_processes}; launch as many, or start a new run with `model` set to the checkpoint."
+            f"{trainer.accelerator.num_processes}; launch as many, or start a new run with {_as_model(trainer)}."
         )
     before, now = position["settings"], _settings(trainer)
+    for name in _ADAPTERS:  # only what differs, and what both versions of PEFT know, is shown
+        if now[name] is not None and before.get(name) is not None:
+            changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
+            before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
     changed = [name for name in now if name in before and now[name] != before[name]]
-    refused = [name for name in changed if name not in (*_SAID, "model")]
+    refused = [name for name in changed if name not in (*_SAID, *_SAID_OF_MODELS)]
     if refused:
         name = refused[0]
         shown = f"`{name}={now[name]!r}`" if name in vars(trainer.args) else f"{name}: {now[name]!r}"
         raise ValueError(
             f"{shown} does not go on with the run that wrote {checkpoint}, where it is {before[name]!r}; set it to that, "
-            "or start a new run with `model` set to the checkpoint."
+            f"or start a new run with {_as_model(trainer)}."
         )
     for name in changed:
-        logger.warning(
-            "`%s` is %r here and %r in %s. Optimizer and schedule go on as they were; a new reference is loaded from a new "
-            "`model`.",
-            *(name, now[name], before[name], checkpoint),
-        )
+        consequence = _SAID_OF_MODELS.get(name, "optimizer and schedule go on as they were")
+        logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ._deepspeed import gathered
+from ._proposal import adapter_config
 from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
 
@@ -34,18 +35,19 @@ def build_value_model(
             What it starts from. A causal language model gives its transformer, under a new head that is 0 at first. A
             sequence classifier with one label (a reward model) gives transformer and head: the first values are its
             rewards of the unfinished texts. A token classifier with one label is taken as it is; of the others, weights
-            are copied. An adapter over a causal language model is left out, the base model's weights serve.
+            are copied. An adapter over a causal language model is left out, the base model's weights serve. The folder of
+            an adapter that a value model had goes on, over the base that it names.
         init_kwargs (`dict`):
             Arguments of `from_pretrained` for a path or id.
         peft_config (`peft.PeftConfig`, *optional*):
-            If given, an adapter and the head are trained instead of the whole model.
+            If given, an adapter and the head are trained instead of the whole model. A saved adapter keeps its own.
 
     Returns:
         [`~transformers.PreTrainedModel`] or `peft.PeftModel`: The value model, without dropout.
 
     Raises:
         `ValueError`: If the architecture has no token classifier, a classifier has several labels or a head of several
-            layers, or the model is quantized and no adapter is asked for.
+            layers, the model is quantized and no adapter is asked for, or a saved adapter is not a value model's.
     """
     if not isinstance(model, str):
         base = model.get_base_model() if is_peft_model(model) else model
@@ -55,6 +57,16 @@ def build_value_model(
             value = _load(get_config_model_id(base.config), init_kwargs)
         else:
             value = _copied(base)
+    elif (saved := adapter_config(model)) is not None:
+        from peft import PeftModel
+
+        if saved.task_type != "TOKEN_CLS":
+            raise ValueError(
+                f"`value_model={model!r}` is the folder of an adapter that gives no values; pass that of a value model, or a "
+                "whole model."
+            )
+        base = _load(saved.base_model_name_or_path, init_kwargs)
+        value, peft_config = PeftModel.from_pretrained(base, model, is_trainable=True), None
     else:
         value = _load(model, init_kwargs)
     if value.config.num_labels != 1:

@@ -19,6 +19,7 @@ from ..ppo import approximate_kl, explained_variance, generalized_advantages, ma
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
 from ._hooks import RESUME_STATE, TrainerHooks, transform_rewards
+from ._proposal import adapter_config
 from ._records import append_negatives
 from ._trl_bridge import (
     disable_gradient_checkpointing,
@@ -87,8 +88,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             What the value model starts from: a path, a model id, or a model. A causal language model gives its
             transformer under a new head; a sequence classifier with one label, that is a reward model, gives its head
-            too; a token classifier with one label is trained as it is. Must be causal and read the policy's tokens. If
-            `None`, the initial policy.
+            too; a token classifier with one label is trained as it is, and so is the adapter in the `value` folder of an
+            earlier run, over its base. Must be causal and read the policy's tokens. If `None`, the initial policy.
         value_peft_config (`peft.PeftConfig`, *optional*):
             If given, an adapter and the head of the value model are trained; else, also with a `peft_config`, all of it.
 
@@ -151,7 +152,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
             init_kwargs.pop("revision", None)  # the policy's
-        if value_peft_config is not None and quantization_config is not None:
+        value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
+        if value_is_adapter and quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
         # Before TRL wraps or patches the policy
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
@@ -176,7 +178,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self._check_reward_functions()
         self._prepare_scoring()
         check_value_model(value, self.model)
-        if value_peft_config is not None and self.args.activation_checkpointing:
+        if value_is_adapter and self.args.activation_checkpointing:
             value.enable_input_require_grads()
         learning_rate = self.args.value_learning_rate
         self.value = SecondModel(
@@ -373,7 +375,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             if not folder.is_dir():
                 raise ValueError(
                     f"The checkpoint {resume_from_checkpoint} holds no value model; resume from one that `PPOTrainer` "
-                    "wrote, or start anew with `model` set to that checkpoint."
+                    "wrote, or start a new run with that checkpoint's policy as `model`."
                 )
             self.value.load_checkpoint(self, folder)
         return prepared

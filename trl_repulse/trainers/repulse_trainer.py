@@ -463,7 +463,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
                 if not folder.is_dir():
                     raise ValueError(
                         f"The checkpoint {resume_from_checkpoint} holds no proposal; resume from one that "
-                        "`RePULSeTrainer` wrote, or start anew with `model` set to that checkpoint."
+                        "`RePULSeTrainer` wrote, or start a new run with that checkpoint's policy as `model`."
                     )
                 self.proposal.load_checkpoint(self, folder)
         return prepared
