@@ -60,6 +60,10 @@ _SAID = (
 )
 
 
+# Of these, what schedules are made of anew, also those of `alpha` and `target_dist_beta`.
+_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
+
+
 class ResumedSampler(Sampler[int]):
     """
     TRL's sampler, in the order of the epoch that the trainer is in.
@@ -299,8 +303,15 @@ def _check_settings(trainer: "ReinforceTrainer | PPOTrainer", position: dict[str
             "or start a new run with `model` set to the checkpoint."
         )
     for name in changed:
+        if name in _SCHEDULES:
+            logger.warning(
+                "`%s` is %r here and %r in %s. Schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from "
+                "the start, and may jump; set it to that for a run like one that was not interrupted.",
+                *(name, now[name], before[name], checkpoint),
+            )
+            continue
         logger.warning(
-            "`%s` is %r here and %r in %s. Optimizer and schedule go on as they were; a new reference is loaded from a new "
+            "`%s` is %r here and %r in %s. The optimizer goes on as it was; a new reference is loaded from a new "
             "`model`.",
             *(name, now[name], before[name], checkpoint),
         )
