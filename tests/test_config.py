@@ -84,7 +84,6 @@ REFUSED = [
         },
     ),
     ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
-    ("proposal_learning_rate", {"use_policy_as_proposal": True, "proposal_learning_rate": 1e-3}),
     ("proposal_vllm_group_port", {"use_policy_as_proposal": True, "proposal_vllm_group_port": 51218}),
     ("proposal_loss", {"proposal_loss": "kl"}),
     ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),

@@ -263,7 +263,6 @@ def _check_proposal(args: "RePULSeConfig") -> None:
 def _check_no_proposal(args: "RePULSeConfig") -> None:
     unset = {
         "num_proposal_generations": None,
-        "proposal_learning_rate": None,
         "proposal_updates_per_step": 1,
         "proposal_update_order": "before",
         "proposal_loss": "ctl",
