@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from trl_repulse.trainers import _trl_bridge
 from trl_repulse.trainers.second_adapter import SecondAdapter
@@ -35,13 +35,52 @@ def test_the_reference_pass_leaves_both_adapters_trainable(make):
     assert all("lora_" in name for name in changed)
 
 
-def test_a_frozen_proposal_would_be_noticed(make, monkeypatch):
-    """Negative control of the one above: without restoring `requires_grad` the proposal does not move, silently."""
+def test_a_frozen_proposal_is_noticed(make, monkeypatch):
+    """Negative control of the one above: without restoring `requires_grad` the proposal would not move."""
     monkeypatch.setattr(_trl_bridge, "trainable_kept", lambda model: nullcontext())
+    monkeypatch.setattr(SecondAdapter, "gradient_sync", lambda self, sync: nullcontext())
     trainer = make(extra={"peft_config": lora()}, beta=0.1, gradient_checkpointing=True)
-    start = {name: p.clone() for name, p in trainer.proposal.module.named_parameters()}
-    trainer.train()
-    assert all(torch.equal(p, start[name]) for name, p in trainer.proposal.module.named_parameters())
+    with pytest.raises(ValueError, match="'proposal' has no gradient"):
+        trainer.train()
+
+
+class SwitchesAdapters(TrainerCallback):
+    """Looks at the base model after each step, or sets the policy's adapter, as PEFT lets one."""
+
+    def __init__(self, off):
+        self.off = off
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.off:
+            with model.disable_adapter():
+                pass
+        else:
+            model.set_adapter("default")
+
+
+@pytest.mark.parametrize(
+    ("off", "order", "checkpointing", "peft"),
+    [
+        (True, "before", True, {}),
+        (True, "after", False, {"modules_to_save": ["lm_head"]}),
+        (False, "before", False, {}),
+        (False, "after", True, {}),
+    ],
+)
+def test_a_callback_that_switches_adapters_changes_nothing(make, off, order, checkpointing, peft):
+    def trained(callbacks):
+        trainer = make(
+            extra={"peft_config": lora(**peft), "callbacks": callbacks},
+            proposal_update_order=order,
+            gradient_checkpointing=checkpointing,
+        )
+        trainer.train()
+        return trainer
+
+    plain, switched = trained([]), trained([SwitchesAdapters(off)])
+    others = dict(switched.model.named_parameters())
+    assert all(torch.equal(p, others[name]) for name, p in plain.model.named_parameters())
+    assert all(row["proposal/grad_norm"] > 0 for row in switched.state.log_history if "proposal/grad_norm" in row)
 
 
 def test_neither_optimizer_has_the_others_weights(make):

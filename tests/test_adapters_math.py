@@ -155,6 +155,9 @@ def test_recomputation_with_the_other_adapter_would_be_noticed(run, monkeypatch,
         actual = run("gpt2", **settings)[3]["proposal"]
     except torch.utils.checkpoint.CheckpointError:
         return
+    except ValueError as error:
+        assert "'proposal' has no gradient" in str(error)
+        return
     assert any(a is None or not torch.allclose(a, expected[key], rtol=1e-2) for key, a in actual.items())
 
 

@@ -70,7 +70,21 @@ REFUSED = [
     ),
     ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
     ("proposal_updates_per_step", {"use_policy_as_proposal": True, "proposal_updates_per_step": 2}),
+    (
+        "proposal_updates_per_step",
+        {"proposal_updates_per_step": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    ),
+    (
+        "proposal_updates_per_step",
+        {
+            "proposal_updates_per_step": 2,
+            "proposal_update_order": "after",
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 3,
+        },
+    ),
     ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
+    ("proposal_vllm_group_port", {"use_policy_as_proposal": True, "proposal_vllm_group_port": 51218}),
     ("proposal_loss", {"proposal_loss": "kl"}),
     ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),

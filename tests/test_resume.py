@@ -331,6 +331,22 @@ def test_other_changes_are_said(run, caplog):
     assert "`logging_steps`" not in caplog.text
 
 
+def test_what_another_horizon_does_to_schedules_is_said(run, caplog):
+    settings = {"alpha": 1.0, "alpha_start": 0.01, "lr_scheduler_type": "linear"}
+    case = "an update a generation"
+    whole = run(case, "whole", max_steps=5, **settings)
+    run(case, "run", max_steps=3, **settings)
+    with caplog.at_level(logging.WARNING):
+        resumed = run(case, "run", resume=True, max_steps=5, **settings)
+    said = [r.getMessage() for r in caplog.records if "`max_steps` is 5 here and 3 in" in r.getMessage()]
+    assert (
+        len(said) == 1 and "`alpha` and `target_dist_beta` too, go on as if it had been so from the start" in said[0]
+    )
+    assert "go on as they were" not in caplog.text
+    rates = [[r["learning_rate"] for r in t.state.log_history if "learning_rate" in r][-1] for t in (whole, resumed)]
+    assert rates[0] == rates[1] and resumed._scheduled("alpha") == whole._scheduled("alpha")
+
+
 def test_other_data_or_another_proposal_are_refused(run, make, tmp_path, prompts, model_dirs):
     run("an update a generation", "run", max_steps=1)
     settings = BASE | {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 8}

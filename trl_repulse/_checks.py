@@ -9,6 +9,45 @@ from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
 
+def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
+    """
+    Refuses a configuration of another trainer, and path objects in place of models.
+
+    Args:
+        config_cls (`type`):
+            The trainer's class of configurations.
+        args:
+            Its configuration as it was passed; `None` passes.
+        **models:
+            Models as they were passed, by the names of their arguments.
+
+    Raises:
+        `ValueError`: If one of them is refused.
+    """
+    if args is not None and not isinstance(args, config_cls):
+        raise ValueError(f"`args` is of the class {type(args).__name__}; pass a `{config_cls.__name__}`.")
+    for name, model in models.items():
+        if isinstance(model, Path):
+            raise ValueError(f"`{name}` is a path object; pass the path as text, `{str(model)!r}`.")
+
+
+def check_reward_funcs(reward_funcs: Any) -> None:
+    """
+    Refuses to train without a reward.
+
+    Args:
+        reward_funcs:
+            A trainer's argument.
+
+    Raises:
+        `ValueError`: If there is none.
+    """
+    if reward_funcs is None or (isinstance(reward_funcs, list | tuple) and not reward_funcs):
+        raise ValueError(
+            f"`reward_funcs={reward_funcs!r}` gives no reward; pass at least one function or reward model."
+        )
+
+
 def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
     """
     Refuses a data set that no trainer here can use.
@@ -20,10 +59,18 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
             Its name in the message.
 
     Raises:
-        `ValueError`: If it has no rows, no `"prompt"` column, or images.
+        `ValueError`: If it is no data set or several splits, has no rows, no `"prompt"` column, or images.
     """
     if dataset is None:
         return
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(repr, dataset))[:60]
+        raise ValueError(f"`{name}` has several parts ({splits}); pass one of them, such as `dataset['train']`.")
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(
+            f"`{name}` is a {type(dataset).__name__} and no data set; make one of its rows, e.g. with "
+            "`datasets.Dataset.from_list(rows)`."
+        )
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{name}` is empty; give it at least one row with a `prompt`.")
     columns = dataset.column_names
@@ -40,6 +87,25 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
             f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove it, e.g. with "
             "`dataset.remove_columns`."
         )
+
+
+def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Refuses rows without a prompt, which only a stream can still have when it is read.
+
+    Args:
+        rows (`Sequence` of `Mapping`):
+            Rows of a batch.
+
+    Raises:
+        `ValueError`: If one has no `"prompt"`, or `None`.
+    """
+    for row in rows:
+        if row.get("prompt") is None:
+            raise ValueError(
+                f"The data set has a row without a `prompt` (its columns: {', '.join(row) or 'none'}); rename the column "
+                "that holds the prompts, or filter such rows out."
+            )
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
@@ -116,7 +182,8 @@ def check_datasets(
     prompts_per_batch: int,
 ) -> None:
     """
-    Refuses data sets that a trainer cannot use: [`check_dataset`] on each, [`check_dataset_size`] on the training set.
+    Refuses data sets that a trainer cannot use: [`check_dataset`] and no prompt of `None` in each,
+    [`check_dataset_size`] on the training set.
 
     Args:
         train_dataset, eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
@@ -132,6 +199,21 @@ def check_datasets(
     evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     for name, dataset in evals.items():
         check_dataset(dataset, name)
+    for name, dataset in {"train_dataset": train_dataset, **evals}.items():
+        _check_no_gaps(dataset, name)
+
+
+def _check_no_gaps(dataset: Dataset | IterableDataset | None, name: str) -> None:
+    """Refuses rows whose prompt is `None`."""
+    if not isinstance(dataset, Dataset) or not dataset.data.column("prompt").null_count:
+        return
+    prompts = dataset.with_format(None)["prompt"]
+    row = next((i for i, prompt in enumerate(prompts, start=1) if prompt is None), None)
+    if row is not None:  # the table may have rows that were not selected
+        raise ValueError(
+            f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with "
+            "`dataset.filter(lambda row: row['prompt'] is not None)`."
+        )
 
 
 def check_eval_batch(args: Any) -> None:

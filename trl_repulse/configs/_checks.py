@@ -226,6 +226,14 @@ def _check_proposal(args: "RePULSeConfig") -> None:
     remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
     require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
+    if args.proposal_updates_per_step > 1:
+        # Within an update of the policy, a step would take the gradient that is still being accumulated
+        whole = args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps == 0
+        remedy = (
+            "needs batches of generations that begin with an update of the policy; make `steps_per_generation` a multiple "
+            f"of `gradient_accumulation_steps={args.gradient_accumulation_steps}`"
+        )
+        require(args, whole, "proposal_updates_per_step", remedy)
     if args.proposal_learning_rate is not None:
         remedy = "must be a finite number of at least 0 (0 freezes the proposal)"
         require(args, 0 <= args.proposal_learning_rate < math.inf, "proposal_learning_rate", remedy)
@@ -262,6 +270,7 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
         "push_proposal_to_hub": False,
         "hub_proposal_model_id": None,
         "proposal_vllm_server_base_url": None,
+        "proposal_vllm_group_port": 51217,
     }
     for name, default in unset.items():
         remedy = f"contradicts `use_policy_as_proposal=True`, which builds no second model; leave it at {default!r}"

@@ -72,7 +72,9 @@ class RePULSeConfig(ReinforceConfig):
         num_proposal_generations (`int`, *optional*):
             Proposal samples a prompt, at least 2. If `None`, `num_generations`.
         proposal_updates_per_step (`int`, *optional*, defaults to `1`):
-            Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy.
+            Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy, and
+            the last update is repeated with each update of the policy that is made with the batch. Above 1,
+            `steps_per_generation` must be a multiple of `gradient_accumulation_steps`, as it is by default.
         proposal_update_order (`str`, *optional*, defaults to `"before"`):
             Whether the proposal learns from the policy as it was `"before"` its update (no extra pass) or `"after"`.
         push_proposal_to_hub (`bool`, *optional*, defaults to `False`):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .._checks import check_prompt_lengths
+from .._checks import check_eval_batch, check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
@@ -120,8 +120,14 @@ class TrainerHooks:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """
         As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
-        passed over. Negative data of an earlier run are set aside, unless that run is resumed.
+        passed over. Negative data of an earlier run are set aside, unless that run is resumed. A policy without
+        anything to train is refused.
         """
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError(
+                "The policy has nothing to train: all its weights are frozen; load its adapter with `is_trainable=True`, or "
+                "pass a `peft_config`."
+            )
         if resume_from_checkpoint:
             resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
             check_settings(self, Path(resume_from_checkpoint))  # before weights are loaded, which may fail otherwise
@@ -217,6 +223,7 @@ class TrainerHooks:
             self.vllm_generation.changed()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
+        check_eval_batch(self.args)
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from ..configs import RePULSeConfig
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
@@ -21,7 +21,7 @@ from ._trl_bridge import (
     disable_dropout,
     prepare_scoring,
 )
-from .second_adapter import Adapter, SecondAdapter, add_adapter
+from .second_adapter import POLICY_ADAPTER, Adapter, SecondAdapter, add_adapter
 from .second_model import SecondModel
 
 
@@ -34,6 +34,16 @@ logger = get_logger(__name__)
 
 # Folder of the proposal inside `output_dir` and inside each checkpoint.
 PROPOSAL_FOLDER = "proposal"
+
+
+class UpdateProposalAfterPolicy(TrainerCallback):
+    """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
+
+    def __init__(self, trainer: "RePULSeTrainer"):
+        self._trainer = trainer
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._trainer.update_proposal(self._trainer.take_pending())
 
 
 def shares_base(
@@ -132,9 +142,25 @@ def starting_point(
         policy, or `None` where there is no proposal or it is a second adapter over the policy's base.
 
     Raises:
-        `ValueError`: If a proposal is passed and none is wanted, or it is the policy itself.
+        `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, or if the
+            policy's adapter has another name than PEFT's `default`.
     """
     has_proposal = args is None or args.has_proposal
+    if proposal_peft_config is not None and not has_proposal:
+        raise ValueError(
+            "`proposal_peft_config` is given, but the configuration builds no proposal; set `alpha` above 0 and "
+            "`use_policy_as_proposal=False`, or leave `proposal_peft_config` out."
+        )
+    if (
+        has_proposal
+        and not isinstance(model, str)
+        and is_peft_model(model)
+        and POLICY_ADAPTER not in model.peft_config
+    ):
+        raise ValueError(
+            f"The policy's adapter is named {', '.join(map(repr, model.peft_config))}; load it under PEFT's name, "
+            f"{POLICY_ADAPTER!r}."
+        )
     if proposal_model is not None:
         if not has_proposal:
             raise ValueError(

@@ -85,6 +85,10 @@ _NOT_OF_ADAPTERS = (
 )
 
 
+# Of these, what schedules are made of anew, also those of `alpha` and `target_dist_beta`.
+_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
+
+
 class ResumedSampler(Sampler[int]):
     """
     TRL's sampler, in the order of the epoch that the trainer is in.
@@ -365,5 +369,11 @@ def check_settings(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -
             f"or start a new run with {_as_model(trainer)}."
         )
     for name in changed:
-        consequence = _SAID_OF_MODELS.get(name, "optimizer and schedule go on as they were")
+        if name in _SCHEDULES:
+            consequence = (
+                "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; "
+                "set it to that for a run like one that was not interrupted"
+            )
+        else:
+            consequence = _SAID_OF_MODELS.get(name, "the optimizer goes on as it was")
         logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))

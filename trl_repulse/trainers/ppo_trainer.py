@@ -13,7 +13,15 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
-from .._checks import check_adapters, check_datasets, check_rewards
+from .._checks import (
+    check_adapters,
+    check_arguments,
+    check_datasets,
+    check_eval_batch,
+    check_reward_funcs,
+    check_rewards,
+    check_rows,
+)
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
@@ -141,11 +149,15 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         value_peft_config: "PeftConfig | None" = None,
     ):
         require_pinned()
+        check_arguments(self._config_cls, args, model=model, value_model=value_model)
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
         connect(args)
-        if environment_factory is None:  # an environment may bring the prompts
+        if eval_dataset is not None:
+            check_eval_batch(args)
+        if environment_factory is None:  # an environment may bring prompts and rewards
+            check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         check_adapters(model, peft_config)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -204,6 +216,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
         mode = "train" if self.model.training else "eval"
+        if self.environment_factories is None:
+            check_rows(inputs)
         batch = super()._generate_and_score_completions(inputs)
         self._metrics[mode].pop("frac_reward_zero_std", None)  # says something of groups alone
         if differences := self._metrics[mode].get("sampling/sampling_logp_difference/mean"):

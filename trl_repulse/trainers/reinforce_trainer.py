@@ -17,7 +17,15 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import RLOOTrainer
 
-from .._checks import check_adapters, check_datasets, check_eval_batch, check_rewards
+from .._checks import (
+    check_adapters,
+    check_arguments,
+    check_datasets,
+    check_eval_batch,
+    check_reward_funcs,
+    check_rewards,
+    check_rows,
+)
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
@@ -102,8 +110,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
 
     Raises:
-        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; while training, if a prompt
-            does not fit the model's context, or a reward function returns what is neither a finite number nor `None`.
+        `ValueError`: If `args` is another trainer's or there is no reward; if a data set is empty, lacks the `"prompt"`
+            column or has images; while training, if the policy has nothing to train, a prompt does not fit the model's
+            context, or a reward function returns what is neither a finite number nor `None`.
         `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
 
@@ -144,6 +153,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         peft_config: "PeftConfig | None" = None,
     ):
         require_pinned()
+        check_arguments(self._config_cls, args, model=model)
+        check_reward_funcs(reward_funcs)
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self._config_cls(f"{Path(model_name).name}-{self._name}")
@@ -185,6 +196,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         """Draws one completion a row, scores it, and logs rewards."""
         mode = "train" if self.model.training else "eval"
         device = self.accelerator.device
+        check_rows(inputs)
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, completions = self._generate(prompts)
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)

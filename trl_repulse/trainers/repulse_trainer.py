@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from .._checks import check_arguments
 from ..configs import RePULSeConfig
 from ..importance import log_importance_weights, normalize_weights
 from ..losses import negative_coefficients, negative_reinforce_coefficients
@@ -27,6 +28,7 @@ from ._hub import ProposalUploads
 from ._peft_bridge import BaseView, adapters_kept
 from ._proposal import (
     PROPOSAL_FOLDER,
+    UpdateProposalAfterPolicy,
     adapter_config,
     build_proposal,
     lends_reference,
@@ -54,16 +56,6 @@ _DRAWN = (
     "proposal_rewards",
     "proposal_old_log_q",
 )
-
-
-class _UpdateProposalAfterPolicy(TrainerCallback):
-    """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
-
-    def __init__(self, trainer: "RePULSeTrainer"):
-        self._trainer = trainer
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._trainer.update_proposal(self._trainer.take_pending())
 
 
 class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
@@ -111,8 +103,9 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             is trained whole and the proposal is an adapter over its initial weights.
 
     Raises:
-        `ValueError`: If the proposal is the policy itself or has another vocabulary; if a `proposal_model` is given
-            where the configuration builds none; else as [`ReinforceTrainer`].
+        `ValueError`: If the proposal is the policy itself or has another vocabulary; if a `proposal_model` or a
+            `proposal_peft_config` is given where the configuration builds none; if the policy's adapter is not named
+            `default`; else as [`ReinforceTrainer`].
     """
 
     _tag_names = ["trl", "trl-repulse", "repulse"]
@@ -141,6 +134,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         proposal_model: str | PreTrainedModel | None = None,
         proposal_peft_config: "PeftConfig | None" = None,
     ):
+        check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
         lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
         proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
         self._proposal_adapters = [proposal_peft_config, adapter_config(proposal_model)]
@@ -170,7 +164,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
         if self.args.proposal_update_order == "after":
-            self.add_callback(_UpdateProposalAfterPolicy(self))
+            self.add_callback(UpdateProposalAfterPolicy(self))
 
     # Sampling
 

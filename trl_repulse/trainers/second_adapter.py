@@ -253,7 +253,13 @@ class SecondAdapter(SecondModel):
 
     @contextlib.contextmanager
     def gradient_sync(self, sync: bool) -> Iterator[None]:
-        """Nothing to do for a micro-batch: gradients cross processes in [`step`]."""
+        """
+        Frees the adapter for a micro-batch; gradients cross processes in [`step`].
+
+        PEFT (0.21) freezes it whenever adapters are switched through its methods, as a callback may do.
+        """
+        if self.optimizer is not None:
+            self.module.requires_grad_(True)
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -300,7 +306,15 @@ class SecondAdapter(SecondModel):
 
         Returns:
             `float`: The gradient's norm before clipping.
+
+        Raises:
+            `ValueError`: If nothing has a gradient.
         """
+        if all(p.grad is None for p in self.module.parameters()):
+            raise ValueError(
+                f"The adapter {self.name!r} has no gradient: it was frozen or inactive in its own passes; switch adapters "
+                "between updates alone, as in `on_step_end`."
+            )
         with self._masters_in_place(changed=True):
             for p in self.module.parameters():
                 if p.grad is not None:
