@@ -149,3 +149,14 @@ def test_what_a_kill_left_is_swept_even_while_another_writes(tmp_path, model_dir
     records.write_atomically(tmp_path / "a.json", swept)
     with pytest.raises(FileNotFoundError):
         records.write_atomically(tmp_path / "b.json", lambda partial: None)
+
+
+def test_a_folder_that_was_killed_while_it_began_is_as_good_as_empty(tmp_path, model_dirs):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "header.json.x.partial").touch()
+    sample(tmp_path / "s", model_dirs["gpt2"], ["fish"], word_reward)
+    assert (tmp_path / "s" / "complete.json").is_file()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(ValueError, match="holds something else than samples"):
+        sample(tmp_path / "other", model_dirs["gpt2"], ["fish"], word_reward)

@@ -105,6 +105,24 @@ def _as_text(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def check_folder(folder: Path) -> None:
+    """
+    Refuses a folder that samples cannot be written to; one that was killed while it began is as good as empty.
+
+    Args:
+        folder (`Path`):
+            Folder; need not exist.
+
+    Raises:
+        `ValueError`: If it is a file, or holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`{folder}` is a file; name a folder that is new or empty.")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if HEADER not in names and any(not name.startswith(HEADER) for name in names):
+        raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+
+
 def open_folder(folder: Path, header: dict[str, Any]) -> None:
     """
     Begins a folder of samples, or goes on with one that was begun with the same header.
@@ -120,10 +138,7 @@ def open_folder(folder: Path, header: dict[str, Any]) -> None:
     """
     header = {"format": FORMAT, **header}
     header["hash"] = digest(header)
-    if folder.exists():
-        foreign = not folder.is_dir() or any(not path.name.startswith(HEADER) for path in folder.iterdir())
-        if foreign and not (folder / HEADER).is_file():
-            raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / HEADER).is_file():
         name = header_difference(read_header(folder), header, ("hash", "settings.revision"))

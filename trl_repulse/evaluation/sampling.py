@@ -160,11 +160,7 @@ def check_early(
     Raises:
         `ValueError`: If the folder holds something else, rewards and weights differ in number, or vLLM would be told twice.
     """
-    if folder.is_file():
-        raise ValueError(f"`{folder}` is a file; name a folder that is new or empty.")
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if records.HEADER not in names and set(names) - {f"{records.HEADER}.partial"}:
-        raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+    records.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
     for name in ("model", "dtype", "revision", "generation_config"):
