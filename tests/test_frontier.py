@@ -13,6 +13,7 @@ from scipy.stats import t as student_t
 
 from trl_repulse._commands.evaluate import SETTINGS
 from trl_repulse.cli import main
+from trl_repulse.evaluation import frontier
 from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.result_files import load_frontier
@@ -59,6 +60,28 @@ def test_front_means_and_gains():
     assert points["behind"].gain.value == points["behind"].gain.high == 0.0
     assert found.x_label == "P(r < -5)"
     assert points["low"].gain.low == 0.0 < points["low"].gain.value < points["low"].gain.high
+
+
+@pytest.mark.parametrize(("ahead", "sure"), [((1.5, 1.5), False), ((3.0, -3.0), True), ((-3.0, 3.0), True)])
+def test_a_gain_is_sure_where_one_quantity_is(ahead, sure):
+    """Hardly ahead in both, of which neither is sure: quantiles of drawn gains alone leave 0 out."""
+    steps = np.linspace(-1, 1, 10)
+    error = math.sqrt(2) * steps.std(ddof=1) / math.sqrt(10)  # of the difference of two means
+    other = [Run("other", x, y) for x, y in zip(steps, np.roll(steps, 3), strict=True)]
+    own = [Run("own", run.x + ahead[0] * error, run.y + ahead[1] * error) for run in other]
+    gain = make_frontier([*own, *other], "reward", "return").points[0].gain
+    assert gain.value > 0 and (gain.low > 0) == sure
+
+
+@pytest.mark.parametrize("spread", [1.0, 5.0])
+def test_equal_methods_seldom_gain(spread, monkeypatch):
+    monkeypatch.setattr(frontier, "REPLICATES", 1000)
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(300):
+        places = {"a": rng.normal(size=(10, 2)), "b": spread * rng.normal(size=(10, 2))}
+        runs_ = [Run(name, *map(float, row)) for name, rows in places.items() for row in rows]
+        wrong += make_frontier(runs_, "reward", "return").points[0].gain.low > 0
+    assert wrong / 300 < 0.09  # 5 %, and 12 to 14 % by quantiles alone
 
 
 def test_the_interval_of_a_gain_that_is_a_difference_is_welchs():

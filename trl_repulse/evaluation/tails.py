@@ -16,8 +16,8 @@ from scipy.stats import t as student_t
 
 
 MIN_TAIL = 100  # samples in the tail below which a CVaR has no interval
+MIN_BELOW = 10  # samples of the tail below its quantile, which alone make its spread
 LARGEST = 1e290  # reward of which sums and products with a level are numbers still
-MIN_BELOW = 10  # and of these below the quantile, which alone make its spread
 
 
 @dataclass(frozen=True)
