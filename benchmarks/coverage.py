@@ -23,7 +23,7 @@ from trl_repulse.embedded import grammar
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.bootstrap import crossed_interval
 from trl_repulse.evaluation.exact import ExactEvaluator
-from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
+from trl_repulse.evaluation.frontier import Frontier, Run, make_frontier
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
 from trl_repulse.evaluation.tails import Estimate
 
@@ -240,11 +240,10 @@ def frontier(world: World, rng: np.random.Generator, repetitions: int, populatio
                     prob_bad = tails.prob_below(values, THRESHOLD).value
                     runs.append(Run(name, prob_bad, float(values.mean()), x_samples=values.size))
             found = make_frontier(runs, "prob_bad", "reward", THRESHOLD)
-            worst = np.array([-max(run.x for run in runs), min(run.y for run in runs)])
-            for i, point in enumerate(found.points):
-                tally.add(f"{point.method}: P(r < {THRESHOLD:g})", point.x, -means[i, 0])
-                tally.add(f"{point.method}: reward", point.y, means[i, 1])
-                tally.add(f"{point.method}: hypervolume gain", point.gain, true_gain(means, i, worst))
+            for point, mean in zip(found.points, means, strict=True):
+                tally.add(f"{point.method}: P(r < {THRESHOLD:g})", point.x, -mean[0])
+                tally.add(f"{point.method}: reward", point.y, mean[1])
+            tally.add("hypervolume gain", found.points[1].gain, true_gain(found, means, np.array([-1.0, 1.0])))
 
         repeat(repetitions, f"frontier, {seeds} runs a method", once)
 
@@ -265,18 +264,15 @@ def gains(rng: np.random.Generator, repetitions: int) -> None:
                     "reward",
                     "return",
                 )
-                worst = np.concatenate(places).min(axis=0)
-                for i, point in enumerate(found.points):
-                    tally.add(f"{point.method}: hypervolume gain", point.gain, true_gain(means, i, worst))
+                tally.add("hypervolume gain", found.points[1].gain, true_gain(found, means, np.ones(2)))
 
             repeat(repetitions, f"normal runs, {runs} a method, {setting}", once)
 
 
-def true_gain(means: np.ndarray, index: int, worst: np.ndarray) -> float:
-    """Area that one of the methods adds, more being better; what rounding leaves of none is none."""
-    area = float(hypervolume(means[None], worst)[0])
-    added = area - float(hypervolume(np.delete(means, index, axis=0)[None], worst)[0])
-    return added if added > 1e-12 * area else 0.0
+def true_gain(found: Frontier, means: np.ndarray, signs: np.ndarray) -> float:
+    """What the second method's mean dominates more than the first's, from the corner that was taken; more is better in `means`."""
+    first, second = np.maximum(means - signs * found.reference_point, 0.0).prod(axis=1)
+    return float(second - first)
 
 
 def main() -> None:

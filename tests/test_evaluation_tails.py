@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import beta, norm
+from scipy.stats import beta, binomtest, norm
 from scipy.stats import t as student_t
 
 from trl_repulse.evaluation import tails
@@ -82,6 +82,23 @@ def test_quantile_against_binomial_counts(level, n):
     high = [k for k in range(1, n + 1) if 1 - fewer[k - 1] <= 0.025]
     assert found.low == (ordered[max(low) - 1] if low else -math.inf)
     assert found.high == (ordered[min(high) - 1] if high else math.inf)
+
+
+@pytest.mark.parametrize("decimals", [8, 1, 0])  # without ties, with some, with atoms
+@pytest.mark.parametrize(("level", "n"), [(0.1, 200), (0.02, 900), (0.5, 31)])
+def test_a_quantile_is_bounded_by_clopper_and_pearson(level, n, decimals):
+    """It lies where their intervals of the probabilities of less, and of no more, do not leave its level out."""
+    rewards = np.random.default_rng(n).normal(size=(1, n)).round(decimals)
+    inside = []
+    for reward in np.unique(rewards):
+        less, no_more = (
+            binomtest(int(count), n).proportion_ci(0.95, "exact")
+            for count in ((rewards < reward).sum(), (rewards <= reward).sum())
+        )
+        if less.low <= level <= no_more.high:
+            inside.append(reward)
+    found = tails.quantile(rewards, level)
+    assert (found.low, found.high) == (inside[0], inside[-1])
 
 
 @pytest.mark.parametrize(("level", "n"), [(0.1, 1000), (0.1, 1003), (0.25, 999), (0.3333, 500)])

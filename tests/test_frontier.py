@@ -2,19 +2,16 @@
 
 import csv
 import dataclasses
-import itertools
 import json
 import math
 
 import numpy as np
 import pytest
 from scipy.stats import binomtest, ttest_ind
-from scipy.stats import t as student_t
 
 from trl_repulse._commands.evaluate import SETTINGS
 from trl_repulse.cli import main
-from trl_repulse.evaluation import frontier
-from trl_repulse.evaluation.frontier import Run, hypervolume, make_frontier
+from trl_repulse.evaluation.frontier import Run, make_frontier
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.result_files import load_frontier
 from trl_repulse.evaluation.sampling import SamplingSettings
@@ -24,16 +21,6 @@ from .evaluation_support import write_samples
 
 def runs(method, *places):
     return [Run(method, x, y) for x, y in places]
-
-
-def test_hypervolume_against_counting():
-    rng = np.random.default_rng(0)
-    points = rng.integers(-2, 6, size=(50, 4, 2)).astype(float)
-    worst = np.array([-1.0, 0.0])
-    cells = [np.array(corner) + worst + 0.5 for corner in itertools.product(range(8), repeat=2)]
-    counted = [sum(bool((each > cell).all(axis=1).any()) for cell in cells) for each in points]
-    assert hypervolume(points, worst).tolist() == pytest.approx(counted)
-    assert hypervolume(np.zeros((2, 0, 2)), worst).tolist() == [0, 0]
 
 
 def test_front_means_and_gains():
@@ -54,48 +41,67 @@ def test_front_means_and_gains():
     assert (points["low"].x.low, points["low"].x.high) == (0.0, 1.0)  # Student's, within what a share can be
     assert points["high"].y.low == points["high"].y.high == 3.0
     assert points["low"].y.low == points["low"].y.high == 1.0
-    # The corner is (0.9, 0.5): "low" alone dominates x from 0.2 to 0.6 and y up to 1
-    assert points["low"].gain.value == pytest.approx(0.4 * 0.5)
-    assert points["high"].gain.value == pytest.approx(0.3 * 2.0)
-    assert points["behind"].gain.value == points["behind"].gain.high == 0.0
+    # From the worst run in either quantity
+    assert found.reference_point == (0.9, 0.5) and found.baseline == "low"
+    assert points["low"].gain is None
+    assert points["high"].gain.value == pytest.approx(0.3 * 2.5 - 0.7 * 0.5)
+    assert points["behind"].gain.value == pytest.approx(0.1 * 0.0 - 0.7 * 0.5)
     assert found.x_label == "P(r < -5)"
-    assert points["low"].gain.low == 0.0 < points["low"].gain.value < points["low"].gain.high
 
 
-@pytest.mark.parametrize(("ahead", "sure"), [((1.5, 1.5), False), ((3.0, -3.0), True), ((-3.0, 3.0), True)])
-def test_a_gain_is_sure_where_one_quantity_is(ahead, sure):
-    """Hardly ahead in both, of which neither is sure: quantiles of drawn gains alone leave 0 out."""
-    steps = np.linspace(-1, 1, 10)
-    error = math.sqrt(2) * steps.std(ddof=1) / math.sqrt(10)  # of the difference of two means
-    other = [Run("other", x, y) for x, y in zip(steps, np.roll(steps, 3), strict=True)]
-    own = [Run("own", run.x + ahead[0] * error, run.y + ahead[1] * error) for run in other]
-    gain = make_frontier([*own, *other], "reward", "return").points[0].gain
-    assert gain.value > 0 and (gain.low > 0) == sure
-
-
-@pytest.mark.parametrize("spread", [1.0, 5.0])
-def test_equal_methods_seldom_gain(spread, monkeypatch):
-    monkeypatch.setattr(frontier, "REPLICATES", 1000)
-    rng, wrong = np.random.default_rng(0), 0
-    for _ in range(300):
-        places = {"a": rng.normal(size=(10, 2)), "b": spread * rng.normal(size=(10, 2))}
-        runs_ = [Run(name, *map(float, row)) for name, rows in places.items() for row in rows]
-        wrong += make_frontier(runs_, "reward", "return").points[0].gain.low > 0
-    assert wrong / 300 < 0.09  # 5 %, and 12 to 14 % by quantiles alone
+def test_a_gain_is_over_the_baseline_and_from_the_reference_point():
+    methods = [
+        *runs("a", (0.1, 1.0), (0.3, 1.0)),
+        *runs("b", (0.6, 3.0), (0.5, 3.5)),
+        *runs("c", (0.7, 0.5), (0.9, 0)),
+    ]
+    found = make_frontier(methods, "prob_bad", "reward", -5.0, baseline="b", reference_point=(1.0, -1.0))
+    gains = {point.method: point.gain for point in found.points}
+    assert gains["b"] is None and found.reference_point == (1.0, -1.0)
+    assert gains["a"].value == pytest.approx(0.8 * 2.0 - 0.45 * 4.25)
+    back = make_frontier(methods, "prob_bad", "reward", -5.0, baseline="a", reference_point=(1.0, -1.0)).points[1].gain
+    assert (back.low, back.high) == pytest.approx((-gains["a"].high, -gains["a"].low))
+    # Methods that are neither play no part, but for the corner, if it is theirs
+    two = make_frontier(methods[:4], "prob_bad", "reward", -5.0, baseline="b", reference_point=(1.0, -1.0))
+    assert two.points[0].gain == gains["a"]
+    for wrong, message in (
+        ({"baseline": "d"}, "`baseline='d'` is none of the methods; choose among a, b, c"),
+        (
+            {"reference_point": (0.8, -1.0)},
+            r"`reference_point=\(0.8, -1.0\)` is better than the worst runs, \(0.9, 0.0\)",
+        ),
+        ({"reference_point": (1.0, 0.1)}, "is better than the worst runs"),
+        ({"reference_point": (1.0, math.nan)}, "must be two finite numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_frontier(methods, "prob_bad", "reward", -5.0, **wrong)
 
 
 def test_the_interval_of_a_gain_that_is_a_difference_is_welchs():
     """Methods alike in y: what one gains is how far its mean of x lies beyond the other's."""
     ahead, behind = [13.0, 14.0, 16.0], [9.0, 9.1, 9.6, 9.9]
-    corner = Run("corner", 0.0, 0.0)
-    methods = [*runs("ahead", *((x, 1.0) for x in ahead)), *runs("behind", *((x, 1.0) for x in behind)), corner]
-    gain = make_frontier(methods, "reward", "return").points[0].gain
+    methods = [*runs("behind", *((x, 1.0) for x in behind)), *runs("ahead", *((x, 1.0) for x in ahead))]
+    gain = make_frontier(methods, "reward", "return", reference_point=(0.0, 0.0)).points[1].gain
     expected = ttest_ind(ahead, behind, equal_var=False).confidence_interval(0.95)
-    assert gain.value == pytest.approx(np.mean(ahead) - np.mean(behind))
-    assert (gain.low, gain.high) == pytest.approx((max(expected.low, 0.0), expected.high), rel=0.03)
-    alone = make_frontier([*methods[:3], corner], "reward", "return").points[0].gain
-    half = student_t.isf(0.025, 2) * np.std(ahead, ddof=1) / math.sqrt(3)
-    assert (alone.low, alone.high) == pytest.approx((np.mean(ahead) - half, np.mean(ahead) + half), rel=0.03)
+    assert gain.value == pytest.approx(np.mean(ahead) - np.mean(behind)) and gain.samples == 3
+    assert (gain.low, gain.high) == pytest.approx((expected.low, expected.high))
+    for single in (methods[:1] + methods[4:], methods[:5]):  # the baseline's, or the method's
+        alone = make_frontier(single, "reward", "return", reference_point=(0.0, 0.0)).points[1].gain
+        assert math.isfinite(alone.value) and (alone.low, alone.high) == (-math.inf, math.inf)
+
+
+def test_the_interval_of_a_gain_follows_both_quantities():
+    """Of many runs it is that of the bootstrap over runs: quantities that move together add up, those that trade off do not."""
+    rng = np.random.default_rng(0)
+    for correlation in (0.9, -0.9):
+        cov = [[1.0, correlation], [correlation, 1.0]]
+        places = [rng.multivariate_normal(mean, cov, size=400) for mean in ((5.0, 5.0), (6.0, 4.5))]
+        methods = [Run(name, *map(float, row)) for name, rows in zip("ab", places, strict=True) for row in rows]
+        gain = make_frontier(methods, "reward", "return", reference_point=(-10.0, -10.0)).points[1].gain
+        means = [each[rng.integers(400, size=(4000, 400))].mean(axis=1) + 10 for each in places]
+        expected = np.quantile(means[1].prod(axis=1) - means[0].prod(axis=1), [0.025, 0.975])
+        assert gain.low < 16 * 14.5 - 15 * 15 < gain.high
+        assert (gain.low, gain.high) == pytest.approx(expected, abs=0.04 * (gain.high - gain.low))
 
 
 def test_a_share_of_zero_is_bounded_by_the_exact_interval():
@@ -117,6 +123,7 @@ def test_both_better_when_larger():
     found = make_frontier([*runs("a", (1.0, 1.0)), *runs("b", (2.0, 2.0)), *runs("c", (3.0, 0.0))], "reward", "return")
     assert [point.on_front for point in found.points] == [False, True, True]
     assert found.points[0].x.low == -math.inf and found.points[1].gain.low == -math.inf  # one run has no interval
+    assert [point.gain and point.gain.value for point in found.points] == [None, 2.0, 0.0]
 
 
 def test_tables(tmp_path):
@@ -124,7 +131,9 @@ def test_tables(tmp_path):
     rows = list(csv.DictReader(found.to_csv().splitlines()))
     assert [row["method"] for row in rows] == ["a, b", "c"]
     assert float(rows[0]["kl"]) == pytest.approx(0.2) and rows[1]["reward_low"] == "-inf"
-    assert found.to_markdown().count("\n") == 3 and "| c | 1 | 0.6 | 3 |" in found.to_markdown()
+    assert rows[0]["hypervolume_gain"] == "" and float(rows[1]["hypervolume_gain"]) == pytest.approx(-0.4 * 0.1)
+    assert found.to_markdown().count("\n") == 3 and "| c | 1 | 0.6 | 3 | -0.04 | yes |" in found.to_markdown()
+    assert "hypervolume gain over a, b" in found.to_markdown() and "| – | yes |" in found.to_markdown()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -220,6 +229,12 @@ def test_frontier_command(folders, tmp_path, capsys):
     assert "| B | 2 |" in capsys.readouterr().out
     assert {path.name for path in output.parent.iterdir()} == {"v1.5.png", "v1.5.pdf", "v1.5.csv"}
     assert (output.parent / "v1.5.pdf").read_bytes().startswith(b"%PDF")
+    options = ["--threshold", "-1", "--baseline", "B", "--reference_point", "1", "-5"]
+    assert main(["frontier", str(output), *methods, *options]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert "hypervolume gain over B" in table[0] and " to " in table[2].split("|")[5] and "–" in table[3]
+    assert main(["frontier", str(output), *methods, "--threshold", "-1", "--baseline", "C"]) == 1
+    assert "`baseline='C'` is none of the methods; choose among A, B" in capsys.readouterr().err
     assert main(["frontier", str(output), *methods, "--method", "A", *folders["A"], "--threshold", "-1"]) == 1
     assert "given twice" in capsys.readouterr().err
     comma = write_samples(tmp_path / "a, b", np.zeros((3, 100)))

@@ -25,6 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--level", type=float, help="level of CVaR, for cvar")
     parser.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="method over which hypervolume gains are measured (the first one)"
+    )
+    parser.add_argument(
+        "--reference_point",
+        type=float,
+        nargs=2,
+        metavar=("X", "Y"),
+        help="x and y from which hypervolumes are measured, no better than any run (the worst run in either quantity)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -48,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(f"`--method {name}` is given twice; name all its runs at once.")
             # A comma may stand in a path as well: it parts two where a file of attacks follows
             methods[name] = [path.rsplit(",", 1) if path.endswith(".jsonl") else [path] for path in paths]
-        frontier = load_frontier(methods, args.x, args.y, args.threshold, args.level, args.confidence)
+        point = None if args.reference_point is None else tuple(args.reference_point)
+        frontier = load_frontier(
+            methods, args.x, args.y, args.threshold, args.level, args.confidence, args.baseline, point
+        )
         for suffix in (".png", ".pdf"):
             plot_frontier(frontier, f"{args.output}{suffix}")
         table = frontier.to_csv()

@@ -1,13 +1,13 @@
 """
 Runs of several methods against two quantities: means over seeds with intervals, the Pareto front, hypervolume gains.
 
-Legend: M methods, S runs (seeds) of a method, R replicates.
+Legend: M methods, S runs (seeds) of a method.
 """
 
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,6 @@ QUANTITIES = {
     "attack_success": (True, "attack success rate"),
     "kl": (True, "KL to the reference, nats"),
 }
-REPLICATES = 10_000  # R
 SHARES = ("prob_bad", "attack_success")  # within [0, 1]
 
 
@@ -69,9 +68,10 @@ class Point:
             Means over the runs with intervals; `samples` is their number.
         on_front (`bool`):
             Whether no other method's means are at least as good in both quantities and better in one.
-        gain ([`~trl_repulse.evaluation.tails.Estimate`]):
-            Hypervolume gain: the area that this method alone dominates, in units of x times units of y, between the front
-            and the worst run in either quantity.
+        gain ([`~trl_repulse.evaluation.tails.Estimate`], *optional*):
+            Hypervolume gain over the baseline, in units of x times units of y: the area between the reference point and this
+            method's means, less that between it and the baseline's. Negative where the baseline dominates more; `None` for the
+            baseline itself.
     """
 
     method: str
@@ -79,7 +79,7 @@ class Point:
     x: Estimate
     y: Estimate
     on_front: bool
-    gain: Estimate
+    gain: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,10 @@ class Frontier:
             Nominal coverage of the intervals.
         points (`tuple[Point, ...]`):
             One a method.
+        baseline (`str`):
+            The method over which the others gain.
+        reference_point (`tuple[float, float]`):
+            The corner from which areas are measured, in units of x and y.
     """
 
     x: str
@@ -104,6 +108,8 @@ class Frontier:
     y_label: str
     confidence: float
     points: tuple[Point, ...]
+    baseline: str
+    reference_point: tuple[float, float]
 
     def to_csv(self) -> str:
         """
@@ -117,7 +123,8 @@ class Frontier:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["method", "runs", *names, "on_front"])
         for point in self.points:
-            numbers = [end for it in (point.x, point.y, point.gain) for end in (it.value, it.low, it.high)]
+            estimates = (point.x, point.y, point.gain)
+            numbers = [end for it in estimates for end in ((it.value, it.low, it.high) if it else ("", "", ""))]
             writer.writerow([point.method, len(point.runs), *numbers, point.on_front])
         return text.getvalue()
 
@@ -129,12 +136,14 @@ class Frontier:
             `str`: One row a method.
         """
         rows = [
-            f"| method | runs | {self.x_label} | {self.y_label} | hypervolume gain | Pareto front |",
+            f"| method | runs | {self.x_label} | {self.y_label} | hypervolume gain over {self.baseline} | Pareto front |",
             "|---" * 6 + "|",
         ]
         for point in self.points:
             cells = [
                 f"{it.value:.4g}" + (f" ({it.low:.4g} to {it.high:.4g})" if math.isfinite(it.low) else "")
+                if it
+                else "–"
                 for it in (point.x, point.y, point.gain)
             ]
             front = "yes" if point.on_front else "no"
@@ -175,17 +184,18 @@ def make_frontier(
     threshold: float | None = None,
     level: float | None = None,
     confidence: float = 0.95,
-    seed: int = 0,
+    baseline: str | None = None,
+    reference_point: tuple[float, float] | None = None,
 ) -> Frontier:
     """
     Means over each method's runs, intervals, front and hypervolume gains.
 
     Intervals of means are Student's. That of a share holds the interval of Clopper and Pearson for all samples of its runs, if their
-    number is known; where the share is 0 (or 1) in all runs it is that interval, or none. For the gains the means of all methods are drawn anew from normal
-    distributions with the covariance of their runs (a parametric bootstrap), spread as Student's at the degrees of freedom that
-    Satterthwaite (1946) gives the sum of what each method adds to the gain's variance; the interval lies between quantiles of
-    the gains that result, from 0 where the method is not surely ahead of each other one in either quantity. The corner from which areas are measured, the worst run in either quantity, is taken as given. A
-    single run has no interval, and in the intervals of others it is held where it is.
+    number is known; where the share is 0 (or 1) in all runs it is that interval, or none. The hypervolume that a method's means
+    dominate, down to the reference point, is a product of two; its gain over the baseline's has the interval of Welch (1947) for the
+    difference of two means, of the products linearised around the means (the delta method, which the bootstrap over runs tends to). The
+    reference point is taken as given, also where it is the worst run in either quantity. A single run has no interval, and nothing
+    over or under it has one.
 
     Args:
         runs (`Sequence[Run]`):
@@ -198,14 +208,17 @@ def make_frontier(
             Level of `"cvar"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the bootstrap.
+        baseline (`str`, *optional*):
+            Method over which hypervolume gains are measured; the first one if not given.
+        reference_point (`tuple[float, float]`, *optional*):
+            x and y from which areas are measured, no better than any run; by default the worst run in either quantity.
 
     Returns:
         [`Frontier`]
 
     Raises:
-        `ValueError`: If there are no runs, a quantity is unknown or not finite, or an argument is missing or out of range.
+        `ValueError`: If there are no runs or none of the baseline, a quantity is unknown or not finite, a run is worse than the
+            reference point, or an argument is missing or out of range.
     """
     labels = [axis_label(name, threshold, level) for name in (x, y)]
     if not 0 < confidence < 1:
@@ -216,14 +229,13 @@ def make_frontier(
         if not (math.isfinite(run.x) and math.isfinite(run.y)):
             raise ValueError(f"A run of {run.method} has {x} {run.x} and {y} {run.y}; both must be finite.")
     groups = {name: [run for run in runs if run.method == name] for name in dict.fromkeys(run.method for run in runs)}
+    check_baseline(baseline, groups)
+    baseline = next(iter(groups)) if baseline is None else baseline
     signs = np.array([-1.0 if QUANTITIES[name][0] else 1.0 for name in (x, y)])
     # More is better in both columns from here on
-    places = [signs * np.array([(run.x, run.y) for run in group]) for group in groups.values()]  # M of (S, 2)
-    means = np.stack([group.mean(axis=0) for group in places])  # (M, 2)
-    worst = np.concatenate(places).min(axis=0)
-    generator = np.random.default_rng(seed)
-    shifts = np.stack([_shifts(group, generator) for group in places], axis=1)  # (R, M, 2)
-    sizes = np.array([len(group) for group in places])
+    places = {name: signs * [(run.x, run.y) for run in group] for name, group in groups.items()}  # M of (S, 2)
+    means = np.stack([group.mean(axis=0) for group in places.values()])  # (M, 2)
+    corner = _corner(np.concatenate(list(places.values())), signs, reference_point)
     points = []
     for index, (method, group) in enumerate(groups.items()):
         ends = []
@@ -238,32 +250,46 @@ def make_frontier(
             ends.append(Estimate(mean, *interval, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
-        ahead = _surely_adds(places, index, confidence)
-        gain = _gain_estimate(means, shifts, sizes, index, worst, ahead, confidence, generator)
+        gain = None
+        if method != baseline:
+            gain = _gain(places[method] - corner, places[baseline] - corner, confidence)
         points.append(Point(method, tuple(group), *ends, bool(on_front), gain))
-    return Frontier(x, y, *labels, confidence, tuple(points))
+    found = tuple(float(each) + 0.0 for each in signs * corner)  # no -0.0
+    return Frontier(x, y, *labels, confidence, tuple(points), baseline, found)
 
 
-def hypervolume(points: np.ndarray, worst: np.ndarray) -> np.ndarray:
+def check_baseline(baseline: str | None, methods: Iterable[str]) -> None:
     """
-    Area that points dominate, more being better in both quantities.
+    Refuses a baseline that is none of the methods.
 
     Args:
-        points (`numpy.ndarray` of shape `(R, M, 2)`):
-            R sets of M points.
-        worst (`numpy.ndarray` of shape `(2,)`):
-            Corner from which the area is measured; what lies beyond it counts nothing.
+        baseline (`str`, *optional*):
+            Its name, if one is asked for.
+        methods (`Iterable[str]`):
+            All methods.
 
-    Returns:
-        `numpy.ndarray` of shape `(R,)`: Areas, 0 without points.
+    Raises:
+        `ValueError`: If the baseline is none of them.
     """
-    points = np.maximum(points - worst, 0.0)
-    order = np.argsort(-points[..., 0], axis=1, kind="stable")[..., None]
-    points = np.take_along_axis(points, order, axis=1)  # from the best x down
-    height = np.maximum.accumulate(points[..., 1], axis=1)
-    right = points[..., 0]
-    left = np.concatenate([right[:, 1:], np.zeros((len(points), min(1, right.shape[1])))], axis=1)
-    return ((right - left) * height).sum(axis=1)
+    names = list(methods)
+    if baseline is not None and baseline not in names:
+        raise ValueError(f"`baseline={baseline!r}` is none of the methods; choose among {', '.join(names)}.")
+
+
+def _corner(places: np.ndarray, signs: np.ndarray, reference_point: tuple[float, float] | None) -> np.ndarray:
+    """Where areas are measured from, more being better: the reference point, or the worst of all runs' `places`."""
+    worst = places.min(axis=0)
+    if reference_point is None:
+        return worst
+    if len(reference_point) != 2 or not all(map(math.isfinite, reference_point)):
+        raise ValueError(f"`reference_point={reference_point}` must be two finite numbers, of x and y.")
+    corner = signs * np.array(reference_point, dtype=float)
+    if (worst < corner).any():
+        worst = tuple((signs * worst + 0.0).tolist())  # no -0.0
+        raise ValueError(
+            f"`reference_point={reference_point}` is better than the worst runs, {worst}; name one that is not."
+        )
+    return corner
 
 
 def _interval_of_share(value: float, low: float, high: float, samples: int, confidence: float) -> tuple[float, float]:
@@ -282,73 +308,16 @@ def _interval_of_share(value: float, low: float, high: float, samples: int, conf
     return min(max(low, 0.0), float(exact.low)), max(min(high, 1.0), float(exact.high))
 
 
-def _shifts(group: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _gain(own: np.ndarray, other: np.ndarray, confidence: float) -> Estimate:
     """
-    Normal errors of the mean of a method's S runs, (S, 2), with the runs' covariance: (R, 2).
+    The area that a method's means dominate less that of another's; runs (S, 2) are measured from the corner, more being better.
 
-    Resampling the runs themselves would give three of them ten different means. A single run stays where it is.
+    A method's area is the product of its means; to first order it moves as the mean of what each run adds to it.
     """
-    count = len(group)
-    if count == 1:
-        return np.zeros((REPLICATES, 2))
-    deviations = (group - group.mean(axis=0)) / math.sqrt(count * (count - 1))
-    return generator.standard_normal((REPLICATES, count)) @ deviations
-
-
-def _surely_adds(places: list[np.ndarray], index: int, confidence: float) -> bool:
-    """
-    Whether a method is surely ahead of each other one, in either quantity, by Welch's interval for the difference of their means.
-
-    One that no other equals in both quantities adds area, however unsure either is by itself: quantiles of drawn gains alone call two
-    equal methods different in 12 % of cases. Here each quantity errs in (1 - confidence) / 2, and a gain of 0 has no other side to err on.
-    """
-    own = places[index]
-    for other in (each for i, each in enumerate(places) if i != index):
-        parts = [each for each in (own, other) if len(each) > 1]  # a single run is held where it is
-        variances = [(each.var(axis=0, ddof=1) / len(each), len(each) - 1) for each in parts]
-        lower = [
-            combined_interval(
-                float(gap), [(float(variance[k]), freedom) for variance, freedom in variances], confidence
-            )[0]
-            for k, gap in enumerate(own.mean(axis=0) - other.mean(axis=0))
-        ]
-        if max(lower) <= 0:
-            return False
-    return True
-
-
-def _gain_estimate(
-    means: np.ndarray,
-    shifts: np.ndarray,
-    sizes: np.ndarray,
-    index: int,
-    worst: np.ndarray,
-    ahead: bool,
-    confidence: float,
-    generator: np.random.Generator,
-) -> Estimate:
-    """
-    The area a method adds to that of the others, with its interval; the lower end is 0 unless the method is surely `ahead`.
-
-    Student's distributions drawn for each method by itself would have the tails of the fewest runs added up: the interval of
-    Behrens and Fisher, which covers 98 to 99 % for three runs.
-    """
-
-    def gain(points: np.ndarray) -> np.ndarray:
-        area = hypervolume(points, worst)
-        added = area - hypervolume(np.delete(points, index, axis=1), worst)
-        return np.where(added > 1e-12 * area, added, 0.0)  # what is left of rounding is no gain
-
-    value, count = float(gain(means[None])[0]), int(sizes[index])
-    if count == 1:
-        return Estimate(value, -math.inf, math.inf, 1)
-    variances = np.zeros(len(means))
-    for method in range(len(means)):
-        alone = np.zeros_like(shifts)
-        alone[:, method] = shifts[:, method]
-        variances[method] = gain(means + alone).var()
-    spread = (variances**2 / np.maximum(sizes - 1, 1)).sum()
-    freedom = float(variances.sum() ** 2 / spread) if spread else count - 1
-    scale = np.sqrt(freedom / generator.chisquare(freedom, size=(REPLICATES, 1, 1)))
-    low, high = np.quantile(gain(means + scale * shifts), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Estimate(value, min(float(low), value) if ahead else 0.0, max(float(high), value), count)
+    value, components = 0.0, []
+    for runs, sign in ((own, 1.0), (other, -1.0)):
+        mean = runs.mean(axis=0)
+        value += sign * float(mean.prod())
+        parts = runs @ mean[::-1]
+        components.append((float(parts.var(ddof=1)) / len(parts), len(parts) - 1) if len(parts) > 1 else (0.0, 0))
+    return Estimate(value, *combined_interval(value, components, confidence), len(own))

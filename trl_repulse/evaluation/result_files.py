@@ -7,7 +7,7 @@ from typing import Any
 
 from . import tails
 from .comparison import is_number, load_runs
-from .frontier import SHARES, Frontier, Run, axis_label, make_frontier
+from .frontier import SHARES, Frontier, Run, axis_label, check_baseline, make_frontier
 from .gcg.records import read_results
 from .gcg.report import count_targets, success_below
 from .records import COMPLETE, HEADER, SampleSet, first_difference, load_samples
@@ -24,6 +24,8 @@ def load_frontier(
     threshold: float | None = None,
     level: float | None = None,
     confidence: float = 0.95,
+    baseline: str | None = None,
+    reference_point: tuple[float, float] | None = None,
 ) -> Frontier:
     """
     Reads result files of many runs, and places the methods.
@@ -45,16 +47,21 @@ def load_frontier(
             Level of `"cvar"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
+        baseline (`str`, *optional*):
+            Method over which hypervolume gains are measured; the first one if not given.
+        reference_point (`tuple[float, float]`, *optional*):
+            x and y from which areas are measured, no better than any run; by default the worst run in either quantity.
 
     Returns:
         [`Frontier`]
 
     Raises:
-        `ValueError`: If a run is not there, cannot be read or lacks a quantity, runs were made with different settings, or one is named
-            twice.
+        `ValueError`: If a run is not there, cannot be read or lacks a quantity, runs were made with different settings, one is named
+            twice, or for what [`make_frontier`] refuses.
     """
     for name in (x, y):
         axis_label(name, threshold, level)  # refuses before anything is read
+    check_baseline(baseline, paths)
     flat = [
         (method, [Path(path)] if isinstance(path := source, str | Path) else list(map(Path, source)))
         for method, each in paths.items()
@@ -84,7 +91,7 @@ def load_frontier(
         files = [run[0] for run in attacked]
         values = _read_attacked([run[0] for run in others], files, names, threshold, level, labels)
     runs = [Run(method, *found) for (method, _), found in zip(flat, values, strict=True)]
-    return make_frontier(runs, x, y, threshold, level, confidence)
+    return make_frontier(runs, x, y, threshold, level, confidence, baseline, reference_point)
 
 
 def _read_attacked(

@@ -75,8 +75,9 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
     A quantile of the reward, with an interval between two order statistics.
 
     The number of samples under the true quantile is binomial, whatever the distribution; its quantiles are the ranks that
-    bound the interval. Coverage is at least nominal: above it for several prompts, as for [`prob_below`], and because ranks
-    are whole. Where the samples are too few for a rank on one side, that end is infinite.
+    bound the interval. It is Clopper and Pearson's (1934) read the other way: the rewards η for which theirs of P(r < η) and P(r ≤ η)
+    do not leave the level out. As with theirs coverage is at least nominal: above it for several prompts, as for
+    [`prob_below`], because ranks are whole, and where many samples share a reward, as an end there holds all of them. Where the samples are too few for a rank on one side, that end is infinite.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
