@@ -159,6 +159,12 @@ def test_rare_events_make_messages_of_prompts(command, capsys):
     assert "chat template" in capsys.readouterr().err
 
 
+def test_rare_events_refuse_variables_of_no_template(command, capsys, monkeypatch):
+    monkeypatch.setattr("trl_repulse.rewards.loading.load_reward", None)  # before anything is loaded
+    assert command("rare-events", "--chat_template_kwargs", '{"thinking": false}') == 1
+    assert "`chat_template_kwargs` has no effect on prompts of plain text" in capsys.readouterr().err
+
+
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -12,7 +12,8 @@ from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import largest_normalization_error
 from trl_repulse.evaluation.rare.sampling import completion_log_prob, draw, find_temperature
 
-from .conftest import build_model
+from .conftest import build_model, build_tokenizer
+from .reward_models import save_model
 
 
 DOG = 13  # " dog"
@@ -261,3 +262,47 @@ def test_adapters(model_dirs, tokenizer, prompts, reward, tmp_path):
     assert torch.allclose(ours.sample.log_density, theirs.sample.log_density, atol=1e-4)
     assert not torch.allclose(ours.sample.log_density[..., 0], ours.sample.log_density[..., 1], atol=0.05)
     assert largest_normalization_error(ours.sample) < 4
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if thinking is defined %} bad{% endif %}{% endfor %}"
+
+
+def build_chat_tokenizer():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_template_takes_further_variables(tmp_path):
+    """Policy, temperature and reward model read them: draws and scores are those of the prompts in full."""
+    tokenizer = build_chat_tokenizer()
+    model = build_model("gpt2", len(tokenizer))
+    messages = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
+    full, template = ["the cat bad", "fish bad"], {"chat_template_kwargs": {"thinking": False}}
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        texts = completions if isinstance(completions[0], str) else [each[0]["content"] for each in completions]
+        seen.extend(texts)
+        return [-float(len(text)) for text in texts]
+
+    found = [
+        draw([model, model], tokenizer, prompts, reward, (8, 8), 2, temperatures=(1, 2), **more)
+        for prompts, more in ((messages, template), (full, {}), (messages, {}))
+    ]
+    assert found[0].texts == found[1].texts and seen
+    assert torch.equal(found[0].sample.log_density, found[1].sample.log_density)
+    assert not torch.equal(found[0].sample.log_density, found[2].sample.log_density)  # the control
+    temperatures = [
+        find_temperature(model, tokenizer, prompts, 2, 0.1, **more)
+        for prompts, more in ((messages, template), (full, {}), (messages, {}))
+    ]
+    assert temperatures[0] == temperatures[1] != temperatures[2]
+    judge = save_model(tmp_path / "judge", "llama", tokenizer, num_labels=1)[1]  # which reads the template as well
+    one = [[{"role": "user", "content": "fish"}]]
+    rewards = [
+        draw([model], tokenizer, one, judge, (8,), 2, reward_tokenizer=build_chat_tokenizer(), **more)
+        for more in (template, {})
+    ]
+    common = [dict(zip(each.texts[0], each.sample.rewards[0].tolist(), strict=True)) for each in rewards]
+    assert any(common[0][text] != common[1][text] for text in common[0].keys() & common[1].keys())

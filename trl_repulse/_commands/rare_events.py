@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make plain prompts messages of a user, in the chat template",
     )
+    drawing.add_argument(
+        "--chat_template_kwargs",
+        metavar="JSON",
+        type=parse_object,
+        help="""further variables of the chat template, such as '{"enable_thinking": false}'""",
+    )
     drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
     drawing.add_argument("--num_samples", type=int, default=1000, help="completions a prompt from the policy (1000)")
     drawing.add_argument(
@@ -112,7 +118,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..data import load_prompts
-    from ..evaluation._generation import check_dtype, process_state
+    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
     from ..evaluation._loading import load_model, load_tokenizer
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
@@ -147,6 +153,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     prompts = load_prompts(
         args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
     )
+    template = args.chat_template_kwargs
+    check_template_kwargs(prompts[:1]["prompt"], template)
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
@@ -165,7 +173,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         temperatures.append(1.0)
         if args.divergence:
             components.append(model)
-            options = {"batch_size": args.batch_size, "seed": args.seed}
+            options = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
             temperatures.append(
                 find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **options)
             )
@@ -180,6 +188,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         args.max_completion_length,
         temperatures=temperatures,
         reward_tokenizer=reward_tokenizer,
+        chat_template_kwargs=template,
         batch_size=args.batch_size,
         seed=args.seed,
     )

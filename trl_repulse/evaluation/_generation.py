@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -84,6 +84,14 @@ def check_dtype(name: str) -> None:
         isinstance(found := getattr(torch, name, None), torch.dtype) and found.is_floating_point
     ):
         raise ValueError(f"`dtype={name!r}` must be 'auto', 'float32', 'bfloat16' or 'float16'.")
+
+
+def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[str, Any] | None) -> None:
+    """Refuses variables for a template where no prompt has one."""
+    if chat_template_kwargs and len(prompts) and isinstance(prompts[0], str):
+        raise ValueError(
+            "`chat_template_kwargs` has no effect on prompts of plain text; pass messages, or leave it out."
+        )
 
 
 def prompt_text(

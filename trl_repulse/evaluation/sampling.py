@@ -32,6 +32,7 @@ from ._generation import (
     Prompt,
     as_function,
     check_dtype,
+    check_template_kwargs,
     end_tokens,
     evaluate_rewards,
     hash_folder,
@@ -245,10 +246,7 @@ def sample_completions(
     settings, folder, state = settings or SamplingSettings(), Path(output_dir).expanduser(), process_state()
     dataset = as_dataset(prompts)
     check_early(folder, settings, len(reward_funcs) if isinstance(reward_funcs, list | tuple) else 1, engine_kwargs)
-    if settings.chat_template_kwargs and len(dataset) and isinstance(dataset[0]["prompt"], str):
-        raise ValueError(
-            "`chat_template_kwargs` has no effect on prompts of plain text; pass messages, or leave it out."
-        )
+    check_template_kwargs(dataset[:1]["prompt"], settings.chat_template_kwargs)
     if settings.beta and reference is None:
         raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
     if settings.engine == "vllm" and not isinstance(model, str):

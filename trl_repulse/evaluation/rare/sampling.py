@@ -25,6 +25,7 @@ from ..._checks import as_dataset, check_prompt_lengths, check_prompts
 from .._generation import (
     Prompt,
     as_function,
+    check_template_kwargs,
     end_tokens,
     evaluate_rewards,
     process_state,
@@ -64,6 +65,7 @@ def draw(
     *,
     temperatures: Sequence[float] | None = None,
     reward_tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 0,
 ) -> Draws:
@@ -99,6 +101,8 @@ def draw(
             Temperature of each component, by default 1. The policy's is 1: it is the model in question.
         reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer of the reward model; required if `reward` is a module.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the chat templates, of the tokenizer and of the reward model's, for prompts of messages.
         batch_size (`int`, *optional*, defaults to `64`):
             B.
         seed (`int`, *optional*, defaults to `0`):
@@ -124,7 +128,7 @@ def draw(
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
-    prompt_ids = _tokens(models, tokenizer, prompts, max_completion_length)
+    prompt_ids = _tokens(models, tokenizer, prompts, max_completion_length, chat_template_kwargs)
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
@@ -147,7 +151,7 @@ def draw(
         texts[p] += part
         densities[p].append(density)
     log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
-    named = as_function(reward, reward_tokenizer, models[0].device)
+    named = as_function(reward, reward_tokenizer, models[0].device, chat_template_kwargs)
     rewards = _rewards(*named, prompts, columns, texts, batch_size, state)
     return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
 
@@ -211,6 +215,7 @@ def find_temperature(
     *,
     num_samples: int = 16,
     max_prompts: int = 16,
+    chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 0,
 ) -> float:
@@ -235,6 +240,8 @@ def find_temperature(
             Completions of each prompt.
         max_prompts (`int`, *optional*, defaults to `16`):
             Prompts that are used, spread over all.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the chat template, for prompts of messages.
         batch_size (`int`, *optional*, defaults to `64`):
             B.
         seed (`int`, *optional*, defaults to `0`):
@@ -256,7 +263,7 @@ def find_temperature(
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
     inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
     total, rows = torch.zeros_like(inverse), 0
-    for ids in _tokens([model], tokenizer, chosen, max_completion_length):
+    for ids in _tokens([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
         for batch in _batches(engine([ids] * num_samples, next(seeds)), batch_size):
             logits, _, counts = _logits(model, ids, batch, end)
             log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
@@ -274,10 +281,15 @@ def find_temperature(
 
 
 def _tokens(
-    models: Sequence[PreTrainedModel], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], length: int
+    models: Sequence[PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    length: int,
+    chat_template_kwargs: dict[str, Any] | None,
 ) -> list[list[int]]:
     check_prompts(prompts)
-    prompt_ids = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    check_template_kwargs(prompts, chat_template_kwargs)
+    prompt_ids = [prompt_tokens(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
     if not prompt_ids or not all(prompt_ids):
         raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
     for model in models:
