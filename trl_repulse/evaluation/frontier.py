@@ -133,7 +133,7 @@ class Frontier:
         The table for reading.
 
         Returns:
-            `str`: One row a method.
+            `str`: One row a method, and from where hypervolumes are measured.
         """
         rows = [
             f"| method | runs | {self.x_label} | {self.y_label} | hypervolume gain over {self.baseline} | Pareto front |",
@@ -148,7 +148,11 @@ class Frontier:
             ]
             front = "yes" if point.on_front else "no"
             rows.append(f"| {point.method} | {len(point.runs)} | {' | '.join(cells)} | {front} |")
-        return "\n".join(rows)
+        corner = ", ".join(
+            f"{label} {value:.4g}"
+            for label, value in zip((self.x_label, self.y_label), self.reference_point, strict=True)
+        )
+        return "\n".join([*rows, "", f"Hypervolumes are measured from the reference point: {corner}."])
 
 
 def axis_label(quantity: str, threshold: float | None = None, level: float | None = None) -> str:
