@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from trl_repulse.evaluation.rare.forecast import TooFewScoresError, back_test, elicitation_score, forecast_largest
+from trl_repulse.evaluation.rare.forecast import (
+    BackTest,
+    Forecast,
+    TooFewScoresError,
+    back_test,
+    elicitation_score,
+    forecast_largest,
+)
 
 
 def uniform(size, seed):
@@ -42,8 +49,18 @@ def test_intervals_hold_a_million_times_beyond_the_samples(quantile):
 def test_the_wrong_form_of_the_tail_is_wrong_and_fails_the_back_test():
     assert covered(heavy, 10**6, "exponential", 50) < 0.2
     test = back_test(heavy(uniform(20_000, 0)), num_blocks=20)
-    assert test.covered < 0.8
-    assert back_test(exponential(uniform(20_000, 0)), num_blocks=20).covered >= 0.8
+    assert test.covered < 0.8 and not test.reliable
+    assert f"{test.covered:.0%} of the back-test's intervals held, of 95% that should" in test.reasons[0]
+    test = back_test(exponential(uniform(20_000, 0)), num_blocks=20)
+    assert test.covered >= 0.8 and test.reliable and not test.reasons
+
+
+def test_the_verdict_asks_for_nearly_the_nominal_coverage():
+    wrong = [not back_test(exponential(uniform(2000, seed)), seed=seed).reliable for seed in range(200)]
+    assert sum(wrong) / 200 < 0.1
+    low, high = Forecast(9, 1.0, 0.0, 2.0, 0.8, 9.0), Forecast(9, 5.0, 4.0, 6.0, 0.8, 9.0)
+    for held, reliable in ((6, False), (7, True)):  # of ten, with 80 % nominal
+        assert BackTest((low,) * held + (high,) * (10 - held), (1.0,) * 10).reliable == reliable
 
 
 def test_the_pareto_tail_takes_a_heavy_one():

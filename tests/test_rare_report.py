@@ -65,6 +65,17 @@ def test_report_holds_what_the_functions_return(sample):
     assert "forecast" not in rare_event_report(sample)
 
 
+@pytest.mark.parametrize("power", [None, -0.5])
+def test_a_forecast_has_a_verdict(power):
+    """Of an exponential tail, which the back-test finds held, and of a power law, whose largest rewards it misses."""
+    survival = torch.rand(2, 4000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards = survival.log() if power is None else -(survival**power)
+    report = rare_event_report(MixtureSample(rewards, torch.zeros(2, 4000, 1), (4000,)), forecast_sizes=[10**6])
+    found, text = report["forecast"], format_report(report)
+    assert found["reliable"] == (power is None) == (not found["reasons"])
+    assert ("UNRELIABLE: " in text) == (power is not None) and all(reason in text for reason in found["reasons"])
+
+
 def test_scores_without_a_slope_cost_the_forecast_alone(sample):
     alike = MixtureSample(sample.rewards.clamp(min=0.5), sample.log_density, sample.counts)
     report = rare_event_report(alike, [1.0], forecast_sizes=[10**6])

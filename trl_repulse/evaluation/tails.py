@@ -129,7 +129,7 @@ def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
         `ValueError`: If an argument is out of range.
     """
     rewards = _checked(rewards, confidence)
-    return Estimate(float(rewards.mean()), *_skewed_interval(rewards, confidence), rewards.size)
+    return Estimate(float(rewards.mean()), *skewed_interval(rewards, confidence), rewards.size)
 
 
 def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimate:
@@ -163,7 +163,7 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
         return Estimate(float(influence.mean()), -math.inf, math.inf, tail)
     if (influence < influence.max()).sum() < MIN_BELOW:  # it is the quantile itself where no sample lies below that
         return Estimate(float(influence.mean()), -math.inf, quantile(rewards, level, confidence).high, tail)
-    return Estimate(float(influence.mean()), *_skewed_interval(influence, confidence), tail)
+    return Estimate(float(influence.mean()), *skewed_interval(influence, confidence), tail)
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
@@ -185,8 +185,19 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
     return influence
 
 
-def _skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    """Interval for the mean of (P, N) values, by prompt; with one sample a prompt, as if prompts were drawn as well."""
+def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    """
+    Interval for a mean: Student's, moved towards the longer tail (Hall, 1992).
+
+    Args:
+        values (`numpy.ndarray` of shape `(P, N)`):
+            Values, N of each prompt; with one a prompt, as if prompts were drawn as well.
+        confidence (`float`):
+            Nominal coverage.
+
+    Returns:
+        `tuple[float, float]`: Low and high end, infinite where all values of each prompt are alike.
+    """
     if values.shape[1] == 1:
         values = values.T
     prompts, samples = values.shape

@@ -16,6 +16,7 @@ from scipy.stats import beta as beta_distribution
 from scipy.stats import t as student
 
 from ...importance import require_shape
+from ..tails import skewed_interval
 from .estimates import check_share
 
 
@@ -32,7 +33,8 @@ class LogZBounds:
             Means over the groups of the lower and of the upper bound. −inf for the lower one where a group of weights is
             all 0.
         lower_end, upper_end (`float`):
-            Ends of an interval for log Z. The lower one is the lower bound less what its standard error allows for; of fewer
+            Ends of an interval for log Z. The lower one is the lower bound less what its standard error and the skewness of its
+            groups (Hall, 1992) allow for; of fewer
             than eight groups, whose standard error says too little, less 3.7 / R, as Markov's inequality gives it. The
             upper one allows for modes of the target that the proposal misses and no draw from the target has hit yet: with
             a perfect proposal and R groups it still lies 3.7 / R above log Z.
@@ -108,6 +110,10 @@ def _bounds(
     margin = -math.log(tail) / groups
     if groups >= MIN_GROUPS and low > -math.inf:
         margin = float(student.isf(tail, groups - 1)) * float(lower.std()) / math.sqrt(groups)
+        if bool(
+            (lower != lower[0]).any()
+        ):  # farther out where a few groups are far below the rest, as with weights of 0
+            margin = max(margin, low - skewed_interval(lower[None].numpy(), confidence)[0])
         # A weight of 0 that no draw has shown may have a probability of 1 - tail ** (1 / draws), and takes this off log Z
         margin = max(margin, -math.log(tail) / (groups * size))
     # E[1 / mean weight] = 1 / Z with the draw from σ: near 0 where that hits what q misses, and bounded by what is seen

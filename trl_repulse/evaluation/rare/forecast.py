@@ -20,6 +20,8 @@ from .estimates import check_share
 
 
 Tail = Literal["exponential", "pareto"]
+# By how much a back-test may fall short of the nominal coverage; tails of the right form do by more in 2 to 5 % of samples
+MAX_SHORTFALL = 0.15
 _DRAWS = {"exponential": 10_000, "pareto": 200}  # of the parameters; each of the latter is a fit
 
 
@@ -77,6 +79,22 @@ class BackTest:
         """Share of the blocks whose interval holds what was observed."""
         pairs = zip(self.forecasts, self.observed, strict=True)
         return sum(forecast.low <= value <= forecast.high for forecast, value in pairs) / len(self.observed)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What speaks against forecasts from these scores: that too few of the intervals held."""
+        nominal = self.forecasts[0].confidence
+        if self.covered >= nominal - MAX_SHORTFALL - 1e-9:
+            return ()
+        return (
+            f"{self.covered:.0%} of the back-test's intervals held, of {nominal:.0%} that should: the largest scores do not go on "
+            "as the form of the tail says.",
+        )
+
+    @property
+    def reliable(self) -> bool:
+        """The verdict: whether the back-test speaks for the forecasts. Far beyond its own size it can say nothing."""
+        return not self.reasons
 
 
 def elicitation_score(probability: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def rare_event_report(
     Returns:
         `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields
         of an estimate, `reliable`, `reasons`, and `per_prompt`, the same for each prompt; with `forecast_sizes` also
-        `forecast`, with the `lowest` rewards and what a `back_test` says of them, or with `refused`, the reason why there is
+        `forecast`, with the `lowest` rewards, what a `back_test` says of them, `reliable` and `reasons`, or with `refused`, the reason why there is
         nothing to extrapolate.
 
     Raises:
@@ -118,6 +118,7 @@ def format_report(report: dict[str, Any]) -> str:
         lines.append(
             f"Back-test, from a tenth of the completions to the others: {test['covered']:.0%} of intervals held."
         )
+        lines += [f"UNRELIABLE: {reason}" for reason in report["forecast"]["reasons"]]
     return "\n".join(lines)
 
 
@@ -145,4 +146,9 @@ def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) ->
         {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}
         for f in forecasts
     ]
-    return {"lowest": lowest, "back_test": {"covered": test.covered, "blocks": len(test.observed)}}
+    return {
+        "lowest": lowest,
+        "back_test": {"covered": test.covered, "blocks": len(test.observed)},
+        "reliable": test.reliable,
+        "reasons": list(test.reasons),
+    }
