@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidates import best_tokens, distinct, draw_candidates, merge_candidates
 from .config import GCGConfig
-from .errors import GCGError, finite
+from .errors import GCGError, check_context, finite
 from .probe import probe_search
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
 from .result import GCGResult, StopReason
@@ -53,7 +53,7 @@ def run_gcg(
     Raises:
         `ValueError`: If the target is empty, there is no chat template, or the settings do not fit the tokenizer
             or a draft model.
-        [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
+        [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
 
     Example:
 
@@ -129,11 +129,13 @@ class GCG:
 
         Raises:
             `ValueError`: If the target is empty or there is no chat template.
-            [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
+            [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
         """
         config = self.config
         prompt = build_prompt(self.tokenizer, messages, target, config.prompt_format, config.suffix_init)
         models = [model for model in (self.model, self.draft_model, self._screen) if model is not None]
+        for model in models:
+            check_context(model.config, len(prompt.splice(prompt.suffix_ids)), len(prompt.target_ids))
         training = [model.training for model in models]
         try:
             for model in models:

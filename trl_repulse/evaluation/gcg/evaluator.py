@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._generation import hash_model
 from .engine import GCG
-from .errors import GCGError
+from .errors import GCGError, check_context
 from .evaluation_config import GCGEvaluationConfig
 from .judges import Judge
 from .prompt import build_prompt
@@ -170,7 +170,9 @@ class _Evaluation:
 
     def _evaluate(self, row: TableRow) -> dict[str, Any]:
         config, attack = self.config, self.attack
-        prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format)
+        prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format, config.suffix_init)
+        more = max(len(prompt.target_ids), config.max_new_tokens)
+        check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
         with _timed(seconds, "sample"):
             before = self._respond(row, prompt.encode([""])[0] or self._beginning(), prompt.target_ids, "before")
