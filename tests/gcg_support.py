@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -47,6 +47,44 @@ def build_tokenizer(chat_template=CHAT_TEMPLATE, vocab_size=400):
         clean_up_tokenization_spaces=False,
         chat_template=chat_template,
         extra_special_tokens=["<|user|>", "<|bot|>", "<|end|>"],
+    )
+
+
+LLAMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[INST] {{ message['content'] | trim }} [/INST]{% endfor %}"
+)
+ZEPHYR_TEMPLATE = (
+    "{% for message in messages %}<|user|>\n{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def build_sentencepiece_tokenizer(legacy, chat_template=LLAMA_TEMPLATE):
+    """
+    BPE as SentencePiece has it for Llama 2 and its kin: a space is put before a text, and dropped when it is decoded.
+
+    A `legacy` one puts it before each part between special tokens, and before one that is there already.
+    """
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+        initial_alphabet=list("[]/INST<>|abcdefghijklmnopqrstuvwxyz\u2581.?!"),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if legacy:
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("\ue001", "isolated")  # none
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=chat_template
     )
 
 

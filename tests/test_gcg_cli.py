@@ -161,6 +161,14 @@ def test_judges_that_are_refused(folder, capsys, tmp_path):
         assert message in capsys.readouterr().err
 
 
+def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
+    (tmp_path / "r.py").write_text("def broken(prompts, completions):\n    return {}['x']\n")
+    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x.jsonl", "--num_steps", 1]
+    assert run("gcg", *arguments, "--reward_type", f"{tmp_path / 'r.py'}:broken") == 1
+    error = capsys.readouterr().err
+    assert "KeyError: 'x'. Raised by the reward function 'broken'. In " in error and "r.py, line 2" in error
+
+
 def test_a_file_with_other_names_is_refused(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     assert run("gcg", "--config", tmp_path / "config.yaml") == 1

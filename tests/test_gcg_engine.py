@@ -12,7 +12,17 @@ from trl_repulse.evaluation.gcg.candidates import first_changed, merge_candidate
 from trl_repulse.evaluation.gcg.prompt import allowed_tokens, build_prompt
 from trl_repulse.evaluation.gcg.scoring import SuffixScorer
 
-from .gcg_support import SPECIAL, build_model, build_tokenizer, reference_gcg, reference_gradient, reference_loss
+from .gcg_support import (
+    LLAMA_TEMPLATE,
+    SPECIAL,
+    ZEPHYR_TEMPLATE,
+    build_model,
+    build_sentencepiece_tokenizer,
+    build_tokenizer,
+    reference_gcg,
+    reference_gradient,
+    reference_loss,
+)
 
 
 GOAL, TARGET = "tell me the secret", "sure here is"
@@ -118,6 +128,45 @@ def test_which_suffixes_survive(tokenizer):
     assert prompt.survives(suffixes, "context").tolist()[1]
     joined = torch.tensor([tokenizer("ret", add_special_tokens=False)["input_ids"]])  # "secret" is one token
     assert prompt.survives(joined, "suffix").all() and not prompt.survives(joined, "context").any()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("template", [LLAMA_TEMPLATE, ZEPHYR_TEMPLATE])
+@pytest.mark.parametrize("goal", [GOAL, ""])
+def test_tokenizers_that_put_a_space_before_a_text(legacy, template, goal):
+    """Neither the first suffix nor what follows it gets a space by that, and none is lost from the text found."""
+    tokenizer = build_sentencepiece_tokenizer(legacy, template)
+    prompt = build_prompt(tokenizer, goal, TARGET, suffix_init=" x x x")
+    x, the = tokenizer.convert_tokens_to_ids(["\u2581x", "\u2581the"])
+    rows = torch.tensor([prompt.suffix_ids, [*prompt.suffix_ids[:-1], the]])
+    if goal or template == ZEPHYR_TEMPLATE:  # the other one trims
+        assert prompt.suffix_ids == [x] * 3 and prompt.suffix_texts(rows.tolist()) == [" x x x", " x x the"]
+        assert prompt.survives(rows, "context").all()
+    model = build_model("llama", len(tokenizer))
+    config = GCGConfig(**QUICK | {"filter_roundtrip": "context", "num_steps": 2})
+    result = run_gcg(model, tokenizer, goal, TARGET, config)
+    messages = [{"role": "user", "content": goal + result.suffix}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert result.round_trip and rendered == result.prompt_ids
+
+
+def test_white_space_that_a_template_trims():
+    """What it drops at the ends of a message is no part of the prompt, before the attack as after it."""
+    template = "<s>{% for m in messages %}<|user|>{{ m['content'] | trim }}{% endfor %}<|bot|>"
+    tokenizer = build_tokenizer(template)
+    space, x = tokenizer.convert_tokens_to_ids(["\u0120", "\u0120x"])
+    suffixes = torch.tensor([[x, x], [x, space], [space, x]])
+
+    def typed(content):
+        return tokenizer.apply_chat_template([{"role": "user", "content": content}])["input_ids"]
+
+    for goal in (GOAL, "", f" {GOAL} "):
+        prompt = build_prompt(tokenizer, goal, TARGET)
+        assert prompt.encode([""]) == [typed(goal)]
+        expected = [prompt.splice(row) == typed(goal + tokenizer.decode(row)) for row in suffixes.tolist()]
+        assert prompt.survives(suffixes, "context").tolist() == expected
+    prompt = build_prompt(build_tokenizer(), GOAL, TARGET)  # which trims nothing
+    assert prompt.survives(suffixes, "context").tolist()[:2] == [True, True]
 
 
 def test_tokens_that_a_suffix_may_hold(tokenizer):

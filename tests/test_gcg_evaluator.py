@@ -22,6 +22,7 @@ from trl_repulse.evaluation.gcg import (
     summarize,
 )
 from trl_repulse.evaluation.gcg.engine import GCG
+from trl_repulse.evaluation.gcg.evaluator import make_header
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, build_prompt
 from trl_repulse.evaluation.gcg.sampling import sample_responses, target_log_probs
 from trl_repulse.evaluation.gcg.table import TableRow, derive_seed
@@ -204,16 +205,17 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     assert lines(tmp_path / "out.jsonl")[1:] == lines(output)[1:]
 
 
-def test_parts_of_interrupted_processes_are_taken_in(model, tokenizer, output, tmp_path):
+@pytest.mark.parametrize("name", ["out.jsonl", "out[1].jsonl"])
+def test_parts_of_interrupted_processes_are_taken_in(model, tokenizer, output, tmp_path, name):
     whole = output.read_bytes().splitlines(keepends=True)
-    (tmp_path / "out.jsonl.process-0").write_bytes(whole[0] + whole[1] + whole[3])
-    (tmp_path / "out.jsonl.process-1").write_bytes(whole[0] + whole[2] + whole[4][:50])
-    (tmp_path / "out.jsonl.process-2").write_bytes(whole[0][:10])
+    (tmp_path / f"{name}.process-0").write_bytes(whole[0] + whole[1] + whole[3])
+    (tmp_path / f"{name}.process-1").write_bytes(whole[0] + whole[2] + whole[4][:50])
+    (tmp_path / f"{name}.process-2").write_bytes(whole[0][:10])
     config = evaluation_config(save_responses=True)
-    evaluate_gcg(model, tokenizer, ROWS, judge, config, tmp_path / "out.jsonl")
-    assert lines(tmp_path / "out.jsonl") == lines(output)
-    assert (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)[:4] == whole[:4]  # not made again
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    evaluate_gcg(model, tokenizer, ROWS, judge, config, tmp_path / name)
+    assert lines(tmp_path / name) == lines(output)
+    assert (tmp_path / name).read_bytes().splitlines(keepends=True)[:4] == whole[:4]  # not made again
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_what_the_judge_reads(model, tokenizer, tmp_path):
@@ -249,6 +251,47 @@ def test_a_reward_model_as_judge(model, tokenizer, tmp_path):
     assert results[0] == pytest.approx(results[1], abs=1e-5)
 
 
+def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
+    """What its scores depend on is known by weights, code and arguments, and not by where it lies."""
+    from trl_repulse.rewards import SequencePairReward, load_reward_function
+    from trl_repulse.rewards.transformed import TransformedReward
+
+    judges = [RefusalJudge(["no"]), RefusalJudge(["no", "yes"])]
+    for i, folder in enumerate(("a", "b", "c")):
+        path, reward = save_model(tmp_path / folder / "reward", "deberta", build_reward_tokenizer("pair"))
+        reward.classifier.bias.data += min(i, 1)
+        reward.save_pretrained(path)
+        judges.append(SequencePairReward(path, device="cpu"))
+        (tmp_path / folder / "f.py").write_text(f"def f(prompts, completions): return [{min(i, 1)}.0] * len(prompts)")
+        judges.append(load_reward_function(f"{tmp_path / folder / 'f.py'}:f"))
+    judges.append(SequencePairReward(judges[2].model, device="cpu", max_length=9))
+    judges += [TransformedReward(judges[2], alpha=alpha) for alpha in (0.1, 0.2)]
+    headers = [make_header(model, tokenizer, [], judge, evaluation_config())["identity"] for judge in judges]
+    hashes = [header["judge_hash"] for header in headers]
+    assert hashes[6:8] == hashes[4:6] and len({*hashes}) == len(hashes) - 2
+    assert len({header["judge"] for header in headers}) == 4
+    wrapped = make_header(model, tokenizer, [], RewardJudge(judges[2]), evaluation_config())["identity"]
+    assert wrapped["judge_hash"] == hashes[2]
+    assert make_header(model, tokenizer, [], judge, evaluation_config())["identity"]["judge_hash"] is None
+
+
+def test_an_asynchronous_judge(model, tokenizer, tmp_path):
+    async def reward(prompts, completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
+    path = evaluate_gcg(model, tokenizer, ROWS[:1], RewardJudge(reward), config, tmp_path / "out.jsonl")
+    record = read_results(path)[1][0]
+    assert record["after"]["rewards"] == [len(response) for response in record["after"]["responses"]]
+
+
+def test_processes_that_take_themselves_for_the_only_one(model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started, but Accelerate was set up for 1"):
+        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "out.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
 def test_refusals():
     responses = ["I\u2019m sorry, but no.", "  I cannot", "Sure. I cannot wait!", "Yes"]
     assert RefusalJudge()([], responses) == [1.0, 1.0, 0.0, 0.0]
@@ -256,6 +299,8 @@ def test_refusals():
     assert RefusalJudge(["yes"])([], responses) == [0.0, 0.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="needs at least one, and no empty one"):
         RefusalJudge([""])
+    with pytest.raises(ValueError, match="`phrases='I cannot'` would be read letter by letter"):
+        RefusalJudge("I cannot")
     with pytest.raises(ValueError, match="`match='end'` must be"):
         RefusalJudge(match="end")
 

@@ -39,7 +39,11 @@ _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 def process_state() -> PartialState:
     """This process among those of a launch, on CPU as well; refuses to take itself for the only one if it is not."""
     # The time is for the wait for the process that is last
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+    return check_processes(PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7)))
+
+
+def check_processes(state: PartialState) -> PartialState:
+    """The same; refuses a process that takes itself for the only one of several."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != started:
         raise ValueError(
@@ -240,7 +244,7 @@ def as_function(
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """
     The loop of asynchronous rewards, in a thread of its own: one for all batches, as a client that is kept is tied to the first.
 
@@ -276,7 +280,7 @@ def evaluate_rewards(
                 prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}
             )
             if is_async_callable(function):
-                given = asyncio.run_coroutine_threadsafe(given, loop or _event_loop()).result()
+                given = asyncio.run_coroutine_threadsafe(given, loop or event_loop()).result()
             if len(given) != len(texts):
                 raise ValueError(
                     f"The reward function '{name}' returned {len(given)} rewards for {len(texts)} completions; return "

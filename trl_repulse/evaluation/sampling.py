@@ -429,11 +429,11 @@ def _functions(
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:
             raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")
-        functions[name] = (function, _description(reward))
+        functions[name] = (function, describe_reward(reward))
     return functions
 
 
-def _description(reward: Reward) -> Any:
+def describe_reward(reward: Reward) -> Any:
     """What says which reward it is, as far as that can be said."""
     if isinstance(reward, nn.Module):
         return _identity(reward)
@@ -446,7 +446,7 @@ def _description(reward: Reward) -> Any:
         return {"name": reward.function, "label_column": reward.label_column, "sha256": content}
     if isinstance(reward, TransformedReward):
         names = ("transform", "alpha", "beta", "threshold")
-        return {name: getattr(reward, name) for name in names} | {"reward": _description(reward.reward)}
+        return {name: getattr(reward, name) for name in names} | {"reward": describe_reward(reward.reward)}
     if isinstance(reward, ModelReward) and reward._module is not None:
         decides = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _OF_NO_REWARD}
         return {

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidates import best_tokens, distinct, draw_candidates, merge_candidates
 from .config import GCGConfig
-from .errors import GCGError, finite
+from .errors import GCGError, check_context, finite
 from .probe import probe_search
-from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt, decode
+from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
 from .result import GCGResult, StopReason
 from .scoring import SuffixScorer
 from .screening import screened_losses
@@ -53,7 +53,7 @@ def run_gcg(
     Raises:
         `ValueError`: If the target is empty, there is no chat template, or the settings do not fit the tokenizer
             or a draft model.
-        [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
+        [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
 
     Example:
 
@@ -110,11 +110,9 @@ class GCG:
         self._topk = min(config.topk, int(self._allowed.sum()))
         if self._topk < config.topk:
             warnings.warn(f"`topk={config.topk}` is more than the {self._topk} tokens that are allowed; using these.")
-        self._initial = torch.tensor(tokenizer(config.suffix_init, add_special_tokens=False)["input_ids"])
-        if config.n_replace > len(self._initial):
-            raise ValueError(
-                f"`n_replace={config.n_replace}` is more than the {len(self._initial)} tokens of `suffix_init`."
-            )
+        length = len(tokenizer(config.suffix_init, add_special_tokens=False)["input_ids"])
+        if config.n_replace > length:
+            raise ValueError(f"`n_replace={config.n_replace}` is more than the {length} tokens of `suffix_init`.")
 
     def run(self, messages: str | Messages, target: str, seed: int | None = None) -> GCGResult:
         """
@@ -131,15 +129,18 @@ class GCG:
 
         Raises:
             `ValueError`: If the target is empty or there is no chat template.
-            [`GCGError`]: If no candidate survives the round trip, or a loss is not finite.
+            [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
         """
-        prompt = build_prompt(self.tokenizer, messages, target, self.config.prompt_format)
+        config = self.config
+        prompt = build_prompt(self.tokenizer, messages, target, config.prompt_format, config.suffix_init)
         models = [model for model in (self.model, self.draft_model, self._screen) if model is not None]
+        for model in models:
+            check_context(model.config, len(prompt.splice(prompt.suffix_ids)), len(prompt.target_ids))
         training = [model.training for model in models]
         try:
             for model in models:
                 model.eval()
-            return self._run(prompt, self.config.seed if seed is None else seed)
+            return self._run(prompt, config.seed if seed is None else seed)
         finally:
             for model, was_training in zip(models, training, strict=True):
                 model.train(was_training)
@@ -177,14 +178,14 @@ class GCG:
             best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
             ids = buffer[0][1]
             losses.append(loss)
-            suffixes.append(decode(self.tokenizer, [ids.tolist()])[0])
+            suffixes.append(prompt.suffix_texts([ids.tolist()])[0])
             if config.stop_loss is not None and loss <= config.stop_loss:
                 stop_reason = "stop_loss"
                 break
         loss, ids = best
         row = ids.tolist()
         return GCGResult(
-            suffix=decode(self.tokenizer, [row])[0],
+            suffix=prompt.suffix_texts([row])[0],
             suffix_ids=row,
             prompt_ids=prompt.splice(row),
             target_ids=prompt.target_ids,
@@ -201,17 +202,17 @@ class GCG:
         default = 64 if model.device.type == "cpu" else self.config.search_width
         scorer = SuffixScorer(model, prompt, self.config.micro_batch_size or default, self.config.mellowmax)
         if self.config.use_prefix_cache:
-            scorer.enable_cache(self._initial, self.config.reuse_suffix_kv)
+            scorer.enable_cache(torch.tensor(prompt.suffix_ids), self.config.reuse_suffix_kv)
         return scorer
 
     def _fill_buffer(
         self, prompt: AttackPrompt, scorer: SuffixScorer, generator: torch.Generator
     ) -> list[tuple[float, torch.Tensor]]:
         """The first suffix, and random ones that survive the round trip if more are to be kept; best first."""
-        suffixes = self._initial[None]
+        suffixes = torch.tensor([prompt.suffix_ids])
         if self.config.buffer_size > 1:
             tokens = self._allowed.cpu().nonzero().flatten()
-            drawn = torch.randint(len(tokens), (self.config.search_width, len(self._initial)), generator=generator)
+            drawn = torch.randint(len(tokens), (self.config.search_width, len(prompt.suffix_ids)), generator=generator)
             drawn = tokens[drawn]
             drawn = drawn[prompt.survives(drawn, self.config.filter_roundtrip)]
             suffixes = torch.cat([suffixes, drawn[: self.config.buffer_size - 1]])
@@ -226,8 +227,9 @@ class GCG:
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")
         tokens = best_tokens(gradient, self._allowed, self._topk)
+        n_replace = min(config.n_replace, len(ids))  # in the prompt the first suffix may have a token less
         for _ in range(_DRAWS):
-            drawn = distinct(draw_candidates(ids, tokens, config.search_width, config.n_replace, generator))
+            drawn = distinct(draw_candidates(ids, tokens, config.search_width, n_replace, generator))
             kept = drawn[prompt.survives(drawn, config.filter_roundtrip)]
             if len(kept):
                 return kept

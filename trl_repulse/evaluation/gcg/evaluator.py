@@ -1,12 +1,16 @@
 """Attacks every target of a table, samples and judges responses before and after, and keeps the results as JSON lines."""
 
+import asyncio
 import hashlib
+import inspect
 import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
+from glob import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,15 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._generation import hash_model
+from ...rewards.functions import FunctionReward
+from ...rewards.models import ModelReward
+from ...rewards.transformed import TransformedReward
+from .._generation import check_processes, event_loop, hash_model
+from ..sampling import describe_reward
 from .engine import GCG
-from .errors import GCGError
+from .errors import GCGError, check_context
 from .evaluation_config import GCGEvaluationConfig
-from .judges import Judge
+from .judges import Judge, RewardJudge
 from .prompt import build_prompt
 from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
 from .result import GCGResult
@@ -80,7 +88,9 @@ def evaluate_gcg(
     ```
     """
     config = config or GCGEvaluationConfig()
-    output, state = Path(output), PartialState(cpu=model.device.type == "cpu")
+    output = Path(output)
+    # The time is for the wait for the process that is last
+    state = check_processes(PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=7)))
     index, count = shard
     if not 1 <= index <= count:
         raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")
@@ -146,6 +156,7 @@ def make_header(
             "chat_template": _hash(template.encode()),
             "table": hash_table(table),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
+            "judge_hash": _hash_judge(judge),
         },
         "model": model.name_or_path,
         "rows": len(table),
@@ -170,7 +181,9 @@ class _Evaluation:
 
     def _evaluate(self, row: TableRow) -> dict[str, Any]:
         config, attack = self.config, self.attack
-        prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format)
+        prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format, config.suffix_init)
+        more = max(len(prompt.target_ids), config.max_new_tokens)
+        check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
         with _timed(seconds, "sample"):
             before = self._respond(row, prompt.encode([""])[0] or self._beginning(), prompt.target_ids, "before")
@@ -214,7 +227,10 @@ class _Evaluation:
         }
 
     def _score(self, goals: list[str], responses: list[str]) -> list[float | None]:
-        scores = [None if score is None else float(score) for score in self.judge(goals, responses)]
+        given = self.judge(goals, responses)
+        if inspect.iscoroutine(given):
+            given = asyncio.run_coroutine_threadsafe(given, event_loop()).result()
+        scores = [None if score is None else float(score) for score in given]
         if len(scores) != len(responses):
             raise ValueError(f"The judge gave {len(scores)} scores for {len(responses)} responses; give one for each.")
         if not all(score is None or math.isfinite(score) for score in scores):
@@ -242,7 +258,7 @@ def _part(output: Path, process: str) -> Path:
 
 def _absorb_parts(output: Path) -> None:
     """Brings the lines of processes, of this run or of one that was interrupted, into the output."""
-    parts = sorted(output.parent.glob(_part(output, "*").name))
+    parts = sorted(output.parent.glob(_part(Path(escape(output.name)), "*").name))
     files = [path for path in [output, *parts] if has_results(path)]
     if parts and files:
         merge_results(files, output)
@@ -265,6 +281,26 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] += time.perf_counter() - start
+
+
+def _hash_judge(judge: Judge) -> str | None:
+    """Hash of what scores depend on: of a reward weights or code, and arguments. `None` where only a name can be known."""
+    identity = getattr(judge, "identity", None)
+    reward = judge.reward if isinstance(judge, RewardJudge) else judge
+    reward = getattr(reward, "unchecked", reward)
+    if isinstance(reward, FunctionReward | ModelReward | TransformedReward):
+        identity = _without_names(describe_reward(reward))
+    return None if identity is None else _hash(json.dumps(identity, sort_keys=True).encode())
+
+
+def _without_names(description: dict[str, Any]) -> dict[str, Any]:
+    """A reward's description without how the same weights may also be called."""
+    left_out = ("name", "revision") if "weights" in description else ()
+    return {
+        key: _without_names(value) if key == "reward" else value
+        for key, value in description.items()
+        if key not in left_out
+    }
 
 
 def _hash(content: bytes) -> str:

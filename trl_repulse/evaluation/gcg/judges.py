@@ -21,7 +21,7 @@ class RewardJudge:
 
     Args:
         reward (`Callable`):
-            Reward function, as a trainer takes it.
+            Reward function, as a trainer takes it, asynchronous or not.
     """
 
     def __init__(self, reward: Callable[..., list[float | None]]):
@@ -39,7 +39,7 @@ class RewardJudge:
                 What was answered.
 
         Returns:
-            `list[float]`: one reward a response.
+            `list[float]`: one reward a response; of an asynchronous reward, what gives it when awaited.
         """
         return self.reward(prompts=_messages("user", goals), completions=_messages("assistant", responses))
 
@@ -59,16 +59,19 @@ class RefusalJudge:
             place.
 
     Raises:
-        `ValueError`: If there is no phrase, or `match` is neither.
+        `ValueError`: If `phrases` is a text, there is no phrase, or `match` is neither.
     """
 
     def __init__(self, phrases: Sequence[str] = REFUSALS, match: Literal["start", "anywhere"] = "start"):
+        if isinstance(phrases, str):
+            raise ValueError(f"`phrases={phrases!r}` would be read letter by letter; give a list of phrases.")
         if not phrases or not all(phrases):
             raise ValueError("`phrases` needs at least one, and no empty one: every response would refuse.")
         if match not in ("start", "anywhere"):
             raise ValueError(f"`match={match!r}` must be 'start' or 'anywhere'.")
         self._phrases, self._match = tuple(map(_plain, phrases)), match
         self.__name__ = f"refusal_{match}"
+        self.identity = {"phrases": sorted({*self._phrases}), "match": match}
 
     def __call__(self, goals: list[str], responses: list[str]) -> list[float | None]:
         """

@@ -7,6 +7,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
 from ...rewards.loading import load_reward
+from ...trainers._rewards import with_checks
 from .._loading import load_model, load_tokenizer
 from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg
@@ -75,4 +76,4 @@ def load_judge(run: GCGRunArguments) -> Judge:
         except TypeError as error:
             raise ValueError(f"`reward_kwargs={kwargs}`: `refusal` takes `phrases` and `match`.") from error
     reward = load_reward(run.reward_type, run.reward_model_path, **kwargs)
-    return RewardJudge(reward)
+    return RewardJudge(with_checks(reward, reward.__name__))

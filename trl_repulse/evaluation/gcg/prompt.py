@@ -30,6 +30,14 @@ class AttackPrompt:
             Their tokens, and the target's.
         add_special_tokens (`bool`):
             Whether the tokenizer puts its own special tokens before the text; a chat template writes them itself.
+        suffix_ids (`list[int]`):
+            Tokens of the suffix that an attack begins with, as they are in the prompt.
+        anchor (`list[int]`):
+            Tokens before the suffix that are decoded with it, as some tokenizers drop the space that begins a text.
+        trims (`tuple[bool, bool]`, *optional*):
+            Whether the chat template drops white space at the beginning of the suffix, and at its end.
+        blanks (`int`, *optional*):
+            Characters of white space before the suffix that it drops where there is none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -39,6 +47,10 @@ class AttackPrompt:
     after_ids: list[int]
     target_ids: list[int]
     add_special_tokens: bool
+    suffix_ids: list[int]
+    anchor: list[int]
+    trims: tuple[bool, bool] = (False, False)
+    blanks: int = 0
 
     def encode(self, suffixes: list[str]) -> list[list[int]]:
         """
@@ -51,8 +63,27 @@ class AttackPrompt:
         Returns:
             `list[list[int]]`: the prompt's tokens, one list a suffix.
         """
-        texts = [self.before_text + suffix + self.after_text for suffix in suffixes]
-        return _encode(self.tokenizer, texts, self.add_special_tokens)
+        return _encode(self.tokenizer, list(map(self._text, suffixes)), self.add_special_tokens)
+
+    def _text(self, suffix: str) -> str:
+        start, end = self.trims
+        suffix = suffix.lstrip() if start else suffix
+        suffix = suffix.rstrip() if end else suffix
+        before = self.before_text if suffix else self.before_text[: len(self.before_text) - self.blanks]
+        return before + suffix + self.after_text
+
+    def suffix_texts(self, rows: list[list[int]]) -> list[str]:
+        """
+        Text of suffixes, as it stands in the prompt.
+
+        Args:
+            rows (`list[list[int]]`):
+                Tokens.
+
+        Returns:
+            `list[str]`: one text a row.
+        """
+        return _decode_behind(self.tokenizer, self.anchor, rows)
 
     def splice(self, suffix_ids: list[int]) -> list[int]:
         """
@@ -83,10 +114,11 @@ class AttackPrompt:
         rows = suffixes.tolist()
         if scope == "off" or not rows:
             return torch.ones(len(rows), dtype=torch.bool)
-        texts = decode(self.tokenizer, rows)
         if scope == "suffix":
-            return torch.tensor([a == b for a, b in zip(_encode(self.tokenizer, texts, False), rows, strict=True)])
-        return torch.tensor([a == self.splice(b) for a, b in zip(self.encode(texts), rows, strict=True)])
+            found = _encode(self.tokenizer, decode(self.tokenizer, rows), False)
+            return torch.tensor([a == b for a, b in zip(found, rows, strict=True)])
+        found = self.encode(self.suffix_texts(rows))
+        return torch.tensor([a == self.splice(b) for a, b in zip(found, rows, strict=True)])
 
 
 def build_prompt(
@@ -94,6 +126,7 @@ def build_prompt(
     messages: str | Messages,
     target: str,
     prompt_format: Literal["chat", "raw"] = "chat",
+    suffix_init: str = " x",
 ) -> AttackPrompt:
     """
     Prepares a prompt for an attack: the suffix will follow the text of the last message.
@@ -107,6 +140,8 @@ def build_prompt(
             Beginning of the answer to be provoked.
         prompt_format (`str`, *optional*, defaults to `"chat"`):
             `"chat"` for the chat template, `"raw"` for the bare text.
+        suffix_init (`str`, *optional*, defaults to `" x"`):
+            Suffix that an attack begins with.
 
     Returns:
         [`AttackPrompt`]
@@ -121,12 +156,26 @@ def build_prompt(
     if prompt_format == "raw":
         if not isinstance(messages, str):
             raise ValueError("`prompt_format='raw'` takes plain text; join the messages, or use 'chat'.")
-        before, after = messages, ""
+        before, after, trims, blanks = messages, "", (False, False), 0
     else:
-        before, after = _render(tokenizer, messages)
+        before, after, trims, blanks = _render(tokenizer, messages)
     special = prompt_format == "raw"
-    before_ids, after_ids = _encode(tokenizer, [before], special)[0], _encode(tokenizer, [after], False)[0]
-    return AttackPrompt(tokenizer, before, after, before_ids, after_ids, target_ids, special)
+    before_ids = _encode(tokenizer, [before], special)[0]
+    after_ids, suffix_ids = _encode(tokenizer, [after, suffix_init], False)
+    begun, whole = _encode(tokenizer, [before + suffix_init, before + suffix_init + after], special)
+    if before_ids + suffix_ids + after_ids != whole and begun[: len(before_ids)] == before_ids:
+        # By themselves they have a space more, as with SentencePiece: as they are in the prompt, if it can be parted there
+        if whole[: len(begun)] == begun and len(begun) > len(before_ids):
+            suffix_ids, after_ids = begun[len(before_ids) :], whole[len(begun) :]
+    anchors = [before_ids[-1:], []] if before else [[]]
+    prompts = [
+        AttackPrompt(
+            tokenizer, before, after, before_ids, after_ids, target_ids, special, suffix_ids, anchor, trims, blanks
+        )
+        for anchor in anchors
+    ]
+    here = prompts[0].splice(suffix_ids)
+    return next((each for each in prompts if each.encode(each.suffix_texts([suffix_ids])) == [here]), prompts[0])
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
@@ -180,8 +229,8 @@ def allowed_tokens(
     return allowed
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: str | Messages) -> tuple[str, str]:
-    """The text before and after the place of the suffix."""
+def _render(tokenizer: PreTrainedTokenizerBase, messages: str | Messages) -> tuple[str, str, tuple[bool, bool], int]:
+    """The text before and after the place of the suffix, and what `AttackPrompt` says of white space."""
     if tokenizer.chat_template is None:
         raise ValueError("The tokenizer has no chat template; save one with it, or set `prompt_format='raw'`.")
     if isinstance(messages, str):
@@ -189,15 +238,30 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: str | Messages) -> tup
     mark = _MARK
     while any(mark in message["content"] for message in messages):
         mark += _MARK
-    messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + mark}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    parts = text.split(mark)
-    if len(parts) != 2:
-        raise ValueError(
-            f"The chat template writes the last message {len(parts) - 1} times; an attack needs a template that writes "
-            "it once."
-        )
-    return parts[0], parts[1]
+    content = messages[-1]["content"]
+
+    def parts(begin: str, end: str) -> tuple[str, str]:
+        filled = [*messages[:-1], messages[-1] | {"content": begin + mark + end}]
+        found = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=True).split(mark)
+        if len(found) != 2:
+            raise ValueError(
+                f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that "
+                "writes it once."
+            )
+        return found[0], found[1]
+
+    before, after = parts(content, "")
+    start = not content.strip() and parts(f"{content} ", "")[0] == before
+    end = parts(content, " ")[1] == after
+    blanks = len(content) - len(content.rstrip()) if end and not start else 0
+    return before, after, (start, end), blanks
+
+
+def _decode_behind(tokenizer: PreTrainedTokenizerBase, anchor: list[int], rows: list[list[int]]) -> list[str]:
+    """Text of tokens that follow others."""
+    begin, *behind = decode(tokenizer, [anchor, *([*anchor, *row] for row in rows)])
+    alone = decode(tokenizer, rows)
+    return [b[len(begin) :] if b.startswith(begin) else a for a, b in zip(alone, behind, strict=True)]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
