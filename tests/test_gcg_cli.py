@@ -127,11 +127,13 @@ def test_flags_win_over_the_file(folder):
         "2",
     ]
     flags += ["--reward_kwargs", '{"match": "anywhere"}', "--max_targets", "3"]
+    flags += ["--chat_template_kwargs", '{"thinking": false}']
     parsed = build_parser("gcg").parse_args(["gcg", "--config", str(folder / "config.yaml"), *flags])
     run_arguments, config = read_fields(parsed, GCGRunArguments, GCGEvaluationConfig)
     assert (config.num_steps, config.include_suffix, config.early_stop, config.mellowmax) == (7, True, False, 2.5)
     assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"match": "anywhere"})
     assert config.max_targets == 3 and config.search_width == 32  # the latter from the file
+    assert config.chat_template_kwargs == {"thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The attack against its plain form, and what its options and bad input do."""
 
+import copy
 import logging
 from itertools import pairwise
 
@@ -106,6 +107,24 @@ def test_the_prompt_may_be_plain_text_or_a_conversation(tokenizer, model):
     for result in (raw, chat):
         loss = reference_loss(model, result.prompt_ids, result.target_ids).item()
         assert result.loss == pytest.approx(loss, abs=1e-5)
+
+
+def test_the_template_takes_further_variables(model, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% if mood is defined %}{{ mood }}{% endif %}" + tokenizer.chat_template
+    messages = [{"role": "user", "content": GOAL}]
+    for variables in ({"mood": "sad "}, None):
+        found = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK, chat_template_kwargs=variables))
+        messages = [{"role": "user", "content": GOAL + found.suffix}]
+        options = {"tokenize": False, "add_generation_prompt": True} | (variables or {})
+        text = tokenizer.apply_chat_template(messages, **options)
+        assert tokenizer.decode(found.prompt_ids) == text and text.startswith("sad ") == (variables is not None)
+    assert GCGConfig(chat_template_kwargs='{"a": false}').chat_template_kwargs == {"a": False}
+    for wrong, message in (("{", "is not valid JSON"), ("[1]", "must be an object"), ([1], "must be an object")):
+        with pytest.raises(ValueError, match=f"`chat_template_kwargs=.* {message}"):
+            GCGConfig(chat_template_kwargs=wrong)
+    with pytest.raises(ValueError, match="no effect with `prompt_format='raw'`"):
+        GCGConfig(chat_template_kwargs={"a": 1}, prompt_format="raw")
 
 
 def test_a_round_trip_in_context_holds_for_the_prompt_as_text(model, tokenizer):

@@ -1,7 +1,8 @@
 """Settings of an attack."""
 
+import json
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
@@ -58,6 +59,8 @@ class GCGConfig:
             With a draft model: by this the share of candidates is divided that the model itself scores beside these.
         prompt_format (`str`, *optional*, defaults to `"chat"`):
             `"chat"` for the tokenizer's chat template, `"raw"` for plain text that the model continues.
+        chat_template_kwargs (`dict` or `str`, *optional*):
+            Further variables of the chat template, as in training; on the command line as JSON.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the candidates. The global random state is neither read nor changed.
 
@@ -108,6 +111,10 @@ class GCGConfig:
     prompt_format: Literal["chat", "raw"] = field(
         default="chat", metadata={"help": "The tokenizer's chat template, or plain text that the model continues."}
     )
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": 'Further variables of the chat template, such as `{"enable_thinking": false}`.'},
+    )
     seed: int = field(default=0, metadata={"help": "Seed of the candidates."})
 
     def __post_init__(self):
@@ -131,6 +138,22 @@ class GCGConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(repr, allowed))}.")
+        self.chat_template_kwargs = as_object("chat_template_kwargs", self.chat_template_kwargs)
+        if self.chat_template_kwargs and self.prompt_format == "raw":
+            raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
+
+
+def as_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A field's object, from JSON if it is text; refuses what is none."""
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`{name}={value!r}` is not valid JSON ({error}).") from error
+    if not isinstance(given, dict | None):
+        raise ValueError(f'`{name}={given!r}` must be an object, e.g. {{"max_length": 300}}.')
+    return given
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -132,7 +132,9 @@ class GCG:
             [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
         """
         config = self.config
-        prompt = build_prompt(self.tokenizer, messages, target, config.prompt_format, config.suffix_init)
+        prompt = build_prompt(
+            self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
+        )
         models = [model for model in (self.model, self.draft_model, self._screen) if model is not None]
         for model in models:
             check_context(model.config, len(prompt.splice(prompt.suffix_ids)), len(prompt.target_ids))

@@ -1,11 +1,10 @@
 """Settings of an evaluation by attacks."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .config import GCGConfig
+from .config import GCGConfig, as_object
 
 
 @dataclass
@@ -136,12 +135,6 @@ class GCGRunArguments:
         check_dtype(self.dtype)
         if isinstance(self.threshold, int | float):  # as in a YAML file
             self.threshold = [float(self.threshold)]
-        if isinstance(self.reward_kwargs, str):
-            try:
-                self.reward_kwargs = json.loads(self.reward_kwargs)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}).") from error
-        if not isinstance(self.reward_kwargs, dict | None):
-            raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
+        self.reward_kwargs = as_object("reward_kwargs", self.reward_kwargs)
         if not re.fullmatch(r"\d+/\d+", self.shard):
             raise ValueError(f"`shard={self.shard!r}` must be written as i/n, e.g. 1/4.")

@@ -98,7 +98,10 @@ def evaluate_gcg(
     mine = table[index - 1 :: count]
     first = next((row for row in table if row.fault is None), None)
     if first is not None:
-        build_prompt(tokenizer, first.goal, first.target, config.prompt_format)  # refuses a missing chat template
+        # Refuses a missing chat template
+        build_prompt(
+            tokenizer, first.goal, first.target, config.prompt_format, chat_template_kwargs=config.chat_template_kwargs
+        )
     header = make_header(model, tokenizer, table, judge, config, draft_model)
     evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
     if state.is_main_process:
@@ -143,6 +146,8 @@ def make_header(
     """
     settings = asdict(config)
     del settings["micro_batch_size"]  # another machine, with other memory, may take the evaluation up
+    if config.chat_template_kwargs is None:  # as in files that were begun before there was such a setting
+        del settings["chat_template_kwargs"]
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else repr(tokenizer.chat_template)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
@@ -181,7 +186,14 @@ class _Evaluation:
 
     def _evaluate(self, row: TableRow) -> dict[str, Any]:
         config, attack = self.config, self.attack
-        prompt = build_prompt(attack.tokenizer, row.goal, row.target, config.prompt_format, config.suffix_init)
+        prompt = build_prompt(
+            attack.tokenizer,
+            row.goal,
+            row.target,
+            config.prompt_format,
+            config.suffix_init,
+            config.chat_template_kwargs,
+        )
         more = max(len(prompt.target_ids), config.max_new_tokens)
         check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)

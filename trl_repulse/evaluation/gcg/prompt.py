@@ -127,6 +127,7 @@ def build_prompt(
     target: str,
     prompt_format: Literal["chat", "raw"] = "chat",
     suffix_init: str = " x",
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> AttackPrompt:
     """
     Prepares a prompt for an attack: the suffix will follow the text of the last message.
@@ -142,6 +143,8 @@ def build_prompt(
             `"chat"` for the chat template, `"raw"` for the bare text.
         suffix_init (`str`, *optional*, defaults to `" x"`):
             Suffix that an attack begins with.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the chat template.
 
     Returns:
         [`AttackPrompt`]
@@ -158,7 +161,7 @@ def build_prompt(
             raise ValueError("`prompt_format='raw'` takes plain text; join the messages, or use 'chat'.")
         before, after, trims, blanks = messages, "", (False, False), 0
     else:
-        before, after, trims, blanks = _render(tokenizer, messages)
+        before, after, trims, blanks = _render(tokenizer, messages, chat_template_kwargs or {})
     special = prompt_format == "raw"
     before_ids = _encode(tokenizer, [before], special)[0]
     after_ids, suffix_ids = _encode(tokenizer, [after, suffix_init], False)
@@ -229,7 +232,9 @@ def allowed_tokens(
     return allowed
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: str | Messages) -> tuple[str, str, tuple[bool, bool], int]:
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: str | Messages, variables: dict[str, Any]
+) -> tuple[str, str, tuple[bool, bool], int]:
     """The text before and after the place of the suffix, and what `AttackPrompt` says of white space."""
     if tokenizer.chat_template is None:
         raise ValueError("The tokenizer has no chat template; save one with it, or set `prompt_format='raw'`.")
@@ -242,7 +247,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: str | Messages) -> tup
 
     def parts(begin: str, end: str) -> tuple[str, str]:
         filled = [*messages[:-1], messages[-1] | {"content": begin + mark + end}]
-        found = tokenizer.apply_chat_template(filled, tokenize=False, add_generation_prompt=True).split(mark)
+        options = {"tokenize": False, "add_generation_prompt": True} | variables
+        found = tokenizer.apply_chat_template(filled, **options).split(mark)
         if len(found) != 2:
             raise ValueError(
                 f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that "
