@@ -173,6 +173,20 @@ def test_a_model_without_padding_reads_the_last_token(tmp_path, architecture):
     close(ChatReward(folder, **CPU)(*conversations()), expect_chat(model, tokenizer))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_padding_of_one_batch_does_not_end_the_texts_of_the_next(tmp_path, architecture):
+    """Token 0 pads the first batch; it ends the text of the second, as GPT-2's "!" does."""
+    tokenizer = build_tokenizer("plain", pad=None)
+    tokenizer.add_tokens(["<pad>"])
+    folder, model = save_model(tmp_path, architecture, tokenizer, pad_token_id=None)
+    texts = ["dog", "the cat ran", "the cat sat ate<pad>", "the cat ate the fish<pad>"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert [row[-1] == 0 for row in ids] == [False, False, True, True]
+    close(
+        ToxicityReward(folder, batch_size=2, **CPU)([""] * 4, texts), [logits_of(model, row)[0].item() for row in ids]
+    )
+
+
 def test_template_variables_and_system_messages(chat):
     folder, model, tokenizer = chat
     close(

@@ -90,6 +90,9 @@ class ModelReward(ABC):
                 f"{type(self._module).__name__}."
             )
         self._module.eval()
+        # Asked once: a classifier's configuration is told the token of each batch
+        declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)
+        self._declared_pad_token_id = next((i for i in declared if i is not None and i >= 0), None)
 
     @torch.inference_mode()
     def __call__(
@@ -171,10 +174,9 @@ class ModelReward(ABC):
         Classifiers that read the last token look for the last one that is not padding, so that a real token in its
         place would be taken for padding.
         """
+        if self._declared_pad_token_id is not None:
+            return self._declared_pad_token_id
         last = {row["input_ids"][-1] for row in rows}
-        for declared in (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id):
-            if declared is not None and declared >= 0:
-                return declared
         return next(i for i in range(len(last) + 1) if i not in last)
 
     def _context(self) -> int | None:
