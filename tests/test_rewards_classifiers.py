@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel, AutoModelForSequenceClassification
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_repulse import ReinforceConfig, ReinforceTrainer, rewards
@@ -19,6 +20,7 @@ from .reward_models import (
     build_tokenizer,
     logits_of,
     messages,
+    save_causal_model,
     save_model,
 )
 
@@ -298,6 +300,35 @@ def test_a_checkpoint_without_a_trained_head_is_refused(tmp_path):
     folder, _ = save_model(tmp_path, "deberta", build_tokenizer("pair"), auto_class=AutoModel)
     with pytest.raises(ValueError, match=r"has no weights for classifier\.bias, .*SequencePairReward reads"):
         SequencePairReward(folder, **CPU)
+
+
+def save_adapter(folder, labels, **options):
+    """An adapter for a classifier over a language model, without a tokenizer, as TRL's RewardTrainer leaves one."""
+    tokenizer = build_tokenizer()
+    base, _ = save_causal_model(folder / "base", "llama", tokenizer, num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **options))
+    adapted.save_pretrained(folder / "adapter")
+    return str(folder / "adapter"), adapted.eval(), tokenizer
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_adapters_over_a_language_model(tmp_path, labels):
+    folder, model, tokenizer = save_adapter(tmp_path, labels, task_type="SEQ_CLS")
+    texts = ["the cat ran", "dog", "the fish sat bad"]
+    reward = ToxicityReward(folder, label=labels - 1, **CPU)
+    expected = [logits_of(model, tokenizer(text)["input_ids"])[-1].item() for text in texts]
+    close(reward([""] * 3, texts), expected)
+    close(pickle.loads(pickle.dumps(reward))([""] * 3, texts), expected)
+    assert reward.__name__ == "adapter"
+    half = ToxicityReward(folder, label=labels - 1, dtype="bfloat16", **CPU)
+    assert {weights.dtype for weights in half._module.parameters()} == {torch.bfloat16}
+
+
+def test_an_adapter_saved_without_its_head_is_refused(tmp_path):
+    folder, *_ = save_adapter(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"adapter` cannot be loaded: its base .* has no weights for score\.weight"):
+        ToxicityReward(folder, label=0, **CPU)
 
 
 def test_results_that_are_not_finite_are_refused(pair):

@@ -13,6 +13,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..evaluation._loading import is_adapter, load_model, load_tokenizer
 from ._texts import Messages, whole_text
 
 
@@ -30,7 +31,8 @@ class ModelReward(ABC):
 
     Args:
         model (`str`):
-            Path or Hub id of the model and its tokenizer.
+            Path or Hub id of the model and its tokenizer. Of an adapter (PEFT) the base is loaded with it, and its
+            tokenizer if there is no other.
         batch_size (`int`, *optional*, defaults to `16`):
             Texts of one forward pass. It changes speed and memory, never rewards.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
@@ -79,20 +81,31 @@ class ModelReward(ABC):
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
-        self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
-        self._module, loading = self._auto_class.from_pretrained(
-            self.model, dtype=self.dtype, output_loading_info=True, **options
-        )
-        if loading["missing_keys"]:
-            raise ValueError(
-                f"`{self.model}` has no weights for {', '.join(sorted(loading['missing_keys'])[:3])}, which "
-                f"{type(self).__name__} reads; give a checkpoint that was trained as "
-                f"{type(self._module).__name__}."
+        if is_adapter(self.model, options["revision"]):
+            self._tokenizer = load_tokenizer(self.model, "reward model", **options)
+            more = self._adapter_options(options["revision"])
+            self._module = load_model(
+                self._auto_class, self.model, "reward model", dtype=self.dtype, **options, **more
             )
+        else:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
+            self._module, loading = self._auto_class.from_pretrained(
+                self.model, dtype=self.dtype, output_loading_info=True, **options
+            )
+            if loading["missing_keys"]:
+                raise ValueError(
+                    f"`{self.model}` has no weights for {', '.join(sorted(loading['missing_keys'])[:3])}, which "
+                    f"{type(self).__name__} reads; give a checkpoint that was trained as "
+                    f"{type(self._module).__name__}."
+                )
         self._module.eval()
         # Asked once: a classifier's configuration is told the token of each batch
         declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)
         self._declared_pad_token_id = next((i for i in declared if i is not None and i >= 0), None)
+
+    def _adapter_options(self, revision: str) -> dict[str, Any]:
+        """What the base of an adapter is loaded with."""
+        return {}
 
     @torch.inference_mode()
     def __call__(
