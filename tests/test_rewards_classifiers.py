@@ -94,10 +94,11 @@ def test_limits_of_tokenizer_and_model_cut_by_default(tmp_path, limit):
     close(SequencePairReward(folder, **CPU)(questions, answers), expected)
 
 
-def test_positions_that_begin_after_the_padding_token(tmp_path):
-    """RoBERTa's: of 10 positions 8 are usable, and the padding that counts is the model's, not the tokenizer's."""
+@pytest.mark.parametrize("architecture", ["roberta", "mpnet"])
+def test_positions_that_begin_after_the_padding_token(tmp_path, architecture):
+    """RoBERTa's and MPNet's: of 10 positions 8 are usable, and the padding that counts is the model's, not the tokenizer's."""
     tokenizer = build_tokenizer("pair")
-    folder, model = save_model(tmp_path, "roberta", tokenizer, context=10, pad_token_id=1, type_vocab_size=1)
+    folder, model = save_model(tmp_path, architecture, tokenizer, context=10, pad_token_id=1, type_vocab_size=1)
     texts = ["the cat ran sat ate the fish bad dog", "dog"]
     ids = [tokenizer(text, truncation=True, max_length=8)["input_ids"] for text in texts]
     assert [len(row) for row in ids] == [8, 3]
@@ -279,12 +280,18 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
         ({"label": 0, "output": "probability"}, "`output` must be 'logit' or 'log_odds', got 'probability'"),
         ({"label": 0, "max_length": 0}, "`max_length` must be at least 1, got 0"),
         ({"label": 0, "batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"label": 0, "device": "gpu"}, "`device='gpu'` is no device of torch; give one such as 'cpu'"),
+        ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ CUDA devices"),
+        (
+            {"label": 0, "dtype": "bfloat"},
+            "`dtype='bfloat'` is none of torch's; give 'auto', or one such as 'bfloat16'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, options, message):
     folder, _ = save_model(tmp_path, "gpt2", build_tokenizer(), num_labels=2, id2label={0: "kind", 1: "rude"})
     with pytest.raises(ValueError, match=message):
-        ToxicityReward(folder, **options, **CPU)
+        ToxicityReward(folder, **CPU | options)
 
 
 def test_more_bad_arguments_are_refused(pair):

@@ -48,8 +48,8 @@ class ModelReward(ABC):
             Name in the metrics, `rewards/NAME/mean`. By default the last part of `model`.
 
     Raises:
-        `ValueError`: If `batch_size` is not positive, or the checkpoint lacks weights that the rewards are read from;
-            when called, if the model gives a number that is not finite.
+        `ValueError`: If `batch_size` is not positive, there is no such `dtype` or `device`, or the checkpoint lacks
+            weights that the rewards are read from; when called, if the model gives a number that is not finite.
     """
 
     model: str
@@ -70,6 +70,8 @@ class ModelReward(ABC):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
+        _check_dtype(self.dtype)
+        _check_device(self.device)
         self._load()
 
     @property
@@ -102,6 +104,7 @@ class ModelReward(ABC):
         # Asked once: a classifier's configuration is told the token of each batch
         declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)
         self._declared_pad_token_id = next((i for i in declared if i is not None and i >= 0), None)
+        self._positions = self._count_positions()
 
     def _adapter_options(self, revision: str) -> dict[str, Any]:
         """What the base of an adapter is loaded with."""
@@ -194,8 +197,32 @@ class ModelReward(ABC):
 
     def _context(self) -> int | None:
         """Positions that the model has, or `None` where it states no limit."""
-        config = self._module.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        if context is not None and ("roberta" in config.model_type or config.model_type == "camembert"):
-            context -= config.pad_token_id + 1  # RoBERTa counts positions from there
+        return self._positions
+
+    def _count_positions(self) -> int | None:
+        context = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
+        for name, layer in self._module.named_modules():
+            # Such a layer, as RoBERTa's and MPNet's, counts positions from after its padding
+            if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
+                context = layer.num_embeddings - layer.padding_idx - 1
         return context
+
+
+def _check_dtype(dtype: str | torch.dtype) -> None:
+    """Refuses a precision that there is not; transformers says it as of a name missing in torch."""
+    if dtype not in ("auto", None) and not isinstance(
+        getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
+    ):
+        raise ValueError(f"`dtype={dtype!r}` is none of torch's; give 'auto', or one such as 'bfloat16'.")
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    """Refuses, when a reward is built, a device that its model could not be moved to at the first batch."""
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise ValueError(f"`device={device!r}` is no device of torch; give one such as 'cpu' or 'cuda:1'.") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"`device={device!r}` is not there: torch sees {torch.cuda.device_count()} CUDA devices; give another."
+        )
