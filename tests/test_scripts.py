@@ -115,6 +115,12 @@ def test_grpo_makes_the_transform_it_is_told_to(scripts, monkeypatch):
 # Rewards, prompts, held-out prompts
 
 
+@pytest.mark.parametrize("name, value", [("alpha", "0.5"), ("beta", "-0.5"), ("threshold", "-5")])
+def test_grpo_refuses_parameters_of_no_transform(scripts, tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`reward_transform_{name}` has no effect; set `reward_transform`"):
+        run(scripts["grpo"], tmp_path, f"--reward_transform_{name}", value)
+
+
 def test_rewards_by_type_agree_with_trls_own(scripts, tmp_path):
     """The same run with the reward model given as a path and as a function."""
     flags = ["--max_steps", "1", "--logging_steps", "1"]
