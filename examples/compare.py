@@ -37,12 +37,17 @@ def prepare_worker() -> None:
     sys.path.insert(0, str(EXAMPLES))
 
 
+def text_of(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def run(script: str, method: str, flags: dict[str, Any], folder: Path) -> None:
     """Runs an example script in this process; what it prints goes to `log.txt`, `results.json` appears when it is done."""
     shutil.rmtree(folder, ignore_errors=True)
     running = folder.with_name(f"{folder.name}.running")
     shutil.rmtree(running, ignore_errors=True)
     running.mkdir(parents=True)
+    (running / "flags.json").write_text(json.dumps(flags, indent=2), encoding="utf-8")
     argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     with open(running / "log.txt", "w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
@@ -59,17 +64,14 @@ def plan(config: dict[str, Any], options: argparse.Namespace) -> list[tuple[str,
         if options.methods and name not in options.methods:
             continue
         updates = config["samples"] // (config["samples_per_update"] * method.get("models_sampled", 1))
-        schedule = {"max_steps": updates, "tracking_every": updates // 20}
+        schedule = {"max_steps": updates, "tracking_every": max(updates // 20, 1)}
         settings = method["settings"] if options.tune else [method["settings"][method["chosen"]]]
         for setting in settings:
             for seed in TUNING_SEEDS if options.tune else options.seeds:
-                label = (
-                    f"{name}, {', '.join(f'{key} {value:g}' for key, value in setting.items())}"
-                    if options.tune
-                    else name
-                )
-                values = "-".join(f"{key}{value:g}" for key, value in setting.items())
-                folder = options.output_dir / f"{name}-{values}-seed{seed}".replace(" ", "_")
+                values = ", ".join(f"{key} {text_of(value)}" for key, value in setting.items())
+                label = f"{name}, {values}" if options.tune else name
+                values = "-".join(f"{key}{text_of(value)}" for key, value in setting.items())
+                folder = options.output_dir / f"{name}-{values}-seed{seed}".replace(" ", "_").replace("/", "_")
                 flags = config["common"] | method.get("flags", {}) | schedule | setting | {"seed": seed}
                 runs.append((method["script"], label, flags, folder))
     return runs
@@ -90,6 +92,10 @@ def main() -> None:
         sys.exit(f"error: {options.config} has no method {sorted(unknown)}; it has {', '.join(config['methods'])}.")
 
     runs = plan(config, options)
+    for *_, flags, folder in runs:
+        made = folder / "flags.json"
+        if made.exists() and json.loads(made.read_text(encoding="utf-8")) != flags:
+            sys.exit(f"error: {folder} is a run with other flags; name another --output_dir, or remove it.")
     missing = [entry for entry in runs if not (entry[-1] / "results.json").exists()]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:

@@ -54,6 +54,10 @@ def main(argv: list[str] | None = None) -> None:
             beta=script_args.reward_transform_beta,
             threshold=script_args.reward_transform_threshold,
         )
+    else:
+        for name, default in (("alpha", 1.0), ("beta", -1.0), ("threshold", None)):
+            if getattr(script_args, f"reward_transform_{name}") != default:
+                raise ValueError(f"`reward_transform_{name}` has no effect; set `reward_transform`.")
     run(GRPOTrainer, script_args, args, model_args, method, reward_funcs=reward)
 
 

@@ -9,6 +9,7 @@ from transformers import (
     DebertaV2Config,
     GPT2Config,
     LlamaConfig,
+    MPNetConfig,
     PreTrainedTokenizerFast,
     RobertaConfig,
     set_seed,
@@ -63,8 +64,9 @@ def build_config(architecture, tokenizer, context=64, **options):
         return LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=context, **options)
     if architecture == "bert":
         return BertConfig(**SIZES, max_position_embeddings=context, **options)
-    if architecture == "roberta":
-        return RobertaConfig(**SIZES, max_position_embeddings=context, **options)
+    if architecture in ("roberta", "mpnet"):
+        config = RobertaConfig if architecture == "roberta" else MPNetConfig
+        return config(**SIZES, max_position_embeddings=context, **options)
     return DebertaV2Config(
         **SIZES,
         relative_attention=True,

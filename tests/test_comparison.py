@@ -154,6 +154,20 @@ def test_settings_are_as_many_for_every_method_and_flags_exist():
         sys.path.remove(str(EXAMPLES))
 
 
+def test_settings_need_not_be_numbers():
+    """PyYAML takes `1e-3` for text."""
+    script = load_script()
+    setting = yaml.safe_load(
+        "{learning_rate: 1e-3, baseline: none, use_policy_as_proposal: true, bad_token_ids: [1, 2]}"
+    )
+    methods = {"REINFORCE": {"script": "reinforce", "settings": [setting]}}
+    options = script.argparse.Namespace(methods=None, tune=True, seeds=[0], output_dir=Path("runs"))
+    runs = script.plan({"samples": 8, "samples_per_update": 4, "common": {}, "methods": methods}, options)
+    _, label, flags, folder = runs[0]
+    assert label.startswith("REINFORCE, learning_rate 1e-3, baseline none, use_policy_as_proposal True")
+    assert folder.name.startswith("REINFORCE-learning_rate1e-3-baselinenone-") and flags["tracking_every"] == 1
+
+
 @pytest.mark.trainer
 def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
     config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())
@@ -174,6 +188,9 @@ def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert results.stat().st_mtime_ns == written and "2 of 2: REINFORCE" in out and "1 of 2" not in out
     assert "| RePULSe | 20 |" in out and "| REINFORCE | 40 |" in out
+    path.write_text(yaml.safe_dump(config | {"common": config["common"] | {"max_grad_norm": 1.0}}))
+    with pytest.raises(SystemExit, match="runs.*-seed3 is a run with other flags; name another"):
+        script.main()
     assert (tmp_path / "runs" / "frontier.png").exists() and not list((tmp_path / "runs").glob("*.running"))
 
 

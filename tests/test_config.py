@@ -123,6 +123,11 @@ REFUSED = [
     ("reward_transform_alpha", {"reward_transform": "exponential", "reward_transform_alpha": -1.0}),
     ("reward_transform_beta", {"reward_transform": "exponential", "reward_transform_beta": 1.0}),
     ("reward_transform_threshold", {"reward_transform": "indicator"}),
+    ("reward_transform_threshold", {"reward_transform": "exponential", "reward_transform_threshold": -3.0}),
+    (
+        "reward_transform_beta",
+        {"reward_transform": "indicator", "reward_transform_threshold": -3.0, "reward_transform_beta": -0.5},
+    ),
 ]
 
 

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel, AutoModelForSequenceClassification
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_repulse import ReinforceConfig, ReinforceTrainer, rewards
@@ -19,6 +20,7 @@ from .reward_models import (
     build_tokenizer,
     logits_of,
     messages,
+    save_causal_model,
     save_model,
 )
 
@@ -92,10 +94,11 @@ def test_limits_of_tokenizer_and_model_cut_by_default(tmp_path, limit):
     close(SequencePairReward(folder, **CPU)(questions, answers), expected)
 
 
-def test_positions_that_begin_after_the_padding_token(tmp_path):
-    """RoBERTa's: of 10 positions 8 are usable, and the padding that counts is the model's, not the tokenizer's."""
+@pytest.mark.parametrize("architecture", ["roberta", "mpnet"])
+def test_positions_that_begin_after_the_padding_token(tmp_path, architecture):
+    """RoBERTa's and MPNet's: of 10 positions 8 are usable, and the padding that counts is the model's, not the tokenizer's."""
     tokenizer = build_tokenizer("pair")
-    folder, model = save_model(tmp_path, "roberta", tokenizer, context=10, pad_token_id=1, type_vocab_size=1)
+    folder, model = save_model(tmp_path, architecture, tokenizer, context=10, pad_token_id=1, type_vocab_size=1)
     texts = ["the cat ran sat ate the fish bad dog", "dog"]
     ids = [tokenizer(text, truncation=True, max_length=8)["input_ids"] for text in texts]
     assert [len(row) for row in ids] == [8, 3]
@@ -171,6 +174,20 @@ def test_a_model_without_padding_reads_the_last_token(tmp_path, architecture):
     tokenizer = build_tokenizer("plain", CHAT_TEMPLATE, pad=None)
     folder, model = save_model(tmp_path, architecture, tokenizer, pad_token_id=None)
     close(ChatReward(folder, **CPU)(*conversations()), expect_chat(model, tokenizer))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_padding_of_one_batch_does_not_end_the_texts_of_the_next(tmp_path, architecture):
+    """Token 0 pads the first batch; it ends the text of the second, as GPT-2's "!" does."""
+    tokenizer = build_tokenizer("plain", pad=None)
+    tokenizer.add_tokens(["<pad>"])
+    folder, model = save_model(tmp_path, architecture, tokenizer, pad_token_id=None)
+    texts = ["dog", "the cat ran", "the cat sat ate<pad>", "the cat ate the fish<pad>"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert [row[-1] == 0 for row in ids] == [False, False, True, True]
+    close(
+        ToxicityReward(folder, batch_size=2, **CPU)([""] * 4, texts), [logits_of(model, row)[0].item() for row in ids]
+    )
 
 
 def test_template_variables_and_system_messages(chat):
@@ -263,12 +280,18 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
         ({"label": 0, "output": "probability"}, "`output` must be 'logit' or 'log_odds', got 'probability'"),
         ({"label": 0, "max_length": 0}, "`max_length` must be at least 1, got 0"),
         ({"label": 0, "batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"label": 0, "device": "gpu"}, "`device='gpu'` is no device of torch; give one such as 'cpu'"),
+        ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ CUDA devices"),
+        (
+            {"label": 0, "dtype": "bfloat"},
+            "`dtype='bfloat'` is none of torch's; give 'auto', or one such as 'bfloat16'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, options, message):
     folder, _ = save_model(tmp_path, "gpt2", build_tokenizer(), num_labels=2, id2label={0: "kind", 1: "rude"})
     with pytest.raises(ValueError, match=message):
-        ToxicityReward(folder, **options, **CPU)
+        ToxicityReward(folder, **CPU | options)
 
 
 def test_more_bad_arguments_are_refused(pair):
@@ -284,6 +307,35 @@ def test_a_checkpoint_without_a_trained_head_is_refused(tmp_path):
     folder, _ = save_model(tmp_path, "deberta", build_tokenizer("pair"), auto_class=AutoModel)
     with pytest.raises(ValueError, match=r"has no weights for classifier\.bias, .*SequencePairReward reads"):
         SequencePairReward(folder, **CPU)
+
+
+def save_adapter(folder, labels, **options):
+    """An adapter for a classifier over a language model, without a tokenizer, as TRL's RewardTrainer leaves one."""
+    tokenizer = build_tokenizer()
+    base, _ = save_causal_model(folder / "base", "llama", tokenizer, num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **options))
+    adapted.save_pretrained(folder / "adapter")
+    return str(folder / "adapter"), adapted.eval(), tokenizer
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_adapters_over_a_language_model(tmp_path, labels):
+    folder, model, tokenizer = save_adapter(tmp_path, labels, task_type="SEQ_CLS")
+    texts = ["the cat ran", "dog", "the fish sat bad"]
+    reward = ToxicityReward(folder, label=labels - 1, **CPU)
+    expected = [logits_of(model, tokenizer(text)["input_ids"])[-1].item() for text in texts]
+    close(reward([""] * 3, texts), expected)
+    close(pickle.loads(pickle.dumps(reward))([""] * 3, texts), expected)
+    assert reward.__name__ == "adapter"
+    half = ToxicityReward(folder, label=labels - 1, dtype="bfloat16", **CPU)
+    assert {weights.dtype for weights in half._module.parameters()} == {torch.bfloat16}
+
+
+def test_an_adapter_saved_without_its_head_is_refused(tmp_path):
+    folder, *_ = save_adapter(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"adapter` cannot be loaded: its base .* has no weights for score\.weight"):
+        ToxicityReward(folder, label=0, **CPU)
 
 
 def test_results_that_are_not_finite_are_refused(pair):

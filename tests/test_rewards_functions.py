@@ -78,6 +78,20 @@ def test_labels(load):
         call(load(source, label_column="answer"))
 
 
+@pytest.mark.parametrize("parameters", ["completions, labels", "completions, labels=None", "completions, **kwargs"])
+def test_labels_of_a_function_of_completions(load, parameters):
+    labels = "kwargs['labels']" if "kwargs" in parameters else "labels"
+    source = f"def reward({parameters}): return [len(label) for label in {labels}]"
+    assert call(load(source, label_column="answer"), answer=["a", "bb", "ccc"]) == [1.0, 2.0, 3.0]
+    assert call(load(source), labels=["a", "bb", "ccc"]) == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="has no column `answer` of labels"):
+        call(load(source, label_column="answer"), labels=["a", "bb", "ccc"])
+
+
+def test_a_label_column_is_not_asked_of_a_function_without_labels(load):
+    assert call(load("def reward(completions): return [1.0] * 3", label_column="answer")) == [1.0] * 3
+
+
 def test_conversations(load):
     prompt, completion = [{"role": "user", "content": "the"}], [{"role": "assistant", "content": "cat"}]
     source = "def reward(queries, prompts, labels): return [len(q[0]['content'] + q[1]['content']) for q in queries]"
@@ -102,6 +116,7 @@ def test_none_leaves_a_completion_out(load):
         ("[[1], [2], [3]]", r"gave \[1\] for completion 0 of 3"),
         ("[torch.ones(2)] * 3", r"gave tensor\(\[1., 1.\]\) for completion 0"),
         ("torch.tensor([1, float('nan'), 1])", "gave nan for completion 1"),
+        ("__import__('numpy').array(1.0)", r"must return a list, a tensor, or .* got array\(1."),
         ("1.0", r'must return a list, a tensor, or \{"rewards": ...\}, got 1.0'),
         ("'good'", "must return a list, .* got 'good'"),
         ("None", "must return a list, .* got None"),

@@ -125,6 +125,30 @@ def test_transforms_what_the_function_returns():
     assert indicator(**arguments)[:3] == [-12.0, None, 1.0]
 
 
+def test_transforms_what_a_generator_gives():
+    reward = TransformedReward(
+        lambda completions, **kwargs: (float(text) for text in completions), "indicator", 2.0, threshold=0
+    )
+    assert reward(prompts=[""] * 2, completions=["-1", "1"]) == [-3.0, 1.0]
+
+
+def test_what_is_no_list_is_refused():
+    with pytest.raises(ValueError, match="The reward function 'number' returned 1.0; it must return a list"):
+        TransformedReward(number)(prompts=[""], completions=["a"])
+
+
+def number(**kwargs):
+    return 1.0
+
+
+async def asynchronous(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+class Asynchronous:
+    __call__ = staticmethod(asynchronous)
+
+
 def test_a_reward_at_the_threshold_is_not_punished():
     assert TransformedReward(own, "indicator", threshold=0.5)(prompts=[""], completions=["0.5"]) == [0.5]
 
@@ -134,6 +158,8 @@ def test_a_reward_at_the_threshold_is_not_punished():
     [
         (("some/model",), "A reward transform needs a reward function, got 'some/model'"),
         ((torch.nn.Linear(1, 1),), "A reward transform needs a reward function"),
+        ((asynchronous,), "<function asynchronous .* is asynchronous; transform inside it"),
+        ((Asynchronous(),), "is asynchronous; transform inside it"),
         ((own, "square"), "`reward_transform='square'` must be 'exponential' or 'indicator'"),
         ((own, "indicator"), "`reward_transform='indicator'` needs `reward_transform_threshold`"),
         ((own, "exponential", 1.0, 0.5), "`beta` must be negative"),

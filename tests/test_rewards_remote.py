@@ -151,6 +151,25 @@ def test_the_next_server_stands_in(serve):
         RemoteReward([bad.url, bad.url + "?again"], retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
 
 
+def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def reset():
+        for _ in range(2):
+            connection, _ = listener.accept()
+            asked.append(connection.recv(65536))
+            connection.sendall(b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nno")
+            connection.close()
+
+    threading.Thread(target=reset, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(status 503, 'broken off \(\w+\)'\)"):
+        RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
+    listener.close()
+    assert len(asked) == 2
+
+
 def test_a_refusal_is_not_repeated(serve):
     server = serve(lambda payload: (404, b"no such path"))
     with pytest.raises(ValueError, match=rf"{server.url} refused a request: status 404, 'no such path'"):
@@ -218,6 +237,11 @@ def test_a_lying_server_is_named_and_not_asked_again(serve, answer, message):
         ({"url": []}, "`url` is empty"),
         ({"url": "localhost:5000"}, "must be like 'http://host:port/path', got 'localhost:5000'"),
         ({"url": ["http://a/", "file:///etc/hosts"]}, "got 'file:///etc/hosts'"),
+        ({"url": "http://a:5000x/"}, "must be like 'http://host:port/path', got 'http://a:5000x/'"),
+        ({"url": "http://a:99999/"}, "got 'http://a:99999/'"),
+        ({"url": "http://a b/"}, "got 'http://a b/'"),
+        ({"url": "http://a/größe"}, "got 'http://a/größe'"),
+        ({"url": "http://[::1/"}, r"got 'http://\[::1/'"),
         ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
         ({"retries": -1}, "`retries` must be at least 0, got -1"),
         ({"backoff": -0.5}, "`backoff` must be at least 0"),

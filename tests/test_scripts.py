@@ -115,6 +115,12 @@ def test_grpo_makes_the_transform_it_is_told_to(scripts, monkeypatch):
 # Rewards, prompts, held-out prompts
 
 
+@pytest.mark.parametrize("name, value", [("alpha", "0.5"), ("beta", "-0.5"), ("threshold", "-5")])
+def test_grpo_refuses_parameters_of_no_transform(scripts, tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`reward_transform_{name}` has no effect; set `reward_transform`"):
+        run(scripts["grpo"], tmp_path, f"--reward_transform_{name}", value)
+
+
 def test_rewards_by_type_agree_with_trls_own(scripts, tmp_path):
     """The same run with the reward model given as a path and as a function."""
     flags = ["--max_steps", "1", "--logging_steps", "1"]
@@ -178,6 +184,33 @@ def test_long_prompts_are_left_out(scripts, tmp_path):
     assert isinstance(train, Dataset)
     assert len(train) == lengths.count(min(lengths))
     assert held_out is None
+
+
+# Spellings that argparse takes
+
+
+@pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m", "--model_name=m", "--model-n=m"])
+def test_settings_of_the_embedded_world_are_not_those_of_another_model(scripts, flag):
+    own = ["--dataset_name", "d", "--reward_model_path", "r"]
+    _, args, model_args = scripts["reinforce"].parse([flag, *own])
+    assert model_args.model_name_or_path == "m" and args.max_completion_length != 2
+    for other in ("--model_revision=main", "--learning_rate=1"):
+        assert scripts["reinforce"].parse([other])[1].max_completion_length == 2  # the control
+
+
+def test_a_file_of_settings_behind_an_equals_sign(scripts, tmp_path):
+    path = tmp_path / "a=b.yaml"
+    path.write_text("max_completion_length: 7\n")
+    for flags in (["--config", str(path)], [f"--config={path}"]):
+        assert scripts["reinforce"].parse(flags)[1].max_completion_length == 7
+    with pytest.raises(ValueError, match="`--config` needs the path of a YAML file behind it"):
+        scripts["reinforce"].parse(["--seed", "1", "--config"])
+
+
+def test_negative_numbers_are_no_flags(scripts):
+    flags = ["--target_dist_beta", "-1e1", "--bad_reward_threshold", "-.5", "--reward_cap", "-1.5E-3"]
+    args = scripts["repulse"].parse(flags)[1]
+    assert (args.target_dist_beta, args.bad_reward_threshold, args.reward_cap) == (-10, -0.5, -0.0015)
 
 
 # Mistakes
@@ -281,6 +314,11 @@ def test_the_last_checkpoint_is_asked_for_by_a_word(scripts, tmp_path, name, wor
     results = run(scripts[name], tmp_path, *flags)
     assert results["policy_updates"] == 3
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+def test_no_checkpoint_is_asked_for_by_a_word(scripts, tmp_path, name):
+    assert run(scripts[name], tmp_path, "--resume_from_checkpoint", "false")["policy_updates"] == 2
 
 
 def test_a_checkpoint_that_is_not_there(scripts, tmp_path):

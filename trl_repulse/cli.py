@@ -25,13 +25,16 @@ COMMANDS = {
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }
 
+# What argparse takes for a number, not for an option; its own (Python 3.11) knows neither `-1e1` nor `-inf`
+NEGATIVE_NUMBER = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, not for options."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._negative_number_matcher = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 
 from . import embedded
 from ._errors import describe_error, from_reward
+from .cli import NEGATIVE_NUMBER
 from .data import drop_long_prompts, load_prompts
 from .evaluation.exact import ExactEvaluator
 from .evaluation.tracking import (
@@ -151,9 +152,9 @@ def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> 
         `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
         `argparse.ArgumentError`: If a flag cannot be read.
     """
-    if not {"--config", "--model_name_or_path"} & {arg.split("=")[0] for arg in argv}:
-        argv = ["--config", str(default_config), *argv]
+    argv = _with_config(argv, default_config)
     parser = TrlParser((*classes, ModelConfig), exit_on_error=False)
+    parser._negative_number_matcher = NEGATIVE_NUMBER
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     script_args, args, model_args = parser.parse_args_and_config(argv)
@@ -183,6 +184,18 @@ def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> 
     }
     args.model_init_kwargs = model_init_kwargs | (args.model_init_kwargs or {})
     return script_args, args, model_args
+
+
+def _with_config(argv: list[str], default_config: Path) -> list[str]:
+    """The command line with `--config FILE` as TRL's parser finds it, of the default file where it and a model are missing."""
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if argv[-1:] == ["--config"]:
+        raise ValueError("`--config` needs the path of a YAML file behind it.")
+    # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
+    flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
+    if "__config" not in flags and not any(flag.startswith("__model_n") for flag in flags):
+        argv = ["--config", str(default_config), *argv]
+    return argv
 
 
 def _accumulation(train_batch_size: int, args: Any) -> int:
@@ -354,9 +367,9 @@ def run(
     trainer.add_callback(tracking)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
-    # The field is text on the command line, where the last checkpoint is asked for by a word
-    resume = args.resume_from_checkpoint in (True, "true", "True") or args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=resume)
+    # The field is text on the command line, where the last checkpoint, or none, is asked for by a word
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     trainer.save_model(args.output_dir)
     if script_args.eval_dataset_name is not None:
         trainer.evaluate()

@@ -42,6 +42,11 @@ def check_reward_config(args: "RewardConfig") -> None:
             remedy = "has no effect; set `reward_transform` to 'exponential' or 'indicator'"
             require(args, getattr(args, name) == default, name, remedy)
     require(args, args.reward_transform_alpha >= 0, "reward_transform_alpha", "must be at least 0")
+    other = {"exponential": ("reward_transform_threshold", None), "indicator": ("reward_transform_beta", -1.0)}
+    if args.reward_transform in other:
+        name, default = other[args.reward_transform]
+        remedy = f"has no effect with `reward_transform='{args.reward_transform}'`; leave it at {default}"
+        require(args, getattr(args, name) == default, name, remedy)
     if args.reward_transform == "exponential":
         remedy = "must be below 0: the exponential transform takes the most from the lowest rewards"
         require(args, args.reward_transform_beta < 0, "reward_transform_beta", remedy)

@@ -169,6 +169,24 @@ def load_tokenizer(name: str, part: str, **options: Any) -> PreTrainedTokenizerB
     )
 
 
+def is_adapter(name: str, revision: str | None = None) -> bool:
+    """Whether this is an adapter without a whole model beside it."""
+    return _adapter_config(name, revision) is not None
+
+
+def count_labels(name: str, revision: str | None = None) -> int | None:
+    """Labels of a classifier that was saved as an adapter, from the head saved with it; `None` if there is none."""
+    if not is_peft_available():
+        return None  # loading it says so
+    from peft import PeftConfig, load_peft_weights
+
+    heads = PeftConfig.from_pretrained(name, revision=revision).modules_to_save or ()
+    prefixes = tuple(f"base_model.model.{head}." for head in heads)
+    weights = load_peft_weights(name, device="cpu", revision=revision)
+    rows = [len(weight) for key, weight in weights.items() if key.startswith(prefixes) and weight.ndim == 2]
+    return min(rows, default=None)  # the layers before the last have as many rows as the model is wide
+
+
 def _check_path(name: str, part: str) -> None:
     """Refuses a folder that is not there, which transformers takes for a malformed id."""
     if (name.startswith((".", "~", os.sep)) or name.count("/") > 1) and not Path(name).exists():

@@ -17,4 +17,7 @@ def as_number(value: Any) -> float | None:
 
 def as_values(result: Any) -> list[Any] | None:
     """What a reward function returned, one entry a completion; `None` if it is nothing of that kind."""
-    return None if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable) else list(result)
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        return None
+    # An array without dimensions is an `Iterable` that cannot be iterated over
+    return None if getattr(result, "shape", None) == () else list(result)

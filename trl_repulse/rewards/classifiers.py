@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from ..evaluation._loading import count_labels
 from ._chat import ChatTemplate, check_context
 from ._texts import Messages, conversation_text, last_question, whole_text
 from .models import ModelReward, Row
@@ -46,6 +47,11 @@ class ClassifierReward(ModelReward):
                 f"below {len(names)} or one of {', '.join(map(repr, names[:8]))}."
             )
         self._label_index = label
+
+    def _adapter_options(self, revision: str) -> dict[str, Any]:
+        # A base that is a language model says two, whatever the adapter was trained with
+        labels = count_labels(self.model, revision)
+        return {} if labels is None else {"num_labels": labels}
 
     def _score(self, rows: list[Row]) -> torch.Tensor:
         self._module.config.get_text_config().pad_token_id = self._pad_token_id(rows)

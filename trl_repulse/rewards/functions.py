@@ -30,7 +30,8 @@ class FunctionReward:
         function (`str`):
             Name of the function in it, and of the reward in the metrics.
         label_column (`str`, *optional*):
-            Column of the data set that a function with `labels` gets. Without one, labels are empty texts.
+            Column of the data set that the function gets as `labels`. Without one, a function of queries gets empty
+            texts, and any other the column of that name.
 
     Raises:
         `ValueError`: If the file is missing or fails, or has no such function, or one of another signature.
@@ -122,6 +123,8 @@ class FunctionReward:
             }
         else:
             arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
+            if self.label_column is not None and (self._takes_all or "labels" in self._names):
+                arguments["labels"] = pick_labels(kwargs, self.label_column, len(prompts))
         lacking = sorted(self._required - arguments.keys())
         if lacking:
             raise ValueError(f"{self._where} needs `{lacking[0]}`, but the data set has no such column; add it.")
@@ -174,7 +177,8 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
         spec (`str`):
             File and function, `"path/to/file.py:function"`. The file is run.
         label_column (`str`, *optional*):
-            Column of the data set that a function with `labels` gets. Without one, labels are empty texts.
+            Column of the data set that the function gets as `labels`. Without one, a function of queries gets empty
+            texts, and any other the column of that name.
 
     Returns:
         [`~trl_repulse.rewards.functions.FunctionReward`]: the reward function, which can be pickled.

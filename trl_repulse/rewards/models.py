@@ -13,6 +13,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..evaluation._loading import is_adapter, load_model, load_tokenizer
 from ._texts import Messages, whole_text
 
 
@@ -30,7 +31,8 @@ class ModelReward(ABC):
 
     Args:
         model (`str`):
-            Path or Hub id of the model and its tokenizer.
+            Path or Hub id of the model and its tokenizer. Of an adapter (PEFT) the base is loaded with it, and its
+            tokenizer if there is no other.
         batch_size (`int`, *optional*, defaults to `16`):
             Texts of one forward pass. It changes speed and memory, never rewards.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
@@ -46,8 +48,8 @@ class ModelReward(ABC):
             Name in the metrics, `rewards/NAME/mean`. By default the last part of `model`.
 
     Raises:
-        `ValueError`: If `batch_size` is not positive, or the checkpoint lacks weights that the rewards are read from;
-            when called, if the model gives a number that is not finite.
+        `ValueError`: If `batch_size` is not positive, there is no such `dtype` or `device`, or the checkpoint lacks
+            weights that the rewards are read from; when called, if the model gives a number that is not finite.
     """
 
     model: str
@@ -68,6 +70,8 @@ class ModelReward(ABC):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
+        _check_dtype(self.dtype)
+        _check_device(self.device)
         self._load()
 
     @property
@@ -79,17 +83,32 @@ class ModelReward(ABC):
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
-        self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
-        self._module, loading = self._auto_class.from_pretrained(
-            self.model, dtype=self.dtype, output_loading_info=True, **options
-        )
-        if loading["missing_keys"]:
-            raise ValueError(
-                f"`{self.model}` has no weights for {', '.join(sorted(loading['missing_keys'])[:3])}, which "
-                f"{type(self).__name__} reads; give a checkpoint that was trained as "
-                f"{type(self._module).__name__}."
+        if is_adapter(self.model, options["revision"]):
+            self._tokenizer = load_tokenizer(self.model, "reward model", **options)
+            more = self._adapter_options(options["revision"])
+            self._module = load_model(
+                self._auto_class, self.model, "reward model", dtype=self.dtype, **options, **more
             )
+        else:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
+            self._module, loading = self._auto_class.from_pretrained(
+                self.model, dtype=self.dtype, output_loading_info=True, **options
+            )
+            if loading["missing_keys"]:
+                raise ValueError(
+                    f"`{self.model}` has no weights for {', '.join(sorted(loading['missing_keys'])[:3])}, which "
+                    f"{type(self).__name__} reads; give a checkpoint that was trained as "
+                    f"{type(self._module).__name__}."
+                )
         self._module.eval()
+        # Asked once: a classifier's configuration is told the token of each batch
+        declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)
+        self._declared_pad_token_id = next((i for i in declared if i is not None and i >= 0), None)
+        self._positions = self._count_positions()
+
+    def _adapter_options(self, revision: str) -> dict[str, Any]:
+        """What the base of an adapter is loaded with."""
+        return {}
 
     @torch.inference_mode()
     def __call__(
@@ -171,16 +190,39 @@ class ModelReward(ABC):
         Classifiers that read the last token look for the last one that is not padding, so that a real token in its
         place would be taken for padding.
         """
+        if self._declared_pad_token_id is not None:
+            return self._declared_pad_token_id
         last = {row["input_ids"][-1] for row in rows}
-        for declared in (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id):
-            if declared is not None and declared >= 0:
-                return declared
         return next(i for i in range(len(last) + 1) if i not in last)
 
     def _context(self) -> int | None:
         """Positions that the model has, or `None` where it states no limit."""
-        config = self._module.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        if context is not None and ("roberta" in config.model_type or config.model_type == "camembert"):
-            context -= config.pad_token_id + 1  # RoBERTa counts positions from there
+        return self._positions
+
+    def _count_positions(self) -> int | None:
+        context = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
+        for name, layer in self._module.named_modules():
+            # Such a layer, as RoBERTa's and MPNet's, counts positions from after its padding
+            if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
+                context = layer.num_embeddings - layer.padding_idx - 1
         return context
+
+
+def _check_dtype(dtype: str | torch.dtype) -> None:
+    """Refuses a precision that there is not; transformers says it as of a name missing in torch."""
+    if dtype not in ("auto", None) and not isinstance(
+        getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
+    ):
+        raise ValueError(f"`dtype={dtype!r}` is none of torch's; give 'auto', or one such as 'bfloat16'.")
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    """Refuses, when a reward is built, a device that its model could not be moved to at the first batch."""
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise ValueError(f"`device={device!r}` is no device of torch; give one such as 'cpu' or 'cuda:1'.") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"`device={device!r}` is not there: torch sees {torch.cuda.device_count()} CUDA devices; give another."
+        )

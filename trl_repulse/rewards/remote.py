@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -70,12 +71,12 @@ class RemoteReward:
     name: str = "RemoteReward"
 
     def __post_init__(self):
-        self._urls = [self.url] if isinstance(self.url, str) else list(self.url)
+        self._urls = [url.strip() for url in ([self.url] if isinstance(self.url, str) else self.url)]
         self._sent = 0  # requests so far: says whose turn it is
         if not self._urls:
             raise ValueError("`url` is empty; give the address of at least one server.")
         for url in self._urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            if not _is_address(url):
                 raise ValueError(f"`url` must be like 'http://host:port/path', got {url!r}.")
         for field, least in (("batch_size", 1), ("retries", 0), ("backoff", 0)):
             if getattr(self, field) < least:
@@ -138,8 +139,7 @@ class RemoteReward:
             try:
                 return _read_rewards(self._post(url, payload), len(payload["query"]), url)
             except urllib.error.HTTPError as error:
-                with error:
-                    said = f"status {error.code}, {error.read(200).decode(errors='replace')!r}"
+                said = f"status {error.code}, {_read_start(error)!r}"
                 if error.code < 500 and error.code not in _TRY_AGAIN:
                     raise ValueError(f"The reward server {url} refused a request: {said}.") from error
                 failures[url] = said
@@ -155,6 +155,32 @@ class RemoteReward:
         request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             return response.read()
+
+
+def _is_address(url: str) -> bool:
+    """Whether a request can be sent there; `http.client` takes neither white space nor letters outside of ASCII."""
+    try:
+        parts = urlsplit(url)
+        valid_port = parts.port is None or parts.port > 0  # one that is no port is a `ValueError`
+    except ValueError:
+        return False
+    path = parts.path + parts.query
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and valid_port
+        and path.isascii()
+        and not re.search(r"\s", url)
+    )
+
+
+def _read_start(error: urllib.error.HTTPError) -> str:
+    """What a server said beside its status, as far as it came."""
+    try:
+        with error:
+            return error.read(200).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as broken:
+        return f"broken off ({type(broken).__name__})"
 
 
 def _read_rewards(body: bytes, count: int, url: str) -> list[float]:

@@ -1,11 +1,13 @@
 """A reward function with a transform around it, for trainers that have no transforms of their own."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
+from ._numbers import as_values
 from .transforms import exponential_transform, indicator_transform
 
 
@@ -30,7 +32,7 @@ class TransformedReward:
             Threshold of the indicator transform, in units of reward.
 
     Raises:
-        `ValueError`: If `reward` cannot be called or an argument is none of its allowed values; when called, if a
+        `ValueError`: If `reward` cannot be called or is asynchronous, or an argument is none of its allowed values; when called, if a
             transformed reward is infinite.
 
     Example:
@@ -56,6 +58,11 @@ class TransformedReward:
             raise ValueError(
                 f"A reward transform needs a reward function, got {reward!r:.60}; make one of a model's path, e.g. with "
                 "`reward_type='sequence_pair'`."
+            )
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+            raise ValueError(
+                f"A reward transform needs a function that returns its rewards, and {reward!r:.60} is asynchronous; transform "
+                "inside it with `trl_repulse.rewards.transforms`."
             )
         if transform not in ("exponential", "indicator"):
             raise ValueError(f"`reward_transform={transform!r}` must be 'exponential' or 'indicator'.")
@@ -101,9 +108,16 @@ class TransformedReward:
             `list[float | None]`: one reward a completion, `None` where the wrapped function gave none.
 
         Raises:
-            `ValueError`: If a transformed reward is infinite.
+            `ValueError`: If the wrapped function returns anything but one reward a completion, or a transformed reward
+                is infinite.
         """
-        raw = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
+        result = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
+        raw = as_values(result)
+        if raw is None:
+            raise ValueError(
+                f"The reward function '{self._raw_name}' returned {result!r:.60}; it must return a list, one number a "
+                "completion."
+            )
         given = [reward for reward in raw if reward is not None]
         rewards = self._apply(torch.tensor(given, dtype=torch.float64)).tolist()
         for reward, value in zip(given, rewards, strict=True):
