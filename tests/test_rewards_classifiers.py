@@ -281,7 +281,7 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
         ({"label": 0, "max_length": 0}, "`max_length` must be at least 1, got 0"),
         ({"label": 0, "batch_size": 0}, "`batch_size` must be at least 1, got 0"),
         ({"label": 0, "device": "gpu"}, "`device='gpu'` is no device of torch; give one such as 'cpu'"),
-        ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ CUDA devices"),
+        ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ devices of this kind"),
         (
             {"label": 0, "dtype": "bfloat"},
             "`dtype='bfloat'` is none of torch's; give 'auto', or one such as 'bfloat16'",

@@ -222,7 +222,9 @@ def _check_device(device: str | torch.device | None) -> None:
         chosen = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
         raise ValueError(f"`device={device!r}` is no device of torch; give one such as 'cpu' or 'cuda:1'.") from error
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"`device={device!r}` is not there: torch sees {torch.cuda.device_count()} CUDA devices; give another."
-        )
+    if chosen.type in ("cpu", "meta"):
+        return
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == chosen.type else 0
+    if (chosen.index or 0) >= count:
+        raise ValueError(f"`device={device!r}` is not there: torch sees {count} devices of this kind; give another.")
