@@ -49,6 +49,25 @@ def test_front_means_and_gains():
     assert found.x_label == "P(r < -5)"
 
 
+@pytest.mark.parametrize("factor", [1e150, 1e-150])
+def test_gains_of_any_size(factor):
+    """As of rewards that an exponential transform made: the squares of areas are no floats."""
+    quantities = ("reward", "return")
+    places = np.random.default_rng(0).normal(size=(2, 3, 2)) + [[[0.0, 1.0]], [[1.0, 2.0]]]
+    one, other = (
+        make_frontier([Run(name, *run) for name, each in zip("ab", found, strict=True) for run in each], *quantities)
+        for found in (places, factor * places)
+    )
+    ends = [[getattr(each.points[1].gain, end) for end in ("value", "low", "high")] for each in (one, other)]
+    assert np.isfinite(ends[1]).all() and ends[1] == pytest.approx([factor * factor * end for end in ends[0]])
+
+
+def test_an_area_beyond_all_floats():
+    places = [runs("a", (0.0, 0.0), (1e160, 1e160)), runs("b", (1e160, 2e160), (2e160, 1e160))]
+    gain = make_frontier(sum(places, []), "reward", "return").points[1].gain
+    assert (gain.value, gain.high) == (math.inf, math.inf)
+
+
 def test_a_gain_is_over_the_baseline_and_from_the_reference_point():
     methods = [
         *runs("a", (0.1, 1.0), (0.3, 1.0)),

@@ -318,10 +318,14 @@ def _gain(own: np.ndarray, other: np.ndarray, confidence: float) -> Estimate:
 
     A method's area is the product of its means; to first order it moves as the mean of what each run adds to it.
     """
+    # By powers of two, which change no digit: products of large or small numbers would leave the range of floats
+    exponents = np.frexp(np.abs(np.concatenate([own, other])).max(axis=0))[1]
     value, components = 0.0, []
-    for runs, sign in ((own, 1.0), (other, -1.0)):
+    for runs, sign in ((np.ldexp(own, -exponents), 1.0), (np.ldexp(other, -exponents), -1.0)):
         mean = runs.mean(axis=0)
         value += sign * float(mean.prod())
         parts = runs @ mean[::-1]
         components.append((float(parts.var(ddof=1)) / len(parts), len(parts) - 1) if len(parts) > 1 else (0.0, 0))
-    return Estimate(value, *combined_interval(value, components, confidence), len(own))
+    with np.errstate(over="ignore"):  # an area beyond all floats is infinite
+        ends = np.ldexp([value, *combined_interval(value, components, confidence)], exponents.sum())
+    return Estimate(*map(float, ends), len(own))
