@@ -163,6 +163,11 @@ def test_exact_draws_by_enumeration():
     assert shares[0, 2] == shares[1, 1] == 0
 
 
+def test_weights_with_a_gradient():
+    weights, hits = torch.randn(1, 10, 5), torch.randn(1, 10)
+    assert log_z_bounds(weights.clone().requires_grad_(), hits) == log_z_bounds(weights, hits)
+
+
 def test_no_draws_are_none_kept():
     kept = rejection_sample(torch.zeros(2, 0), 0.0)
     assert kept.shape == (2, 0) and kept.dtype == torch.bool

@@ -110,10 +110,9 @@ def _bounds(
     margin = -math.log(tail) / groups
     if groups >= MIN_GROUPS and low > -math.inf:
         margin = float(student.isf(tail, groups - 1)) * float(lower.std()) / math.sqrt(groups)
-        if bool(
-            (lower != lower[0]).any()
-        ):  # farther out where a few groups are far below the rest, as with weights of 0
-            margin = max(margin, low - skewed_interval(lower[None].numpy(), confidence)[0])
+        if bool((lower != lower[0]).any()):
+            # Farther out where a few groups are far below the rest, as with weights of 0
+            margin = max(margin, low - skewed_interval(lower[None].detach().cpu().numpy(), confidence)[0])
         # A weight of 0 that no draw has shown may have a probability of 1 - tail ** (1 / draws), and takes this off log Z
         margin = max(margin, -math.log(tail) / (groups * size))
     # E[1 / mean weight] = 1 / Z with the draw from σ: near 0 where that hits what q misses, and bounded by what is seen
