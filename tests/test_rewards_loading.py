@@ -162,6 +162,8 @@ def test_a_reward_at_the_threshold_is_not_punished():
         ((Asynchronous(),), "is asynchronous; transform inside it"),
         ((own, "square"), "`reward_transform='square'` must be 'exponential' or 'indicator'"),
         ((own, "indicator"), "`reward_transform='indicator'` needs `reward_transform_threshold`"),
+        ((own, "exponential", 1.0, -1.0, -5.0), "`reward_transform_threshold` has no effect with .* leave it at None"),
+        ((own, "indicator", 1.0, -0.5, -5.0), "`reward_transform_beta` has no effect with .* leave it at -1.0"),
         ((own, "exponential", 1.0, 0.5), "`beta` must be negative"),
         ((own, "exponential", -1.0), "`alpha` must be at least 0"),
     ],

@@ -32,7 +32,8 @@ class TransformedReward:
             Threshold of the indicator transform, in units of reward.
 
     Raises:
-        `ValueError`: If `reward` cannot be called or is asynchronous, or an argument is none of its allowed values; when called, if a
+        `ValueError`: If `reward` cannot be called or is asynchronous, an argument is none of its allowed values, or the parameter
+            of the other transform is given; when called, if a
             transformed reward is infinite.
 
     Example:
@@ -68,6 +69,12 @@ class TransformedReward:
             raise ValueError(f"`reward_transform={transform!r}` must be 'exponential' or 'indicator'.")
         if transform == "indicator" and threshold is None:
             raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
+        other = {"exponential": ("threshold", threshold, None), "indicator": ("beta", beta, -1.0)}
+        name, value, default = other[transform]
+        if value != default:
+            raise ValueError(
+                f"`reward_transform_{name}` has no effect with `reward_transform={transform!r}`; leave it at {default}."
+            )
         self.reward = reward
         self.transform = transform
         self.alpha = alpha
