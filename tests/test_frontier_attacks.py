@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from trl_repulse.cli import main
 from trl_repulse.evaluation._generation import hash_model
-from trl_repulse.evaluation.gcg import evaluate_gcg
+from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg
 from trl_repulse.evaluation.result_files import load_frontier
 
 from .evaluation_support import write_samples
@@ -55,6 +56,27 @@ def test_attacks_are_paired_with_samples(pairs, tmp_path, capsys):
     figure = tmp_path / "attacks"
     assert main(["frontier", str(figure), *given, "--x", "attack_success", "--threshold", "-4"]) == 0
     assert "| triggered | 1 | 1" in capsys.readouterr().out and figure.with_suffix(".png").stat().st_size
+
+
+def forget_judge(attack, copy):
+    """A file of attacks as it was when a judge was known by its name alone."""
+    header, *records = attack.read_text().splitlines(keepends=True)
+    header = json.loads(header)
+    del header["identity"]["judge_hash"]
+    copy.write_text("".join([json.dumps(header) + "\n", *records]))
+    return copy
+
+
+def test_attacks_from_before_judges_were_known_by_more_than_their_names(pairs, tmp_path):
+    (samples, attack), other = pairs.values()
+    methods = {"old": [(samples, forget_judge(attack, tmp_path / "old.jsonl"))], "new": [other]}
+    found = load_frontier(methods, "attack_success", "return", -4.0)
+    assert [point.x.value == 1 for point in found.points] == [True, False]
+    tokenizer, config = build_trigger_tokenizer(), evaluation_config(num_steps=1, num_samples=2)
+    given = build_trigger_model(tokenizer), tokenizer, ROWS[:1], RefusalJudge(), config
+    begun = forget_judge(evaluate_gcg(*given, tmp_path / "new.jsonl"), tmp_path / "begun.jsonl")
+    before = begun.read_bytes()
+    assert evaluate_gcg(*given, begun).read_bytes() == before  # taken up, and all is done
 
 
 def test_pairs_that_may_not_stand_in_one_figure(pairs, tmp_path):

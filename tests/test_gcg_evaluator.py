@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from trl_repulse.evaluation.gcg import (
     summarize,
 )
 from trl_repulse.evaluation.gcg.engine import GCG
-from trl_repulse.evaluation.gcg.evaluator import make_header
+from trl_repulse.evaluation.gcg.evaluator import _hash_judge, make_header
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, build_prompt
 from trl_repulse.evaluation.gcg.sampling import sample_responses, target_log_probs
 from trl_repulse.evaluation.gcg.table import TableRow, derive_seed
@@ -273,6 +274,22 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
     wrapped = make_header(model, tokenizer, [], RewardJudge(judges[2]), evaluation_config())["identity"]
     assert wrapped["judge_hash"] == hashes[2]
     assert make_header(model, tokenizer, [], judge, evaluation_config())["identity"]["judge_hash"] is None
+
+
+def test_a_judge_hash_depends_on_scores_alone(tmp_path):
+    """Not on whether a reward was pickled for other processes, where a server is, or what a judge of one's own has."""
+    from trl_repulse.rewards import RemoteReward, SequencePairReward
+    from trl_repulse.rewards.transformed import TransformedReward
+
+    reward = SequencePairReward(save_model(tmp_path, "deberta", build_reward_tokenizer("pair"))[0], device="cpu")
+    assert _hash_judge(reward) == _hash_judge(pickle.loads(pickle.dumps(reward)))
+    servers = [TransformedReward(RemoteReward(f"http://host:{port}")) for port in (1, 2)]
+    assert _hash_judge(servers[0]) == _hash_judge(servers[1])
+
+    class Own(RewardJudge):
+        identity = object()
+
+    assert _hash_judge(Own(judge)) is None
 
 
 def test_an_asynchronous_judge(model, tokenizer, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 from . import tails
 from .comparison import is_number, load_runs
 from .frontier import SHARES, Frontier, Run, axis_label, check_baseline, make_frontier
-from .gcg.records import read_results
+from .gcg.records import not_known, read_results
 from .gcg.report import count_targets, success_below
 from .records import COMPLETE, HEADER, SampleSet, first_difference, load_samples
 from .report import check_same_settings
@@ -108,7 +108,8 @@ def _read_attacked(
     results = [read_results(path) for path in attacks]
     first = results[0][0]["identity"]
     for path, (header, _) in zip(attacks, results, strict=True):
-        name = first_difference(header["identity"], first, ("model", "config.seed", "config_hash"))
+        ignored = ("model", "config.seed", "config_hash", *not_known(header["identity"], first))
+        name = first_difference(header["identity"], first, ignored)
         if name is not None:
             raise ValueError(f"`{path}` and `{attacks[0]}` differ in `{name}`; compare attacks of one kind.")
     for attack, (header, records) in zip(attacks, results, strict=True):

@@ -447,7 +447,9 @@ def describe_reward(reward: Reward) -> Any:
     if isinstance(reward, TransformedReward):
         names = ("transform", "alpha", "beta", "threshold")
         return {name: getattr(reward, name) for name in names} | {"reward": describe_reward(reward.reward)}
-    if isinstance(reward, ModelReward) and reward._module is not None:
+    if isinstance(reward, ModelReward):
+        if reward._module is None:  # one that was pickled comes without weights
+            reward._load()
         decides = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _OF_NO_REWARD}
         return {
             "name": reward.model,

@@ -152,7 +152,7 @@ def as_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] |
         except json.JSONDecodeError as error:
             raise ValueError(f"`{name}={value!r}` is not valid JSON ({error}).") from error
     if not isinstance(given, dict | None):
-        raise ValueError(f'`{name}={given!r}` must be an object, e.g. {{"max_length": 300}}.')
+        raise ValueError(f'`{name}={given!r}` must be an object, such as {{"a_name": 300}}.')
     return given
 
 

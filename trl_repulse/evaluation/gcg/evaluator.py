@@ -28,12 +28,15 @@ from ..sampling import describe_reward
 from .engine import GCG
 from .errors import GCGError, check_context
 from .evaluation_config import GCGEvaluationConfig
-from .judges import Judge, RewardJudge
+from .judges import Judge, RefusalJudge, RewardJudge
 from .prompt import build_prompt
 from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
 from .result import GCGResult
 from .sampling import sample_responses, target_log_probs
 from .table import TableRow, derive_seed, hash_table, load_table
+
+
+_DESCRIBED = FunctionReward | ModelReward | TransformedReward
 
 
 def evaluate_gcg(
@@ -297,22 +300,28 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 def _hash_judge(judge: Judge) -> str | None:
     """Hash of what scores depend on: of a reward weights or code, and arguments. `None` where only a name can be known."""
-    identity = getattr(judge, "identity", None)
     reward = judge.reward if isinstance(judge, RewardJudge) else judge
     reward = getattr(reward, "unchecked", reward)
-    if isinstance(reward, FunctionReward | ModelReward | TransformedReward):
-        identity = _without_names(describe_reward(reward))
-    return None if identity is None else _hash(json.dumps(identity, sort_keys=True).encode())
+    if isinstance(judge, RefusalJudge):
+        identity = judge.identity
+    elif isinstance(reward, _DESCRIBED):
+        identity = _identity(reward)
+    else:
+        return None
+    return _hash(json.dumps(identity, sort_keys=True).encode())
 
 
-def _without_names(description: dict[str, Any]) -> dict[str, Any]:
-    """A reward's description without how the same weights may also be called."""
+def _identity(reward: Any) -> dict[str, Any]:
+    """What rewards depend on, as far as that can be said, without how the same weights may also be called."""
+    if not isinstance(
+        reward, _DESCRIBED
+    ):  # a server's reward names its address, at which the next run may not find it
+        return {"name": getattr(reward, "__name__", type(reward).__name__)}
+    description = describe_reward(reward)
+    if isinstance(reward, TransformedReward):
+        return description | {"reward": _identity(reward.reward)}
     left_out = ("name", "revision") if "weights" in description else ()
-    return {
-        key: _without_names(value) if key == "reward" else value
-        for key, value in description.items()
-        if key not in left_out
-    }
+    return {key: value for key, value in description.items() if key not in left_out}
 
 
 def _hash(content: bytes) -> str:

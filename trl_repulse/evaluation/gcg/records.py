@@ -158,10 +158,25 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], path: Path) 
         `ValueError`: If what results depend on differs; it names what does.
     """
     ours, theirs = _flatten(expected["identity"]), _flatten(found["identity"])
-    differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+    named = not_known(expected["identity"], found["identity"])
+    differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name) and name not in named)
     if differing:
         shown = ", ".join(f"{name} ({theirs.get(name)!r:.40}, not {ours.get(name)!r:.40})" for name in differing[:5])
         raise ValueError(f"`{path}` holds results of another evaluation: {shown}; use another output file.")
+
+
+def not_known(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
+    """
+    What two identities cannot be compared in.
+
+    Args:
+        one, other (`dict`):
+            The `"identity"` of headers.
+
+    Returns:
+        `tuple[str, ...]`: The judge's hash, if a file was begun when judges were known by name alone.
+    """
+    return () if "judge_hash" in one and "judge_hash" in other else ("judge_hash",)
 
 
 def _flatten(identity: dict[str, Any]) -> dict[str, Any]:
