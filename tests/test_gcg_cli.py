@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trl_repulse import embedded
 from trl_repulse._commands._fields import read_fields
 from trl_repulse.cli import build_parser, main
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, read_results
+from trl_repulse.evaluation.gcg.launch import load_judge
 from trl_repulse.scripts import main_or_exit
 
 from .gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
@@ -161,6 +163,13 @@ def test_judges_that_are_refused(folder, capsys, tmp_path):
     ):
         assert run("gcg", *arguments, *judge) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_path_alone_is_no_judge():
+    """As `reward_type: null` in a file."""
+    run = GCGRunArguments("model", "table.csv", reward_type=None, reward_model_path=embedded.reward_model_path())
+    with pytest.raises(ValueError, match="`reward_type` is needed"):
+        load_judge(run)
 
 
 def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):

@@ -75,5 +75,7 @@ def load_judge(run: GCGRunArguments) -> Judge:
             return RefusalJudge(**kwargs)
         except TypeError as error:
             raise ValueError(f"`reward_kwargs={kwargs}`: `refusal` takes `phrases` and `match`.") from error
+    if run.reward_type is None:  # `null` in a YAML file; the path alone is no judge
+        raise ValueError("`reward_type` is needed: 'refusal', or which kind of reward judges.")
     reward = load_reward(run.reward_type, run.reward_model_path, **kwargs)
     return RewardJudge(with_checks(reward, reward.__name__))
