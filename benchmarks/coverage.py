@@ -39,12 +39,15 @@ NORMAL_CELLS = (
     *((3, 16, 0.0, 0.0), (3, 16, 0.4, 0.1), (3, 16, 2.0, 1.0), (3, 50, 0.2, 0.0), (3, 50, 1.0, 2.0)),
     *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
 )
-# What two methods have apart in either quantity, in standard errors of a mean of A's, and the standard deviation of B's runs
+# What two methods have apart in either quantity, in standard errors of a mean of A's, the standard deviation of B's runs, and
+# the corner from which areas are measured, by default the worst run
 NORMAL_RUNS = (
-    ("alike", 0.0, 1.0),
-    ("alike but for B's spread of 5", 0.0, 5.0),
-    ("each ahead by 10 standard errors", 10.0, 1.0),
-    ("the same with B's spread of 5", 10.0, 5.0),
+    ("alike", 0.0, 1.0, None),
+    ("alike but for B's spread of 5", 0.0, 5.0, None),
+    ("each ahead by 10 standard errors", 10.0, 1.0, None),
+    ("the same with B's spread of 5", 10.0, 5.0, None),
+    ("alike but for B's spread of 5, from a named reference point", 0.0, 5.0, (-30.0, -30.0)),
+    ("each ahead by 10 standard errors, both the same", 10.0, 5.0, (-30.0, -30.0)),
 )
 TWO_SEEDS = ((2, 4, 250), (2, 16, 100))
 
@@ -250,12 +253,12 @@ def frontier(world: World, rng: np.random.Generator, repetitions: int, populatio
 
 def gains(rng: np.random.Generator, repetitions: int) -> None:
     """Intervals of hypervolume gains where runs are normal, those of A with standard deviation 1 in both quantities."""
-    for setting, apart, spread in NORMAL_RUNS:
+    for setting, apart, spread, corner in NORMAL_RUNS:
         for runs in (3, 10):
             ahead = apart / math.sqrt(runs)  # of a method's mean
             means = np.array([[0.0, 0.0], [ahead, -ahead]])
 
-            def once(tally: Tally, runs=runs, means=means, spread=spread) -> None:
+            def once(tally: Tally, runs=runs, means=means, spread=spread, corner=corner) -> None:
                 places = [
                     mean + sd * rng.normal(size=(runs, 2)) for mean, sd in zip(means, (1.0, spread), strict=True)
                 ]
@@ -263,6 +266,7 @@ def gains(rng: np.random.Generator, repetitions: int) -> None:
                     [Run(name, *map(float, row)) for name, rows in zip("AB", places, strict=True) for row in rows],
                     "reward",
                     "return",
+                    reference_point=corner,
                 )
                 tally.add("hypervolume gain", found.points[1].gain, true_gain(found, means, np.ones(2)))
 
