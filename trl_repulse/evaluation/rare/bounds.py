@@ -90,7 +90,7 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
             "positive weight, and a finite one if the proposal can draw it."
         )
     check_share("confidence", confidence)
-    log_w, log_w_target = log_w.double(), log_w_target.double()
+    log_w, log_w_target = log_w.detach().double(), log_w_target.detach().double()
     log_k = math.log(log_w.shape[-1])
     lower = log_w.logsumexp(dim=-1) - log_k  # (P, R)
     upper = torch.cat([log_w[..., :-1], log_w_target.unsqueeze(-1)], dim=-1).logsumexp(dim=-1) - log_k
@@ -112,7 +112,7 @@ def _bounds(
         margin = float(student.isf(tail, groups - 1)) * float(lower.std()) / math.sqrt(groups)
         if bool((lower != lower[0]).any()):
             # Farther out where a few groups are far below the rest, as with weights of 0
-            margin = max(margin, low - skewed_interval(lower[None].detach().cpu().numpy(), confidence)[0])
+            margin = max(margin, low - skewed_interval(lower[None].cpu().numpy(), confidence)[0])
         # A weight of 0 that no draw has shown may have a probability of 1 - tail ** (1 / draws), and takes this off log Z
         margin = max(margin, -math.log(tail) / (groups * size))
     # E[1 / mean weight] = 1 / Z with the draw from σ: near 0 where that hits what q misses, and bounded by what is seen
