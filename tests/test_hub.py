@@ -294,3 +294,14 @@ def test_the_example_pushes_what_it_measured(hub, tmp_path):
     assert "### Measured\n\nExact values" in card and f"{results['final']['log_prob_bad']:.4f}" in card
     assert not [name for name in policy.files if "proposal" in name]
     assert hub.repositories["me/out-proposal"].private
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
+def test_an_earlier_runs_second_models_stay(hub, push, trainer_cls, tmp_path):
+    for folder in ("out/proposal", "out/value", "out/checkpoint-2/proposal"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+    push(trainer_cls, hub_strategy="all_checkpoints")
+    files = hub.repositories["me/out"].files
+    assert "checkpoint-2/model.safetensors" in files
+    assert not [name for name in files if "proposal/" in name or "value/" in name]

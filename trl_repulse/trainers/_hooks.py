@@ -17,6 +17,7 @@ from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
+from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
 from ._resume import ResumedSampler, begin_checkpoint, check_settings, find_checkpoint, load_position, save_position
@@ -28,6 +29,7 @@ from ._trl_bridge import (
     without_generation_habits,
     without_lasting_changes,
 )
+from ._value import VALUE_FOLDER
 
 
 if TYPE_CHECKING:
@@ -83,10 +85,14 @@ class TrainerHooks:
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
-    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16)
+    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16).
+    # Second models are withheld whoever uploads: an earlier run of another trainer may have left one in the folder
     _withheld: tuple[str, ...] = tuple(
         prefix + name
-        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*")
+        for name in (
+            *(NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
+            *(f"{PROPOSAL_FOLDER}/*", f"{VALUE_FOLDER}/*"),
+        )
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's

@@ -35,7 +35,7 @@ from ._trl_bridge import (
     require_pinned,
     without_kl_in_loss,
 )
-from ._value import build_value_model, check_value_model, token_values
+from ._value import VALUE_FOLDER, build_value_model, check_value_model, token_values
 from .reinforce_trainer import RewardFunc
 from .second_model import SecondModel
 
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from peft import PeftConfig, PeftModel
-
-# Folder of the value model inside `output_dir` and inside each checkpoint, and prefix of its metrics.
-VALUE_FOLDER = "value"
 
 
 class _HoldPolicy(TrainerCallback):
@@ -122,7 +119,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             }"""),
     }
     _config_cls = PPOConfig
-    _withheld = (*TrainerHooks._withheld, *RESUME_STATE, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
+    _withheld = (*TrainerHooks._withheld, *RESUME_STATE)
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
-    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
+    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE)
 
     def __init__(
         self,
