@@ -17,6 +17,7 @@ from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
+from ._peft_bridge import adapters_kept
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
@@ -162,6 +163,10 @@ class TrainerHooks:
         _fsdp.start_scaler(self.accelerator)
         super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with adapters_kept(self.model if model is None else model):  # a second model's is not the policy's
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _save_second_model(self, checkpoint: Path) -> None:
         """Writes what goes on training a second model, beside the weights that `save_model` writes."""
 
@@ -224,7 +229,8 @@ class TrainerHooks:
         self.add_callback(_WeightsChanged(self.vllm_generation))
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()
+        with adapters_kept(self.model):
+            super()._load_best_model()
         if self.use_vllm:
             self.vllm_generation.changed()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
@@ -164,7 +165,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
         if value_is_adapter and quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
-        # Before TRL wraps or patches the policy
+        # Before TRL wraps or patches the policy; a new adapter is drawn from the seed, as TRL draws the policy's
+        set_seed(args.seed)
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
         with self._engine_fits(args, model, [peft_config]):
             super().__init__(

@@ -25,7 +25,7 @@ from ..rewards.transforms import (
 from ._cards import write_proposal_card
 from ._hooks import RESUME_STATE
 from ._hub import ProposalUploads
-from ._peft_bridge import BaseView, adapters_kept
+from ._peft_bridge import BaseView
 from ._proposal import (
     PROPOSAL_FOLDER,
     UpdateProposalAfterPolicy,
@@ -462,10 +462,6 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
                 self.proposal.load_checkpoint(self, folder)
         return prepared
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with adapters_kept(self.model if model is None else model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.proposal is not None:
             folder = Path(output_dir or self.args.output_dir) / PROPOSAL_FOLDER
@@ -487,7 +483,6 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
-        with adapters_kept(self.model):
-            super()._load_best_model()
+        super()._load_best_model()
         if self.proposal is not None:
             self.proposal.load_checkpoint(self, Path(self.state.best_model_checkpoint) / PROPOSAL_FOLDER)
