@@ -376,14 +376,18 @@ def test_other_data_or_another_proposal_are_refused(run, make, tmp_path, prompts
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_of_weights_alone(run, tmp_path, caplog):
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_checkpoint_of_weights_alone(run, tmp_path, caplog, earlier):
+    if earlier:  # its state is not that of the weights to come
+        run("an update a generation", "run", max_steps=2, seed=1)
     run("an update a generation", "run", save_only_model=True, max_steps=2)
     folder = tmp_path / "run" / "checkpoint-2"
     names = {path.name for path in folder.iterdir()} | {
         f"proposal/{path.name}" for path in (folder / "proposal").iterdir()
     }
     assert {"model.safetensors", "proposal/model.safetensors"} <= names
-    assert not [name for name in names if name.startswith(("position", "optimizer", "proposal/optimizer"))]
+    state = ("position", "optimizer", "scheduler", "rng_state", "proposal/optimizer")
+    assert not [name for name in names if name.startswith(state)]
     with caplog.at_level(logging.WARNING):
         trainer = run("an update a generation", "run", resume=True, max_steps=3)
     assert trainer.state.global_step == 3 and "does not say where in its data the run was" in caplog.text

@@ -21,7 +21,14 @@ from ._peft_bridge import adapters_kept
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
-from ._resume import ResumedSampler, begin_checkpoint, check_settings, find_checkpoint, load_position, save_position
+from ._resume import (
+    ResumedSampler,
+    begin_checkpoint,
+    check_settings,
+    find_checkpoint,
+    load_position,
+    save_position,
+)
 from ._rewards import all_with_checks
 from ._trl_bridge import (
     disable_dropout,
@@ -39,10 +46,6 @@ if TYPE_CHECKING:
     from ..generation import VLLMGenerator
 
 logger = get_logger(__name__)
-
-# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
-# which is withheld too, nothing can be resumed.
-RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
 
 
 def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:

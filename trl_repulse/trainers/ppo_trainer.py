@@ -27,9 +27,10 @@ from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
-from ._hooks import RESUME_STATE, TrainerHooks, transform_rewards
+from ._hooks import TrainerHooks, transform_rewards
 from ._proposal import adapter_config
 from ._records import append_negatives
+from ._resume import RESUME_STATE
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,

@@ -23,7 +23,6 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
-from ._hooks import RESUME_STATE
 from ._hub import ProposalUploads
 from ._peft_bridge import BaseView
 from ._proposal import (
@@ -38,6 +37,7 @@ from ._proposal import (
     starting_point,
 )
 from ._records import log_importance, new_logs, record_samples, show_completions
+from ._resume import RESUME_STATE
 from ._trl_bridge import no_reference_built, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
 from .second_adapter import SecondAdapter
