@@ -296,6 +296,22 @@ def test_the_example_pushes_what_it_measured(hub, tmp_path):
     assert hub.repositories["me/out-proposal"].private
 
 
+def test_a_folder_of_prompts_and_a_resumed_run_on_the_card(hub, tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "reinforce.py"))
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "train.jsonl").write_text('{"prompt": "the "}\n')
+    flags = ["--output_dir", str(tmp_path / "out"), "--max_completion_length", "1", "--save_strategy", "steps"]
+    flags += ["--save_steps", "1", "--dataset_name", str(tmp_path / "prompts"), "--hub_model_id", "me/out"]
+    flags += ["--push_to_hub", "true"]
+    script["main"]([*flags, "--max_steps", "1"])
+    first = hub.repositories["me/out"].files["README.md"].decode()
+    script["main"]([*flags, "--max_steps", "2", "--resume_from_checkpoint", "true"])
+    second = hub.repositories["me/out"].files["README.md"].decode()
+    assert "followed, at the start and at the end" in first
+    assert "followed, at update 1, where training was resumed, and at the end" in second
+    assert str(tmp_path) not in first + second
+
+
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
 def test_an_earlier_runs_second_models_stay(hub, push, trainer_cls, tmp_path):
     for folder in ("out/proposal", "out/value", "out/checkpoint-2/proposal"):
