@@ -257,6 +257,17 @@ def test_trackios_copy_of_the_completions_is_refused():
         RePULSeConfig(**(settings | remedy))
 
 
+def test_trackios_copy_is_refused_where_the_policy_is_pushed_by_hand(hub, make):
+    trainer = make(log_completions=True, hub_model_id="me/out", hub_token="hf_secret")
+    trainer.args.report_to = ["trackio"]
+    with pytest.raises(ValueError, match="trackio_static_space_id=False"):
+        trainer.push_to_hub()
+    assert not hub.repositories
+    trainer.args.trackio_static_space_id = False
+    trainer.push_to_hub()
+    assert set(hub.repositories) == {"me/out"}
+
+
 def test_the_policys_card(push, tmp_path, monkeypatch):
     push(hub_strategy="end")
     card = ModelCard.load(tmp_path / "out" / "README.md")
