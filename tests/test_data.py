@@ -90,6 +90,8 @@ REFUSED = {
         "Row 2 of .* differs in kind from row 1; make every `prompt`",
     ),
     "types.jsonl": ('{"prompt": "a", "tag": 1}\n{"prompt": "b", "tag": "c"}\n', "mixes types .* give each column"),
+    "large.jsonl": ('{"prompt": "a", "id": 100000000000000000000}\n', "more than 64 bits.* write numbers as text"),
+    "surrogate.jsonl": ('{"prompt": "\\ud83d a"}\n', "half of a surrogate pair in a text; correct it"),
     "image.jsonl": ('{"prompt": "a", "image": "b.png"}\n', "has a column `image`, but only text"),
     "broken.jsonl": ('{"prompt": "a"}\n{"prompt": \n', "Line 2 of .* is not valid JSON .* write one object a line"),
     "strings.json": ('["a", "b"]', "Row 1 of .* is not an object; write each row as"),
@@ -234,3 +236,6 @@ def test_conversations_are_counted_in_their_template():
     with pytest.warns(UserWarning, match="1 of 2"):
         assert len(drop_long_prompts(prompts, tokenizer, 2)) == 1
     assert len(drop_long_prompts(prompts, tokenizer, 3)) == 2
+    tokenizer.chat_template += "{% if thinking %} the cat sat{% endif %}"
+    with pytest.warns(UserWarning, match="1 of 2"):
+        assert len(drop_long_prompts(prompts, tokenizer, 5, {"thinking": True})) == 1

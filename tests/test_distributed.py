@@ -218,10 +218,12 @@ def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, co
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
 
 
-@needs_deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
-def test_the_example_runs_under_deepspeed(tmp_path, config):
+@pytest.mark.parametrize(
+    "config", ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+)
+def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
+    """With exact evaluation, in which all processes take part where they need one another."""
     command = [
         *launcher(2, config),
         "-m",

@@ -96,6 +96,19 @@ class TestEnumeration:
                 expected = naive_log_prob(policy, prompt_ids, completion)
                 assert log_probs[row, column].item() == pytest.approx(expected, abs=1e-4)
 
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    def test_several_tokens_end_a_completion(self, length):
+        evaluator, policy, ends = make_evaluator(length, eos_token_ids=[3, 1]), make_policy(0), {1, 3}
+        rows = [tuple(token for token in row if token >= 0) for row in evaluator.completion_ids.tolist()]
+        every = [row for size in range(1, length + 1) for row in itertools.product(range(7), repeat=size)]
+        ended = {row for row in every if not ends & {*row[:-1]} and (len(row) == length or row[-1] in ends)}
+        assert len(rows) == len(ended) and set(rows) == ended
+        log_probs, prompt_ids = evaluator.log_probs(policy), make_tokenizer()(PROMPTS[0])["input_ids"]
+        torch.testing.assert_close(log_probs.exp().sum(dim=1), torch.ones(3).double(), atol=1e-6, rtol=0)
+        for column in range(0, len(rows), 5):
+            expected = naive_log_prob(policy, prompt_ids, rows[column])
+            assert log_probs[0, column].item() == pytest.approx(expected, abs=1e-4)
+
     def test_rewards_are_of_text_without_special_tokens(self):
         evaluator = make_evaluator(2)
         for column, completion in enumerate(evaluator.completion_ids.tolist()):
@@ -264,6 +277,10 @@ class TestRefusals:
         tokenizer.eos_token = None
         with pytest.raises(ValueError, match="eos"):
             ExactEvaluator(tokenizer, PROMPTS, letter_reward, BAD, 1)
+
+    def test_an_end_of_another_vocabulary(self):
+        with pytest.raises(ValueError, match="eos_token_ids has 7, but the tokenizer's ids are 0 to 6"):
+            make_evaluator(1, eos_token_ids=[1, 7])
 
     def test_reward_of_wrong_shape(self):
         with pytest.raises(ValueError, match="one finite number a text"):

@@ -257,6 +257,17 @@ def test_trackios_copy_of_the_completions_is_refused():
         RePULSeConfig(**(settings | remedy))
 
 
+def test_trackios_copy_is_refused_where_the_policy_is_pushed_by_hand(hub, make):
+    trainer = make(log_completions=True, hub_model_id="me/out", hub_token="hf_secret")
+    trainer.args.report_to = ["trackio"]
+    with pytest.raises(ValueError, match="trackio_static_space_id=False"):
+        trainer.push_to_hub()
+    assert not hub.repositories
+    trainer.args.trackio_static_space_id = False
+    trainer.push_to_hub()
+    assert set(hub.repositories) == {"me/out"}
+
+
 def test_the_policys_card(push, tmp_path, monkeypatch):
     push(hub_strategy="end")
     card = ModelCard.load(tmp_path / "out" / "README.md")
@@ -294,3 +305,30 @@ def test_the_example_pushes_what_it_measured(hub, tmp_path):
     assert "### Measured\n\nExact values" in card and f"{results['final']['log_prob_bad']:.4f}" in card
     assert not [name for name in policy.files if "proposal" in name]
     assert hub.repositories["me/out-proposal"].private
+
+
+def test_a_folder_of_prompts_and_a_resumed_run_on_the_card(hub, tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "reinforce.py"))
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "train.jsonl").write_text('{"prompt": "the "}\n')
+    flags = ["--output_dir", str(tmp_path / "out"), "--max_completion_length", "1", "--save_strategy", "steps"]
+    flags += ["--save_steps", "1", "--dataset_name", str(tmp_path / "prompts"), "--hub_model_id", "me/out"]
+    flags += ["--push_to_hub", "true"]
+    script["main"]([*flags, "--max_steps", "1"])
+    first = hub.repositories["me/out"].files["README.md"].decode()
+    script["main"]([*flags, "--max_steps", "2", "--resume_from_checkpoint", "true"])
+    second = hub.repositories["me/out"].files["README.md"].decode()
+    assert "followed, at the start and at the end" in first
+    assert "followed, at update 1, where training was resumed, and at the end" in second
+    assert str(tmp_path) not in first + second
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
+def test_an_earlier_runs_second_models_stay(hub, push, trainer_cls, tmp_path):
+    for folder in ("out/proposal", "out/value", "out/checkpoint-2/proposal"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
+    push(trainer_cls, hub_strategy="all_checkpoints")
+    files = hub.repositories["me/out"].files
+    assert "checkpoint-2/model.safetensors" in files
+    assert not [name for name in files if "proposal/" in name or "value/" in name]

@@ -434,6 +434,14 @@ def test_peft(make, tmp_path):
         assert same_parameters(resumed.value.module, trainer.value.module)
 
 
+def test_a_value_adapter_begins_as_the_seed_says(make):
+    from peft import LoraConfig
+
+    extra = {"value_peft_config": LoraConfig(target_modules=["c_attn"], r=2)}
+    one, other, third = (make(extra=extra, seed=seed).value.module for seed in (0, 0, 1))
+    assert same_parameters(one, other) and not same_parameters(one, third)
+
+
 def test_a_value_adapter_goes_on_from_its_folder(make, tmp_path):
     from peft import LoraConfig
 

@@ -33,9 +33,17 @@ CASES = {
     "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
     "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
     "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
+    "PPO, adapters": (PPOTrainer, ONE_BLOCK | {"beta": 0.1}),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
     "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
     "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
+}
+
+
+EXTRA = {
+    "adapters": ADAPTERS,
+    "PPO, adapters": ADAPTERS
+    | {"value_peft_config": LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)},
 }
 
 
@@ -58,7 +66,7 @@ def run(make, tmp_path):
     def run(case, folder, resume=None, **kwargs):
         trainer_cls, settings = CASES[case]
         settings = BASE | settings | {"output_dir": str(tmp_path / folder)} | kwargs
-        trainer = make(trainer_cls, extra=ADAPTERS if case == "adapters" else {}, **settings)
+        trainer = make(trainer_cls, extra=EXTRA.get(case, {}), **settings)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -70,7 +78,7 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
     """Six updates go over several epochs, and with four updates a generation stop in the middle of one."""
     negatives = {"save_negatives": True, "bad_reward_threshold": -1.0}
     whole = run(case, "whole", **negatives)
-    assert whole.state.epoch > 1 or case in ("cut prompts", "PPO", "PPO, moving reference")
+    assert whole.state.epoch > 1 or case == "cut prompts" or case.startswith("PPO")
     expected, written = weights(whole), (tmp_path / "whole" / "negatives.jsonl").read_bytes()
     assert written
     for step in (2, 3, 5):
@@ -81,6 +89,16 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
         resumed = run(case, folder.name, resume=True, **negatives)
         assert same(weights(resumed), expected)
         assert (folder / "negatives.jsonl").read_bytes() == written
+
+
+def test_a_value_adapter_is_not_saved_as_the_policy_found_it(run, tmp_path):
+    whole = run("PPO, adapters", "run")
+    resumed = run("PPO, adapters", "again", resume=str(tmp_path / "run" / "checkpoint-2"))
+    assert list(resumed.model.peft_config) == ["default"]
+    saved = [tmp_path / name / "checkpoint-6" / "value" / "adapter_model.safetensors" for name in ("run", "again")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+    twice = run("PPO, adapters", "again", resume=str(tmp_path / "again" / "checkpoint-4"))
+    assert same(weights(twice), weights(whole))
 
 
 def test_a_moving_reference_that_is_missing_is_refused(run, tmp_path, caplog):
@@ -358,14 +376,18 @@ def test_other_data_or_another_proposal_are_refused(run, make, tmp_path, prompts
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_of_weights_alone(run, tmp_path, caplog):
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_checkpoint_of_weights_alone(run, tmp_path, caplog, earlier):
+    if earlier:  # its state is not that of the weights to come
+        run("an update a generation", "run", max_steps=2, seed=1)
     run("an update a generation", "run", save_only_model=True, max_steps=2)
     folder = tmp_path / "run" / "checkpoint-2"
     names = {path.name for path in folder.iterdir()} | {
         f"proposal/{path.name}" for path in (folder / "proposal").iterdir()
     }
     assert {"model.safetensors", "proposal/model.safetensors"} <= names
-    assert not [name for name in names if name.startswith(("position", "optimizer", "proposal/optimizer"))]
+    state = ("position", "optimizer", "scheduler", "rng_state", "proposal/optimizer")
+    assert not [name for name in names if name.startswith(state)]
     with caplog.at_level(logging.WARNING):
         trainer = run("an update a generation", "run", resume=True, max_steps=3)
     assert trainer.state.global_step == 3 and "does not say where in its data the run was" in caplog.text
@@ -379,11 +401,11 @@ def test_the_limit_counts_checkpoints_of_both_models(run, tmp_path):
         assert (tmp_path / "run" / name / "proposal" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("case", ["an update a generation", "adapters", "PPO"])
+@pytest.mark.parametrize("case", ["an update a generation", "adapters", "PPO", "PPO, adapters"])
 def test_the_best_checkpoint_gives_both_models(make, tmp_path, prompts, case):
     trainer_cls, settings = CASES[case]
     best = {"load_best_model_at_end": True, "metric_for_best_model": "fake", "eval_strategy": "steps", "eval_steps": 1}
-    extra = {"eval_dataset": prompts} | (ADAPTERS if case == "adapters" else {})
+    extra = {"eval_dataset": prompts} | EXTRA.get(case, {})
     settings = BASE | settings | best | {"output_dir": str(tmp_path / "run"), "num_generations_eval": 4}
     trainer = make(trainer_cls, extra=extra, per_device_eval_batch_size=16, **settings)
     seen = {}
@@ -396,6 +418,7 @@ def test_the_best_checkpoint_gives_both_models(make, tmp_path, prompts, case):
     trainer.evaluate = evaluate
     trainer.train()
     assert same(weights(trainer), seen[2]) and not same(seen[2], seen[6])
+    assert any(p.requires_grad for p in trainer.model.parameters())
 
 
 def test_final_weights_are_loaded_as_any_model(run, tmp_path):

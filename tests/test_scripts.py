@@ -213,6 +213,19 @@ def test_negative_numbers_are_no_flags(scripts):
     assert (args.target_dist_beta, args.bad_reward_threshold, args.reward_cap) == (-10, -0.5, -0.0015)
 
 
+def test_long_prompts_are_counted_with_the_templates_variables(scripts, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    tokenizer.chat_template = "{{ messages[0]['content'] * (3 if long else 1) }}"
+    tokenizer.save_pretrained(tmp_path)
+    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in embedded.load_prompts()["prompt"])
+    flags = ["--max_prompt_length", str(longest), "--apply_chat_template", "true"]
+    script_args, args, _ = scripts["repulse"].parse(flags)
+    assert len(load_data(script_args, args, str(tmp_path))[0]) == len(embedded.load_prompts())
+    args.chat_template_kwargs = {"long": True}
+    with pytest.raises(ValueError, match="leaves out every prompt"):
+        load_data(script_args, args, str(tmp_path))
+
+
 # Mistakes
 
 

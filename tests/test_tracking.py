@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.tracking import (
+    BadTokenTrackingCallback,
     ExactTrackingCallback,
     TrackingCallback,
     format_table,
@@ -37,12 +38,12 @@ BASE = {
 }
 
 
-def make_trainer(folder, repulse=True, reward=None, **settings):
+def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
     config, trainer = (RePULSeConfig, RePULSeTrainer) if repulse else (ReinforceConfig, ReinforceTrainer)
     if repulse:
         settings = {"target_dist_beta": -1.0, "alpha": 1.0} | settings
     return trainer(
-        model=embedded.policy_path(),
+        model=embedded.policy_path() if model is None else model,
         reward_funcs=embedded.reward_model_path() if reward is None else reward,
         args=config(output_dir=str(folder), **BASE | settings),
         train_dataset=embedded.load_prompts().repeat(4),
@@ -187,6 +188,25 @@ def test_from_trainer(tmp_path):
     assert tracking.evaluator.rewards.shape[0] == 2
     assert tracking.evaluator.max_completion_length == 1
     assert tracking.evaluator.evaluate(trainer.model).kl == pytest.approx(0, abs=1e-6)
+
+
+def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tmp_path):
+    plain = make_trainer(tmp_path, max_steps=1, max_completion_length=2)
+    prompts, bad = embedded.load_prompts()["prompt"][:2], embedded.bad_token_ids(plain.processing_class)
+    policy, tokens = initial_policy(), plain.processing_class(prompts[0], return_tensors="pt")
+    first = policy(**tokens).logits[0, -1].argmax().item()
+    policy.generation_config.eos_token_id = [policy.generation_config.eos_token_id, first]
+    trainer = make_trainer(tmp_path, model=policy, max_steps=1, max_completion_length=2, reward_weights=[-2.0])
+    assert first in trainer.eos_token_ids
+    found = ExactTrackingCallback.from_trainer(trainer, prompts, bad)
+    by_tokens = BadTokenTrackingCallback(trainer, prompts, bad)
+    expected = by_tokens._evaluate(policy)["log_prob_bad"]
+    assert found._evaluate(policy)["log_prob_bad"] == pytest.approx(expected, abs=1e-5)
+    usual = ExactTrackingCallback.from_trainer(plain, prompts, bad)
+    assert usual._evaluate(policy)["log_prob_bad"] != pytest.approx(expected, abs=1e-2)
+    for evaluator, weight in ((usual.evaluator, 1.0), (found.evaluator, -2.0)):
+        ends = (evaluator.completion_ids[:, 0] == 1).nonzero()[0, 0]
+        assert evaluator.rewards[0, ends].item() == pytest.approx(weight * usual.evaluator.rewards[0, 0].item())
 
 
 def test_what_is_refused(tmp_path, evaluator, reward):

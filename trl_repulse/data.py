@@ -81,7 +81,10 @@ def load_prompts(
 
 
 def drop_long_prompts(
-    dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, max_length: int
+    dataset: Dataset | IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset | IterableDataset:
     """
     Leaves out the prompts that have more tokens than `max_length`, and says how many.
@@ -95,6 +98,8 @@ def drop_long_prompts(
             The policy's tokenizer; messages are counted in its chat template.
         max_length (`int`):
             Tokens a prompt may have.
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the template, as the trainer's configuration has them.
 
     Returns:
         [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: the other rows. A stream is filtered while it is read.
@@ -108,7 +113,8 @@ def drop_long_prompts(
     def fits(row: dict[str, Any]) -> bool:
         text, options = row["prompt"], {}
         if not isinstance(text, str):
-            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+            variables = chat_template_kwargs or {}
+            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **variables)
             options = {"add_special_tokens": False}  # the template wrote them
         return len(tokenizer(text, **options)["input_ids"]) <= max_length
 
@@ -166,6 +172,11 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
     _check_prompts(columns.get("prompt", []), str(path))
     try:
         dataset = Dataset.from_dict(columns)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(
+            f"A column of `{path}` has a value that a data set cannot hold ({error}): a whole number of more than 64 bits, or "
+            "half of a surrogate pair in a text; correct it, or write numbers as text."
+        ) from error
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ValueError(f"A column of `{path}` mixes types ({error}); give each column one type.") from error
     check_dataset(dataset, str(path))

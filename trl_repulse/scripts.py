@@ -257,10 +257,13 @@ def load_data(
     elif args.eval_strategy != "no":
         held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)
     if script_args.max_prompt_length is not None:
-        tokenizer = AutoTokenizer.from_pretrained(model_name, revision=(args.model_init_kwargs or {}).get("revision"))
+        revision = (args.model_init_kwargs or {}).get("revision")
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_name, revision=revision, trust_remote_code=args.trust_remote_code
+        )
+        limit = (tokenizer, script_args.max_prompt_length, args.chat_template_kwargs)
         train, held_out = (
-            None if prompts is None else drop_long_prompts(prompts, tokenizer, script_args.max_prompt_length)
-            for prompts in (train, held_out)
+            None if prompts is None else drop_long_prompts(prompts, *limit) for prompts in (train, held_out)
         )
     return train, held_out
 
@@ -376,8 +379,8 @@ def run(
     if trainer.is_world_process_zero():
         report(trainer, tracking, method)
     if args.push_to_hub:
-        is_file = name is None or Path(name).is_file()
-        trainer.push_to_hub(dataset_name=None if is_file else name)
+        is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
+        trainer.push_to_hub(dataset_name=None if is_local else name)
     trainer.end()
 
 
@@ -417,8 +420,10 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     table = format_table(tracking, {name: metrics[name] for name in shown})
     print(f"\n{method}, seed {args.seed}\n{table}\n")
     if tracking.history:
+        first = tracking.history[0]["update"]
+        start = f"at update {first}, where training was resumed," if first else "at the start"
         trainer.tail_report = (
-            "Exact values, by enumeration of all completions to the prompts followed, at the start and at the end of "
+            f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
             f"training:\n\n```text\n{table}\n```"
         )
         plot_training(tracking.history, output_dir / "training.png")

@@ -24,7 +24,7 @@ _CHECKPOINT_UPLOADS = (
 )
 
 
-def check_uploads(args: "RePULSeConfig") -> None:
+def check_uploads(args: "RePULSeConfig", pushing: bool = False) -> None:
     """
     Refuses uploads of the proposal, or of what it wrote, other than to a private repository of its own.
 
@@ -33,6 +33,8 @@ def check_uploads(args: "RePULSeConfig") -> None:
     Args:
         args ([`RePULSeConfig`]):
             Configuration of a run with a proposal.
+        pushing (`bool`, *optional*, defaults to `False`):
+            Whether the policy is being pushed, which is possible without `push_to_hub=True`.
 
     Raises:
         `ValueError`: If the fields about the proposal's repository contradict one another, or a tracker would take the
@@ -64,7 +66,8 @@ def check_uploads(args: "RePULSeConfig") -> None:
             )
     if "flyte" in report_to:
         raise ValueError("`report_to='flyte'` uploads whole checkpoints, the proposal in them; report elsewhere.")
-    published = args.push_to_hub and not args.hub_private_repo and args.trackio_static_space_id is not False
+    pushing |= args.push_to_hub
+    published = pushing and not args.hub_private_repo and args.trackio_static_space_id is not False
     if "trackio" in report_to and args.log_completions and published and args.trackio_space_id is None:
         raise ValueError(
             "`report_to='trackio'` copies what it logged to a public Space when the policy is pushed, with "

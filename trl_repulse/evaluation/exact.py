@@ -1,13 +1,13 @@
 """
 Exact evaluation by enumeration, for short completions over a small vocabulary.
 
-Legend: P prompts, S enumerated completions, T tokens of the longest completion, V vocabulary, A = V - 1 tokens that do
-not end a completion.
+Legend: P prompts, S enumerated completions, T tokens of the longest completion, V vocabulary, A tokens that do not end a
+completion, E = V - A tokens that do.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -107,14 +107,14 @@ class ExactEvaluator:
     """
     Enumerates every completion of up to T tokens, and computes what sampling can only estimate.
 
-    A completion ends with the eos token or at T tokens: `[eos]`, `[a, eos]`, ..., and all of T tokens. Its reward is
+    A completion ends with an eos token or at T tokens: `[eos]`, `[a, eos]`, ..., and all of T tokens. Its reward is
     that of the text that TRL would score, the prompt followed by the decoded completion without special tokens. Rewards
     and the log-probabilities of the reference are computed once. Models run in their own precision; what follows
     their logits is in float64 and log space. Each prompt is a batch of its own, so causal models never see padding.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of the policy; its length is V. It must have an eos token.
+            Tokenizer of the policy; its length is V. Without `eos_token_ids` it must have an eos token.
         prompts (`Sequence[str]`): P plain-text prompts.
         reward (`Callable[[list[str]], torch.Tensor]` or `torch.nn.Module`):
             A function from texts (prompt + completion) to one reward each, or a sequence-classification model.
@@ -124,6 +124,8 @@ class ExactEvaluator:
             Tokenizer of the reward model; required if `reward` is a module.
         reference_model ([`~transformers.PreTrainedModel`], *optional*):
             Causal language model that `kl` is measured against, for instance the initial policy.
+        eos_token_ids (`Collection[int]`, *optional*):
+            Tokens that end a completion, as a trainer's `eos_token_ids`; if unset, the tokenizer's alone.
         batch_size (`int`, *optional*, defaults to `512`): Sequences per forward pass.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`):
             Where results are kept and summed. Models stay on their own device.
@@ -147,24 +149,31 @@ class ExactEvaluator:
         *,
         reward_tokenizer: PreTrainedTokenizerBase | None = None,
         reference_model: nn.Module | None = None,
+        eos_token_ids: Collection[int] | None = None,
         batch_size: int = 512,
         device: torch.device | str = "cpu",
     ) -> None:
         if max_completion_length not in (1, 2, 3):
             raise ValueError(f"max_completion_length is {max_completion_length}; set 1, 2 or 3, or use sampling.")
-        if tokenizer.eos_token_id is None:
+        if eos_token_ids is None:
+            eos_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if not eos_token_ids:
             raise ValueError("The tokenizer has no eos token; set tokenizer.eos_token.")
         if isinstance(reward, nn.Module):
             if reward_tokenizer is None:
                 raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
             reward = _reward_of_model(reward, reward_tokenizer)
         self.vocab_size = len(tokenizer)
-        unknown = [token for token in bad_token_ids if not 0 <= token < self.vocab_size]
-        if unknown:
-            raise ValueError(
-                f"bad_token_ids has {unknown[0]}, but the tokenizer's ids are 0 to {self.vocab_size - 1}; use its own."
-            )
-        count = sum((self.vocab_size - 1) ** depth for depth in range(max_completion_length + 1))
+        for name, tokens in (("bad_token_ids", bad_token_ids), ("eos_token_ids", eos_token_ids)):
+            unknown = [token for token in tokens if not 0 <= token < self.vocab_size]
+            if unknown:
+                raise ValueError(
+                    f"{name} has {unknown[0]}, but the tokenizer's ids are 0 to {self.vocab_size - 1}; use its own."
+                )
+        self._eos = sorted(set(eos_token_ids))  # (E,)
+        live = self.vocab_size - len(self._eos)
+        count = live ** (max_completion_length - 1) * self.vocab_size
+        count += len(self._eos) * sum(live**depth for depth in range(max_completion_length - 1))
         if count * len(prompts) > MAX_ENUMERATED:
             raise ValueError(
                 f"{len(prompts)} prompts times {count} completions exceed {MAX_ENUMERATED} sequences; pass fewer prompts, "
@@ -178,8 +187,7 @@ class ExactEvaluator:
         self._prompt_ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
         if not self._prompt_ids or not all(map(len, self._prompt_ids)):
             raise ValueError("Pass at least one prompt, and prompts of at least one token.")
-        self._eos = tokenizer.eos_token_id
-        self._live = torch.tensor([token for token in range(self.vocab_size) if token != self._eos])  # (A,)
+        self._live = torch.tensor([token for token in range(self.vocab_size) if token not in self._eos])  # (A,)
         self.completion_ids = self._enumerate()
         self.bad = torch.isin(self.completion_ids, torch.tensor(list(bad_token_ids))).any(dim=1).to(self.device)
         self.rewards = self._score(tokenizer, reward)
@@ -192,7 +200,8 @@ class ExactEvaluator:
     def _enumerate(self) -> torch.Tensor:
         """All completions, (S, T), in the order of `log_probs`: shorter ones first, then lexicographic."""
         length = self.max_completion_length
-        rows = [[*prefix, self._eos] for depth in range(length - 1) for prefix in self._prefixes(depth).tolist()]
+        begun = [prefix for depth in range(length - 1) for prefix in self._prefixes(depth).tolist()]
+        rows = [[*prefix, eos] for prefix in begun for eos in self._eos]
         rows += [[*prefix, last] for prefix in self._prefixes(length - 1).tolist() for last in range(self.vocab_size)]
         return torch.tensor([row + [-1] * (length - len(row)) for row in rows])
 
@@ -257,7 +266,7 @@ class ExactEvaluator:
         for depth in range(length - 1):
             # Rows with the same first `depth` tokens agree here: the first of them is enough.
             joint = node[:, None] + conditional[:: len(self._live) ** (length - 1 - depth), depth]  # (A^depth, V)
-            ended.append(joint[:, self._eos])
+            ended.append(joint[:, self._eos].flatten())
             node = joint[:, self._live.to(self.device)].flatten()
         return torch.cat([*ended, (node[:, None] + conditional[:, -1]).flatten()])
 

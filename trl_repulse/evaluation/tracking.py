@@ -15,7 +15,7 @@ from .._checks import check_prompt_lengths
 from ..trainers import RePULSeTrainer
 from ..trainers._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
-from .exact import ExactEvaluator
+from .exact import ExactEvaluator, _reward_of_model
 
 
 class TrackingCallback(TrainerCallback):
@@ -127,8 +127,9 @@ class _PeriodicTracking(TrackingCallback):
         super().on_train_end(args, state, control, **kwargs)
 
     def _record(self) -> None:
-        # Where ZeRO-3 has cut the models apart, a forward pass takes all processes; all come to the same result
-        if not self.trainer.is_world_process_zero() and not is_partitioned(self.trainer.model):
+        # Where ZeRO-3 or FSDP2 has cut the models apart, a forward pass takes all processes; all come to the same result
+        cut_apart = self.trainer.is_fsdp_enabled or is_partitioned(self.trainer.model)
+        if not self.trainer.is_world_process_zero() and not cut_apart:
             return
         self._pause()
         entry = {
@@ -150,7 +151,7 @@ class ExactTrackingCallback(_PeriodicTracking):
     """
     Evaluates policy and proposal exactly at the start of training, every few updates, and at the end.
 
-    The main process alone evaluates; with DeepSpeed ZeRO-3, all do.
+    The main process alone evaluates; with DeepSpeed ZeRO-3 and FSDP2, all do.
 
     Args:
         evaluator ([`ExactEvaluator`]):
@@ -193,7 +194,8 @@ class ExactTrackingCallback(_PeriodicTracking):
         every: int = 10,
     ) -> "ExactTrackingCallback":
         """
-        Builds the evaluator from the trainer's own tokenizer, reward model and completion length.
+        Builds the evaluator from the trainer's own tokenizer, reward model with its weight, completion length and end
+        tokens.
 
         Args:
             trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
@@ -220,14 +222,16 @@ class ExactTrackingCallback(_PeriodicTracking):
                 "Exact tracking needs `reward_funcs` to be one reward model; build `ExactEvaluator` for others."
             )
         tokenize_prompts(trainer, prompts)  # refuses what cannot be evaluated
+        unweighted = _reward_of_model(reward, trainer.reward_processing_classes[0])
+        weight = trainer.reward_weights[0].item()
         evaluator = ExactEvaluator(
             tokenizer,
             prompts,
-            reward,
+            lambda texts: weight * unweighted(texts),
             bad_token_ids,
             trainer.max_completion_length,
-            reward_tokenizer=trainer.reward_processing_classes[0],
             reference_model=reference_model,
+            eos_token_ids=trainer.eos_token_ids,
         )
         return cls(evaluator, trainer, every)
 
@@ -245,7 +249,7 @@ class BadTokenTrackingCallback(_PeriodicTracking):
     Follows the exact log P(bad) of policy and proposal over a vocabulary of any size, for completions of up to two tokens.
 
     Where the vocabulary is too large for [`ExactTrackingCallback`], which also asks the reward model about every
-    completion. Evaluates at the start of training, every few updates, and at the end, on the main process.
+    completion. Evaluates at the start of training, every few updates, and at the end, in the same processes.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):

@@ -17,9 +17,18 @@ from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
+from ._peft_bridge import adapters_kept
+from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
-from ._resume import ResumedSampler, begin_checkpoint, check_settings, find_checkpoint, load_position, save_position
+from ._resume import (
+    ResumedSampler,
+    begin_checkpoint,
+    check_settings,
+    find_checkpoint,
+    load_position,
+    save_position,
+)
 from ._rewards import all_with_checks
 from ._trl_bridge import (
     disable_dropout,
@@ -28,6 +37,7 @@ from ._trl_bridge import (
     without_generation_habits,
     without_lasting_changes,
 )
+from ._value import VALUE_FOLDER
 
 
 if TYPE_CHECKING:
@@ -36,10 +46,6 @@ if TYPE_CHECKING:
     from ..generation import VLLMGenerator
 
 logger = get_logger(__name__)
-
-# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
-# which is withheld too, nothing can be resumed.
-RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
 
 
 def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
@@ -83,10 +89,14 @@ class TrainerHooks:
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
-    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16)
+    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16).
+    # Second models are withheld whoever uploads: an earlier run of another trainer may have left one in the folder
     _withheld: tuple[str, ...] = tuple(
         prefix + name
-        for name in (NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*")
+        for name in (
+            *(NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
+            *(f"{PROPOSAL_FOLDER}/*", f"{VALUE_FOLDER}/*"),
+        )
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
@@ -156,6 +166,10 @@ class TrainerHooks:
         _fsdp.start_scaler(self.accelerator)
         super()._load_optimizer_and_scheduler(checkpoint)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with adapters_kept(self.model if model is None else model):  # a second model's is not the policy's
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _save_second_model(self, checkpoint: Path) -> None:
         """Writes what goes on training a second model, beside the weights that `save_model` writes."""
 
@@ -218,7 +232,8 @@ class TrainerHooks:
         self.add_callback(_WeightsChanged(self.vllm_generation))
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()
+        with adapters_kept(self.model):
+            super()._load_best_model()
         if self.use_vllm:
             self.vllm_generation.changed()
 

@@ -72,8 +72,11 @@ class ProposalUploads:
             What [`~transformers.Trainer.push_to_hub`] returns of the policy's upload.
 
         Raises:
-            `ValueError`: If the proposal's repository is not private.
+            `ValueError`: If the proposal's repository is not private, or a tracker would take the proposal's completions
+                along.
         """
+        if self.args.has_proposal:
+            check_uploads(self.args, pushing=True)
         pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
         if self._pushes_proposal():
             api = self._proposal_api(token)

@@ -172,8 +172,9 @@ def trainable_kept(model: nn.Module) -> Iterator[None]:
 def adapters_kept(model: nn.Module) -> Iterator[None]:
     """Loading a checkpoint inside the context adds no adapter to a PEFT model and freezes none.
 
-    transformers (5.23) loads every folder of a checkpoint that holds an adapter into the policy, a proposal's too, and
-    clears `requires_grad` of all but one. Way out: a check there of the adapters that the model has.
+    transformers (5.23) loads every folder of a checkpoint that holds an adapter into the policy, a second model's too, and
+    clears `requires_grad` of all but one. From then on PEFT would save that copy in the second model's place. Way out: a
+    check there of the adapters that the model has.
 
     Args:
         model (`torch.nn.Module`):

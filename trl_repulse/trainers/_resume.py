@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from trl.trainer.utils import RepeatSampler
 
 from ._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
+from ._reference import REFERENCE
 
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
+# which is withheld too, nothing can be resumed.
+RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
 # Another value would give other batches than those that are left to be trained on.
 _LAYOUT = (
     *(
@@ -190,7 +195,8 @@ def incomplete(checkpoint: Path) -> str | None:
 
 def begin_checkpoint(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
     """
-    Lets a checkpoint that is written over count as incomplete until it is complete again. All processes must call it.
+    Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
+    out of it: `save_only_model=True` writes none in its place. All processes must call it.
 
     Args:
         trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
@@ -200,6 +206,9 @@ def begin_checkpoint(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path)
     """
     if trainer.args.should_save:
         (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        for pattern in (*RESUME_STATE, "position-*", REFERENCE):
+            for path in (*checkpoint.glob(pattern), *checkpoint.glob(f"*/{pattern}")):  # of both models
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
 
 

@@ -122,7 +122,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
     Trainer._prepare_for_training: ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     # Called with the second model and its folder: loads sharded weights and adapters alike. Overridden around
-    # `super()`: it takes a proposal's folder for one more adapter of the policy.
+    # `super()`: it takes a second model's folder for one more adapter of the policy.
     Trainer._load_from_checkpoint: ("self", "resume_from_checkpoint", "model"),
     # Overridden around `super()`: the second model is written before the checkpoint can be taken for complete.
     Trainer._save_checkpoint: ("self", "model", "trial"),

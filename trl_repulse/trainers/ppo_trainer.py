@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
@@ -26,16 +27,17 @@ from ..configs import PPOConfig
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
-from ._hooks import RESUME_STATE, TrainerHooks, transform_rewards
+from ._hooks import TrainerHooks, transform_rewards
 from ._proposal import adapter_config
 from ._records import append_negatives
+from ._resume import RESUME_STATE
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
     require_pinned,
     without_kl_in_loss,
 )
-from ._value import build_value_model, check_value_model, token_values
+from ._value import VALUE_FOLDER, build_value_model, check_value_model, token_values
 from .reinforce_trainer import RewardFunc
 from .second_model import SecondModel
 
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from peft import PeftConfig, PeftModel
-
-# Folder of the value model inside `output_dir` and inside each checkpoint, and prefix of its metrics.
-VALUE_FOLDER = "value"
 
 
 class _HoldPolicy(TrainerCallback):
@@ -122,7 +121,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             }"""),
     }
     _config_cls = PPOConfig
-    _withheld = (*TrainerHooks._withheld, *RESUME_STATE, f"{VALUE_FOLDER}/*", f"*/{VALUE_FOLDER}/*")
+    _withheld = (*TrainerHooks._withheld, *RESUME_STATE)
 
     def __init__(
         self,
@@ -167,7 +166,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
         if value_is_adapter and quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
-        # Before TRL wraps or patches the policy
+        # Before TRL wraps or patches the policy; a new adapter is drawn from the seed, as TRL draws the policy's
+        set_seed(args.seed)
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
         with self._engine_fits(args, model, [peft_config]):
             super().__init__(

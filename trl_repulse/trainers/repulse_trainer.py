@@ -23,9 +23,8 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
-from ._hooks import RESUME_STATE
 from ._hub import ProposalUploads
-from ._peft_bridge import BaseView, adapters_kept
+from ._peft_bridge import BaseView
 from ._proposal import (
     PROPOSAL_FOLDER,
     UpdateProposalAfterPolicy,
@@ -38,6 +37,7 @@ from ._proposal import (
     starting_point,
 )
 from ._records import log_importance, new_logs, record_samples, show_completions
+from ._resume import RESUME_STATE
 from ._trl_bridge import no_reference_built, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
 from .second_adapter import SecondAdapter
@@ -111,7 +111,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
-    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE, f"{PROPOSAL_FOLDER}/*", f"*/{PROPOSAL_FOLDER}/*")
+    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE)
 
     def __init__(
         self,
@@ -462,10 +462,6 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
                 self.proposal.load_checkpoint(self, folder)
         return prepared
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with adapters_kept(self.model if model is None else model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.proposal is not None:
             folder = Path(output_dir or self.args.output_dir) / PROPOSAL_FOLDER
@@ -487,7 +483,6 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
-        with adapters_kept(self.model):
-            super()._load_best_model()
+        super()._load_best_model()
         if self.proposal is not None:
             self.proposal.load_checkpoint(self, Path(self.state.best_model_checkpoint) / PROPOSAL_FOLDER)
