@@ -64,10 +64,10 @@ def launch(tmp_path_factory, tokenizer):
     ("batch_size", "accumulation", "method"),
     [
         (4, 1, "leave one out"),
-        (2, 2, "leave one out"),
-        (4, 1, "REINFORCE++"),
-        (4, 1, "REINFORCE++-baseline"),
         (2, 2, "REINFORCE++-baseline"),
+        pytest.param(2, 2, "leave one out", marks=pytest.mark.slow),
+        pytest.param(4, 1, "REINFORCE++", marks=pytest.mark.slow),
+        pytest.param(4, 1, "REINFORCE++-baseline", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(launch, batch_size, accumulation, method):
@@ -133,8 +133,8 @@ def test_configurations_of_the_launcher_are_read(path):
 @pytest.mark.parametrize(
     "method",
     [
-        *("checkpoints", "checkpoints in a block", "checkpoints, moving reference"),
-        pytest.param("checkpoints in fp16", marks=pytest.mark.slow),
+        *("checkpoints in a block", "checkpoints, moving reference"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("checkpoints", "checkpoints in fp16")),
     ],
 )
 def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
@@ -241,7 +241,11 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
 
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "method"),
-    [(4, 1, "adapters"), (2, 2, "adapters, checkpointed"), (4, 1, "adapters, after")],
+    [
+        pytest.param(4, 1, "adapters", marks=pytest.mark.slow),
+        (2, 2, "adapters, checkpointed"),
+        (4, 1, "adapters, after"),
+    ],
 )
 def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulation, method):
     """The engine holds one of them alone: TRL looks for unused parameters there unless told not to, and finds none."""
@@ -356,6 +360,7 @@ def test_the_comparison_can_fail(launch):
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_groups_normalised_within_a_process_would_be_noticed(launch):
     """Each of two processes holds two of a prompt's four completions; the mistake compares these with one another alone."""
     alone = launch(1, 4, 1)

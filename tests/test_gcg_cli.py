@@ -146,6 +146,8 @@ def test_flags_win_over_the_file(folder):
         (["--model_name_or_path", "/no/such", "--table", "t.csv"], "/no/such"),
         (["--model_name_or_path", "m", "--table", "t", "--num_steps", "0"], "`num_steps=0` must be at least 1"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "1"], "must be written as i/n"),
+        (["--model_name_or_path", "m", "--table", "t", "--shard", "0/0"], "`shard='0/0'` is no part"),
+        (["--model_name_or_path", "m", "--table", "t", "--shard", "5/4"], "`shard='5/4'` is no part"),
         (["--config", "none.yaml"], "There is no file `none.yaml`"),
     ],
 )

@@ -67,7 +67,9 @@ def sample(generator, name):
         return [list(ids) for ids in generator.generate(PROMPTS)[1]]
 
 
-@pytest.mark.parametrize(("sleep", "level"), [(False, None), (True, 1), (True, 2), (True, None)])
+@pytest.mark.parametrize(
+    ("sleep", "level"), [(False, None), (True, 1), (True, None), pytest.param(True, 2, marks=pytest.mark.slow)]
+)
 def test_whole_weights_are_never_stale(tokenizer, monkeypatch, sleep, level):
     models = two_models(tokenizer)
     engine = build_engine(models["policy"], monkeypatch, sleep=sleep)

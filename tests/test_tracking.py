@@ -192,7 +192,7 @@ def test_from_trainer(tmp_path):
 
 def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tmp_path):
     plain = make_trainer(tmp_path, max_steps=1, max_completion_length=2)
-    prompts, bad = embedded.load_prompts()["prompt"][:2], embedded.bad_token_ids(plain.processing_class)
+    prompts, bad = embedded.load_prompts()["prompt"][:1], embedded.bad_token_ids(plain.processing_class)
     policy, tokens = initial_policy(), plain.processing_class(prompts[0], return_tensors="pt")
     first = policy(**tokens).logits[0, -1].argmax().item()
     policy.generation_config.eos_token_id = [policy.generation_config.eos_token_id, first]

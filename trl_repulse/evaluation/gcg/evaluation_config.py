@@ -138,3 +138,6 @@ class GCGRunArguments:
         self.reward_kwargs = as_object("reward_kwargs", self.reward_kwargs)
         if not re.fullmatch(r"\d+/\d+", self.shard):
             raise ValueError(f"`shard={self.shard!r}` must be written as i/n, e.g. 1/4.")
+        index, count = map(int, self.shard.split("/"))
+        if not 1 <= index <= count:
+            raise ValueError(f"`shard={self.shard!r}` is no part; write i/n with i from 1 to n.")
