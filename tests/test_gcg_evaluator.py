@@ -435,7 +435,7 @@ def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
             "has no column 'goal', only ' open door', ' yes'; name its columns in a first line",
         ),
         ("prompt,target\na,b\n", "has no column 'goal', only 'prompt', 'target'"),
-        ("goal,target\na,b,c\n", "Row 1 of .* has more fields than the header"),
+        ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),
     ],
 )
 def test_tables_that_are_refused(model, tokenizer, tmp_path, content, message):

@@ -118,7 +118,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..data import load_prompts
-    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
+    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
     from ..evaluation._loading import load_model, load_tokenizer
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
@@ -155,6 +155,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     )
     template = args.chat_template_kwargs
     check_template_kwargs(prompts[:1]["prompt"], template)
+    tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]
+    prompt_tokens(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
@@ -166,8 +168,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for name, part in [(args.policy, "policy"), *((name, "proposal") for name in args.proposal)]
     ]
-    tokenizer = load_tokenizer(args.policy, "policy", **code)
-    components, temperatures, texts = models[:1], [1.0], prompts["prompt"][:]
+    components, temperatures = models[:1], [1.0]
     for model in models[1:]:
         components.append(model)
         temperatures.append(1.0)

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from .._prompts import render
 from ..generation._habits import end_tokens, until_end
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
@@ -99,22 +100,25 @@ def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[
 
 
 def prompt_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    where: str = "A prompt",
 ) -> str:
-    """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        return prompt
-    options = {"tokenize": False, "add_generation_prompt": True}
-    return tokenizer.apply_chat_template(prompt, **options, **(chat_template_kwargs or {}))
+    """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template; `where` names it in an error."""
+    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, where, chat_template_kwargs)
 
 
 def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
-    """Tokens of a prompt, as in TRL's trainers."""
-    # A chat template writes the special tokens itself
-    text = prompt_text(tokenizer, prompt, chat_template_kwargs)
-    return tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Tokens of each prompt, as in TRL's trainers."""
+    rows = []
+    for number, prompt in enumerate(prompts, 1):
+        text = prompt_text(tokenizer, prompt, chat_template_kwargs, f"Row {number} of `prompts`")
+        # A chat template writes the special tokens itself
+        rows.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+    return rows
 
 
 def transformers_engine(
@@ -235,7 +239,7 @@ def as_function(
         texts = [
             prompt + completion
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt + completion, tokenize=False, **(chat_template_kwargs or {}))
+            else render(tokenizer, prompt + completion, f"What '{name}' is to judge", chat_template_kwargs, False)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         return of_texts(texts).tolist()

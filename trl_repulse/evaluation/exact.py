@@ -183,6 +183,8 @@ class ExactEvaluator:
         self.batch_size = batch_size
         self.device = torch.device(device)
         check_prompts(prompts)
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("Exact evaluation needs plain-text prompts; evaluate conversations by sampling.")
         self._prompts = list(prompts)
         self._prompt_ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
         if not self._prompt_ids or not all(map(len, self._prompt_ids)):

@@ -260,6 +260,8 @@ def sample_completions(
         )
     code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
+    rows = dataset["prompt"][:]
+    prompt_ids = prompt_tokens(tokenizer, rows, settings.chat_template_kwargs)  # refuses what has no template
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -270,8 +272,6 @@ def sample_completions(
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code)
 
-    rows = dataset["prompt"][:]
-    prompt_ids = [prompt_tokens(tokenizer, prompt, settings.chat_template_kwargs) for prompt in rows]
     limit = (engine_kwargs or {}).get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
         *(prompt_ids, rows, model.config, settings.max_completion_length),

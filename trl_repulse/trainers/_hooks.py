@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model, set_seed
+from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._checks import check_eval_batch, check_prompt_lengths
+from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
@@ -109,6 +111,30 @@ class TrainerHooks:
                     disable_dropout(scored)
                 unwrapped = self.accelerator.unwrap_model(scored)
                 prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+
+    def _check_templates(
+        self,
+        train_dataset: Dataset | IterableDataset | None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
+    ) -> None:
+        """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses."""
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        readers = [
+            (name, tokenizer)
+            for name, reward, tokenizer in zip(
+                self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True
+            )
+            if isinstance(reward, torch.nn.Module)
+        ]
+        for name, dataset in {"train_dataset": train_dataset, **evals}.items():
+            for number, prompt in one_of_each(conversations(dataset)):
+                where = f"Row {number} of `{name}`"
+                with rendering(self.processing_class, prompt, where):
+                    super()._tokenize_prompts([prompt])
+                answered = [*prompt, {"role": "assistant", "content": "An answer."}]
+                for reward, tokenizer in readers:
+                    of_reward = f"{where}, as the reward model '{reward}' reads it"
+                    render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
 
     def _check_reward_functions(self) -> None:
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
@@ -283,7 +309,13 @@ class TrainerHooks:
             )
 
     def _tokenize_prompts(self, prompts: list):
-        tokenized = super()._tokenize_prompts(prompts)
+        try:
+            tokenized = super()._tokenize_prompts(prompts)
+        except TEMPLATE_ERRORS:
+            for number, prompt in enumerate(prompts, 1):
+                if not isinstance(prompt, str):
+                    render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
+            raise
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         return tokenized

@@ -187,6 +187,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
                 environment_factory,
             )
         self._take_engine()
+        if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
+            self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
         self._prepare_scoring()
         check_value_model(value, self.model)

@@ -180,6 +180,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             )
 
         self._take_engine()
+        self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
         # Every update is made with the generations of the current policy: no ratio, no second pass.
         generate_every = args.steps_per_generation * args.num_iterations

@@ -97,14 +97,8 @@ def evaluate_gcg(
     index, count = shard
     if not 1 <= index <= count:
         raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")
-    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
+    table = read_table(rows_or_csv, tokenizer, config)
     mine = table[index - 1 :: count]
-    first = next((row for row in table if row.fault is None), None)
-    if first is not None:
-        # Refuses a missing chat template
-        build_prompt(
-            tokenizer, first.goal, first.target, config.prompt_format, chat_template_kwargs=config.chat_template_kwargs
-        )
     header = make_header(model, tokenizer, table, judge, config, draft_model)
     evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
     if state.is_main_process:
@@ -125,6 +119,40 @@ def evaluate_gcg(
         _absorb_parts(output)
     state.wait_for_everyone()
     return output
+
+
+def read_table(
+    rows_or_csv: str | Path | Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    config: GCGEvaluationConfig,
+) -> list[TableRow]:
+    """
+    The targets, of which the first can be rendered.
+
+    Args:
+        rows_or_csv, tokenizer, config:
+            As for [`evaluate_gcg`].
+
+    Returns:
+        `list[TableRow]`
+
+    Raises:
+        `ValueError`: As [`~trl_repulse.evaluation.gcg.table.load_table`], and if the chat template is missing or refuses a goal.
+    """
+    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
+    first = next((row for row in table if row.fault is None), None)
+    if first is not None:
+        try:
+            build_prompt(
+                tokenizer,
+                first.goal,
+                first.target,
+                config.prompt_format,
+                chat_template_kwargs=config.chat_template_kwargs,
+            )
+        except ValueError as error:
+            raise ValueError(f"Row {first.number} of the table: {error}") from error
+    return table
 
 
 def make_header(

@@ -289,7 +289,7 @@ def _tokens(
 ) -> list[list[int]]:
     check_prompts(prompts)
     check_template_kwargs(prompts, chat_template_kwargs)
-    prompt_ids = [prompt_tokens(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
+    prompt_ids = prompt_tokens(tokenizer, prompts, chat_template_kwargs)
     if not prompt_ids or not all(prompt_ids):
         raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
     for model in models:
