@@ -239,7 +239,13 @@ def as_function(
         texts = [
             prompt + completion
             if isinstance(prompt, str)
-            else render(tokenizer, prompt + completion, f"What '{name}' is to judge", chat_template_kwargs, False)
+            else render(
+                tokenizer,
+                prompt + completion,
+                f"A prompt with its completion, as the reward model '{name}' reads it,",
+                chat_template_kwargs,
+                False,
+            )
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         return of_texts(texts).tolist()

@@ -133,7 +133,7 @@ class TrainerHooks:
                     super()._tokenize_prompts([prompt])
                 answered = [*prompt, {"role": "assistant", "content": "An answer."}]
                 for reward, tokenizer in readers:
-                    of_reward = f"{where}, as the reward model '{reward}' reads it"
+                    of_reward = f"{where}, as the reward model '{reward}' reads it,"
                     render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
 
     def _check_reward_functions(self) -> None:
