@@ -7,8 +7,12 @@ import pytest
 from datasets import Dataset
 
 from trl_repulse.data import load_prompts
+from trl_repulse.evaluation.comparison import load_runs
+from trl_repulse.evaluation.gcg.records import read_results
 from trl_repulse.evaluation.gcg.table import load_table
 from trl_repulse.evaluation.negatives import check_negatives
+from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.result_files import load_frontier
 
 
 def read_prompts(path):
@@ -205,6 +209,32 @@ def test_columns_that_arrow_cannot_hold(tmp_path, depth, opens, inside, closes):
         ValueError, match="The column `meta` of .* nested too deeply: flatten them|is nested too deeply"
     ):
         load_prompts(path)
+
+
+@pytest.mark.parametrize("depth", [100, 900])
+def test_prompts_that_are_nested(tmp_path, depth):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": {"[" * depth + "]" * depth}}}')
+    with pytest.raises(
+        ValueError, match="Row 1 of .* neither text nor a list of messages|is nested too deeply"
+    ) as error:
+        load_prompts(path)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("header.json", lambda path: load_samples(path.parent)),
+        ("results.json", lambda path: load_runs([path])),
+        ("results.json", lambda path: load_frontier({"ours": [path]}, "kl", "reward")),
+        ("attacks.jsonl", read_results),
+    ],
+)
+def test_results_that_are_nested_too_deeply(tmp_path, name, read):
+    (tmp_path / name).write_text(DEEP + "\n")
+    with pytest.raises(ValueError, match="cannot be read|is no file of attack results"):
+        read(tmp_path / name)
 
 
 def test_lines_end_in_any_way(tmp_path):

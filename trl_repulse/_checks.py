@@ -80,8 +80,9 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
         return
     if "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; load it with "
-            "`load_prompts(column=...)`, with the one that holds the prompts, or rename that with `dataset.rename_column`."
+            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; load the "
+            "data with `load_prompts(column=...)`, naming the one that holds the prompts, or rename that one with "
+            "`dataset.rename_column(..., 'prompt')`."
         )
     images = {"image", "images"} & set(columns)
     if images:

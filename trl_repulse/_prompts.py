@@ -1,5 +1,6 @@
 """Prompts as text or as messages: which are refused, and what is said where a chat template is missing or refuses them."""
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ def prompt_fault(prompt: Any) -> str | None:
         return None
     return (
         'has a `prompt` that is neither text nor a list of messages {"role": ..., "content": ...} with text in both (it has '
-        f"{' '.join(repr(wrong[0]).split()):.80}); write it as one or the other"
+        f"{reprlib.repr(wrong[0])}); write it as one or the other"
     )
 
 

@@ -160,9 +160,9 @@ def _looks_like_rows(text: str, place: int, columns: int) -> bool:
 
     Of one column, every line would: there it says nothing.
     """
-    lines = [line.split(",") for line in _LINE_BREAK.split(text)]
-    if columns == 1 or len(lines) == 1:
+    if columns == 1 or not _LINE_BREAK.search(text):
         return False
+    lines = [line.split(",") for line in _LINE_BREAK.split(text)]
     counts = [columns - place, *[columns] * (len(lines) - 2), place + 1]
     parts = [part for line in lines for part in line]
     return [len(line) for line in lines] == counts and all(part and not part[0].isspace() for part in parts)

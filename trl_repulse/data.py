@@ -170,7 +170,8 @@ def _check_column(columns: Iterable[str], column: str, name: str) -> None:
     if column not in columns:
         raise ValueError(
             f"`{name}` has no column `{column}`, only {', '.join(columns) or 'no columns'}; name the one that holds the prompts "
-            "with `load_prompts(column=...)`, on the command line `--prompt_column` or `--eval_prompt_column`."
+            "with `load_prompts(column=...)`, on the command line `--prompt_column` (in training, with `--eval_dataset_name`: "
+            "`--eval_prompt_column`)."
         )
 
 

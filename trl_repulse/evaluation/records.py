@@ -289,7 +289,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"`{folder}` holds no samples: it has no `{HEADER}`.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again into another folder.") from error
     content = {key: value for key, value in header.items() if key != "hash"} if isinstance(header, dict) else {}
     if content.get("format") != FORMAT or header.get("hash") != digest(content):
@@ -304,7 +304,7 @@ def _read_complete(folder: Path) -> dict[str, Any]:
     path = folder / COMPLETE
     try:
         complete = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{path}` cannot be read ({error}); delete it, and sample again.") from error
     shards = complete.get("shards") if isinstance(complete, dict) else None
     if not (

@@ -201,7 +201,7 @@ def _parse(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, A
             raise ValueError(f"`{path}` has the schema {header['schema']!r}, not {SCHEMA!r}; use another file.")
         if not all(record["status"] in STATUSES and record["row"] >= 1 for record in records):
             raise KeyError
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"`{path}` is no file of attack results; use another file.") from error
     except ValueError as error:
         if "schema" in str(error):
