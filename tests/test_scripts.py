@@ -237,7 +237,7 @@ def test_long_prompts_are_counted_with_the_templates_variables(scripts, tmp_path
         (["--reward_kwargs", '{"negate": true}'], "`reward_kwargs` (negate) has no effect without `reward_type`"),
         (["--reward_type", "nice"], "`reward_type='nice'` is not one of"),
         (["--single_prompt", "the ", "--apply_chat_template", "true"], "`single_prompt` is plain text"),
-        (["--apply_chat_template", "true"], "plain-text prompts"),
+        (["--apply_chat_template", "true"], "the tokenizer has no chat template"),
         (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 128 completions of one pass"),
         (["--bad_token_ids", "9999"], "9999"),
         (["--model_name_or_path", "m", "--reward_type", "chat"], "`--dataset_name` is needed"),

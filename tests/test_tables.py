@@ -126,7 +126,7 @@ class TestFields:
             ),
             ("prompt,tag\na,b\n".encode("utf-16"), "Line 1 of .* is not UTF-8 text"),
             ("prompt,tag\na,b\n".encode("utf-16-le"), "Line 1 of .* has a NUL byte"),
-            ("prompt,tag\na,b\nc\0,d\n", "Line 3 of .* has a NUL byte, which text has not"),
+            ("prompt,tag\na,b\nc\0,d\n", "Line 3 of .* has a NUL byte, so it is not UTF-8 text; save"),
             ("prompt,tag\n", "table.csv` (is empty|has no rows); give it at least one"),
             ("", "table.csv` (is empty|has no rows); give it at least one"),
         ],

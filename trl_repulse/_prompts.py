@@ -46,7 +46,7 @@ def prompt_fault(prompt: Any) -> str | None:
             A prompt.
 
     Returns:
-        `str`: the end of a sentence about it, with the remedy; `None` of text and of messages.
+        `str`: the end of a sentence about it, with the remedy; `None` for text and for messages.
     """
     if isinstance(prompt, str):
         return None
@@ -71,15 +71,15 @@ def _is_message(message: Any) -> bool:
 
 def conversations(dataset: Dataset | IterableDataset | None) -> Iterator[Any]:
     """
-    The prompts of a data set that are more than text to look at.
+    The prompts of a data set that have to be checked one by one.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
             Data set with a column `"prompt"`.
 
     Returns:
-        `Iterator`: its prompts in order. None of a column of text, nor where rows are made as they are read: those are seen in
-        batches.
+        `Iterator`: its prompts in order. Nothing for a column of plain text, or where rows are made as they are read (a stream, a
+        transform): these are checked batch by batch.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return

@@ -150,7 +150,7 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"Line {line} of `{path}` is not UTF-8 text ({error}); save the file as UTF-8.") from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise ValueError(f"Line {line} of `{path}` has a NUL byte, which text has not; save the file as UTF-8.")
+        raise ValueError(f"Line {line} of `{path}` has a NUL byte, so it is not UTF-8 text; save the file as UTF-8.")
     return text
 
 

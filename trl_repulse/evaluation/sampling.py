@@ -230,7 +230,7 @@ def sample_completions(
         [`~trl_repulse.evaluation.records.SampleSet`]: the samples, read back from the files.
 
     Raises:
-        `ValueError`: If the prompts are empty or too long, a reward is no finite number, arguments contradict one another, or
+        `ValueError`: If the prompts are empty or too long, or messages that no chat template reads, a reward is no finite number, arguments contradict one another, or
             the folder holds something else.
 
     Example:

@@ -101,7 +101,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             If given, an adapter and the head of the value model are trained; else, also with a `peft_config`, all of it.
 
     Raises:
-        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
+        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if a prompt is neither text nor messages, or
+            the chat template is missing for messages or refuses them; if the value model has another
             vocabulary, several labels, or reads to the right; with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """

@@ -111,7 +111,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
 
     Raises:
         `ValueError`: If `args` is another trainer's or there is no reward; if a data set is empty, lacks the `"prompt"`
-            column or has images; while training, if the policy has nothing to train, a prompt does not fit the model's
+            column or has images; if a prompt is neither text nor messages, or the chat template is missing for messages or
+            refuses them; while training, if the policy has nothing to train, a prompt does not fit the model's
             context, or a reward function returns what is neither a finite number nor `None`.
         `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
