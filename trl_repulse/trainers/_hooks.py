@@ -12,12 +12,14 @@ from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .._checks import check_eval_batch, check_prompt_lengths
+from .._checks import check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
+from ._metrics import highest, mean
 from ._peft_bridge import adapters_kept
+from ._pooling import PooledMetrics
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
@@ -81,7 +83,7 @@ class _WeightsChanged(TrainerCallback):
         self._generator.changed("policy")
 
 
-class TrainerHooks:
+class TrainerHooks(PooledMetrics):
     """
     Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
     """
@@ -238,16 +240,9 @@ class TrainerHooks:
             self.vllm_generation.changed()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
-        check_eval_batch(self.args)
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
-
-    def prediction_step(self, *args: Any, **kwargs: Any):
-        # The evaluation loop keeps as many losses of the last batch as prompts are left over (accelerate 1.15), though each
-        # comes several times: those of the first process
-        loss, *rest = super().prediction_step(*args, **kwargs)
-        return self.accelerator.reduce(loss, reduction="mean"), *rest
 
     def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
@@ -260,25 +255,19 @@ class TrainerHooks:
         """Logs how far the engine's log-probabilities are from `log_p` (U, n, T), the sampling-time model's; warns."""
         if f"{name}_engine_log_p" not in batch:
             return
-        mode = "train" if self.model.training else "eval"
         gap = (batch[f"{name}_engine_log_p"] - log_p).abs()
-        gap = gap[(batch[f"{name}_mask"] == 1) & ~gap.isnan()].double()
-        # Sums, since completions, and so T, are of another length in every process
-        total, count = self.accelerator.reduce(torch.stack([gap.sum(), gap.new_tensor(len(gap))]))
-        mean = (total / count.clamp(min=1)).item()
-        largest = self.accelerator.gather(gap.max() if len(gap) else gap.new_zeros(())).max().item()
-        metrics = self._metrics[mode]
-        metrics[prefix + "sampling/sampling_logp_difference/mean"].append(mean)
-        metrics[prefix + "sampling/sampling_logp_difference/max"].append(largest)
-        self._warn_of_engine(mean)
+        self._log_gap(gap[batch[f"{name}_mask"] == 1], prefix)
 
-    def _warn_of_engine(self, mean: float) -> None:
-        if mean > self.args.vllm_logp_difference_threshold:
+    def _log_gap(self, gap: torch.Tensor, prefix: str = "") -> None:
+        """Logs distances from the engine, one for each of this process's tokens and NaN where it gave none; warns."""
+        name, moments = f"{prefix}sampling/sampling_logp_difference", self._everyones(gap)
+        self._record({f"{name}/mean": mean, f"{name}/max": highest}, moments)
+        if moments.mean > self.args.vllm_logp_difference_threshold:
             logger.warning_once(
                 "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
                 "(`vllm_logp_difference_threshold=%g`): the engine samples from another distribution than the model's, and "
                 "importance weights are off. Give both the same precision (`bf16`, the model's `dtype`).",
-                mean,
+                moments.mean,
                 self.args.vllm_logp_difference_threshold,
             )
 
@@ -292,19 +281,6 @@ class TrainerHooks:
         sampled = self.accelerator.unwrap_model(self.model_wrapped)
         with without_generation_habits(sampled), without_lasting_changes(self, sampled):
             return super()._generate_single_turn(*args, **kwargs)
-
-    def _log_mean(self, name: str, values: torch.Tensor) -> None:
-        """Logs the mean over all processes, without the samples that have no reward."""
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(self.accelerator.gather(values.detach()).nanmean().item())
-
-    def _log_bad_fraction(self, rewards: torch.Tensor) -> None:
-        """Logs the share of bad completions among all processes' (B_all,) rewards, if a threshold is set."""
-        if self.args.bad_reward_threshold is None:
-            return
-        mode = "train" if self.model.training else "eval"
-        bad = (rewards < self.args.bad_reward_threshold)[~rewards.isnan()]
-        self._metrics[mode]["bad_fraction"].append(bad.float().mean().item() if len(bad) else torch.nan)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)

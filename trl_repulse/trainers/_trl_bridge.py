@@ -31,7 +31,6 @@ from trl.trainer.utils import (
     disable_dropout_in_model,
     get_config_model_id,
     is_async_callable,
-    nanstd,
     pad,
     print_prompt_completions_sample,
     split_tensor_dict,
@@ -53,7 +52,6 @@ __all__ = [
     "get_config_model_id",
     "no_reference_built",
     "is_async_callable",
-    "nanstd",
     "pad",
     "prepare_scoring",
     "require_pinned",
@@ -71,7 +69,8 @@ __all__ = [
 
 # Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
-    # Called: draws completions for a list of prompts, one each, and logs their lengths.
+    # Called: draws completions for a list of prompts, one each. Overridden around `super()`: the lengths it logs are
+    # means over batches. Way out: logs that weigh batches by their samples.
     RLOOTrainer._generate: ("self", "prompts"),
     # Overridden around `super()`: samples from `self.model_wrapped`; more parameters may follow.
     RLOOTrainer._generate_single_turn: ("self", "prompt_ids"),
@@ -84,6 +83,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Overridden, as TRL's own experimental trainers do.
     RLOOTrainer._compute_loss: ("self", "model", "inputs"),
     # The same on GRPO, for PPO. `_generate_single_turn` has more parameters, which differ between versions.
+    GRPOTrainer._generate: ("self", "prompts"),
     GRPOTrainer._generate_single_turn: ("self", "prompt_ids"),
     GRPOTrainer._tokenize_prompts: ("self", "prompts"),
     # Overridden around `super()`: the gathered rewards are kept, since the batch holds only group advantages.
@@ -109,7 +109,6 @@ PINNED: dict[Any, tuple[str, ...]] = {
     disable_gradient_checkpointing: ("model", "gradient_checkpointing_kwargs"),
     get_config_model_id: ("config",),
     is_async_callable: ("func",),
-    nanstd: ("tensor",),
     pad: ("tensors", "padding_value", "padding_side", "pad_to_multiple_of"),
     print_prompt_completions_sample: (
         *("prompts", "completions", "rewards", "advantages", "step", "num_samples", "extra"),
@@ -138,6 +137,13 @@ PINNED: dict[Any, tuple[str, ...]] = {
     Trainer.create_accelerator_and_postprocess: ("self",),
     # Overridden around `super()`: the loss becomes the mean over all processes.
     Trainer.prediction_step: ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    # Overridden around `super()`: metrics are pooled over the batches of one evaluation.
+    Trainer.evaluation_loop: (
+        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
+    ),
+    # Overridden around `super()`: TRL takes the mean over batches of the values it finds.
+    RLOOTrainer.log: ("self", "logs", "start_time"),
+    GRPOTrainer.log: ("self", "logs", "start_time"),
     # Overridden around `super()`: the second model goes where the policy goes.
     Trainer._load_best_model: ("self",),
     # Overridden around `super()`: the order of an epoch follows from the trainer's state.

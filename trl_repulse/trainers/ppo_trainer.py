@@ -20,14 +20,14 @@ from .._checks import (
     check_datasets,
     check_eval_batch,
     check_reward_funcs,
-    check_rewards,
     check_rows,
 )
 from ..configs import PPOConfig
-from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
+from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
+from ._metrics import Moments, Pooled, drop_batch_means, highest, lowest, mean, share_explained
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from peft import PeftConfig, PeftModel
+
+
+# What GRPO logs of rewards, which says something of groups alone or is logged anew, and of the engine
+_OF_BATCHES = ("frac_reward_zero_std", "reward", "sampling/")
 
 
 class _HoldPolicy(TrainerCallback):
@@ -207,10 +211,12 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     # Sampling and credit
 
+    def _written(self, generated):
+        tool_mask = generated[2]
+        return super()._written(generated) if tool_mask is None else [sum(mask) for mask in tool_mask]
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        check_rewards(rewards_per_func, self.reward_func_names, are_models)
         self._rewards_per_func = rewards_per_func  # (B_all, F)
         return rewards_per_func
 
@@ -218,15 +224,13 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         if self.environment_factories is None:
             check_rows(inputs)
-        batch = super()._generate_and_score_completions(inputs)
-        self._metrics[mode].pop("frac_reward_zero_std", None)  # says something of groups alone
-        if differences := self._metrics[mode].get("sampling/sampling_logp_difference/mean"):
-            self._warn_of_engine(differences[-1])
-
-        # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
-        rewards = (self._rewards_per_func * self.reward_weights.to(self._rewards_per_func.device)).nansum(dim=1)
-        rewards[self._rewards_per_func.isnan().all(dim=1)] = torch.nan
-        self._log_bad_fraction(rewards)
+        with self._weighing(self._real_rows(len(inputs))) as metrics:
+            batch = super()._generate_and_score_completions(inputs)
+            drop_batch_means(metrics, *_OF_BATCHES)
+        batch["completion_mask"] = batch["completion_mask"] * self._are_real(len(inputs)).unsqueeze(1)
+        self._trim_logs(len(inputs) * self.accelerator.num_processes - self._real_rows(len(inputs)))
+        self._log_sampling(batch)
+        rewards = self._weigh_rewards(self._rewards_per_func)
         if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
             transformed = None
             if self.args.reward_transform is not None:
@@ -307,12 +311,21 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             denominator = denominator / self.args.steps_per_generation
 
         self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
-        with without_kl_in_loss(self):
+        counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
+        with without_kl_in_loss(self), self._weighing(self._sum_over_processes(counted).item()):
             loss = super()._compute_loss(model, inputs)
+
+        self._loss_count = inputs["num_items_in_batch"].item()
+        if self.args.loss_type != "dapo":  # a mean over samples
+            rows = len(inputs["completion_mask"])
+            self._loss_count = self._real_rows(rows)
+            if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
+                loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
 
         log_p = self._scored_log_p
         old_log_p = inputs.get("old_per_token_logps", log_p)
-        self._log_mean("approx_kl", approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator).view(1))
+        kl = approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator)
+        self._log_share("approx_kl", kl, inputs)
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
@@ -337,8 +350,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             )
             if learn:
                 self.value.backward(loss / self.current_gradient_accumulation_steps)
-        self._log_mean(f"{VALUE_FOLDER}/loss", loss.view(1))
-        self._log_mean(f"{VALUE_FOLDER}/clip_fraction", clipped.view(1))
+        self._log_share(f"{VALUE_FOLDER}/loss", loss, inputs)
+        self._log_share(f"{VALUE_FOLDER}/clip_fraction", clipped, inputs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -353,10 +366,9 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     def _log_credit(self, rewards: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
         """Logs KL and returns from the log-ratios (B, T) to the reference, 0 where masked."""
-        mode = "train" if self.model.training else "eval"
         penalty = self.beta * log_ratio.sum(dim=1)
         if self.beta != 0.0:
-            self._metrics[mode]["kl"].append(masked_moments(log_ratio, mask, self._sum_over_processes)[0].item())
+            self._log_token_mean("kl", log_ratio.sum(), mask.sum())
         self._log_mean("return", rewards - penalty)
         if self.args.reward_transform is not None:
             transformed = transform_rewards(self.args, rewards)
@@ -364,16 +376,44 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             self._log_mean("return_transformed", transformed - penalty)
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        explained = explained_variance(values, returns, mask, self._sum_over_processes)
-        metrics[f"{VALUE_FOLDER}/explained_variance"].append(explained.item())
-        metrics[f"{VALUE_FOLDER}/mean"].append(masked_moments(values, mask, self._sum_over_processes)[0].item())
+        targets, errors = (self._everyones(x[mask != 0]) for x in (returns, returns - values))
+        explained = Pooled(share_explained, targets, errors)
+        self._metrics["train" if self.model.training else "eval"][f"{VALUE_FOLDER}/explained_variance"].append(
+            explained
+        )
+        self._record({f"{VALUE_FOLDER}/mean": mean}, self._everyones(values[mask != 0]))
+
+    def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+        """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
+        average = self.accelerator.gather(share.detach().view(1)).mean().item()
+        self._record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
+
+    def _log_sampling(self, batch: dict[str, torch.Tensor]) -> None:
+        """Logs what GRPO says of vLLM's log-probabilities and of its corrections of them."""
+        if "importance_sampling_ratio" not in batch:
+            return
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        self._log_gap((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask])
+        ratio = batch["importance_sampling_ratio"]  # (B, T), or (B, 1) of whole completions
+        counted = mask if ratio.shape == mask.shape else self._are_real(len(mask)).unsqueeze(1)
+        names = {"min": lowest, "mean": mean, "max": highest}
+        names = {f"sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
+        self._record(names, self._everyones(ratio[counted]))
+
+    def _trim_logs(self, rows: int) -> None:
+        """Takes the last rows, which only fill up a batch, out of the completions table."""
+        names = ("prompt", "completion", "advantages")
+        columns = [self._logs[name] for name in names]
+        for column in (*columns, *self._logs["rewards"].values(), *self._logs["extra"].values()):
+            for _ in range(min(rows, len(column))):
+                column.pop()
 
     def _show_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Replaces the group advantages that GRPO put into the completions table by the means over tokens."""
         if not self.log_completions:
             return
         means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        means = means[: self._real_rows(len(mask))]
         column = self._logs["advantages"]
         shown = min(len(means), len(column))
         for i in range(1, shown + 1):

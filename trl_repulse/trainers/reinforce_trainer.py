@@ -23,7 +23,6 @@ from .._checks import (
     check_datasets,
     check_eval_batch,
     check_reward_funcs,
-    check_rewards,
     check_rows,
 )
 from ..configs import ReinforceConfig
@@ -31,11 +30,11 @@ from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
 from ._deepspeed import connect
 from ._hooks import TrainerHooks, transform_rewards
+from ._metrics import Moments, mean
 from ._records import record_advantages, record_samples
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
-    nanstd,
     pad,
     require_pinned,
     token_log_probs,
@@ -200,13 +199,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, completions = self._generate(prompts)
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        check_rewards(rewards_per_func, self.reward_func_names, are_models)
-
-        # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
-        rewards = (rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
-        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
-        self._log_rewards(rewards, rewards_per_func)
+        rewards = self._weigh_rewards(rewards_per_func)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
             values = (self._tokenizer.pad_token_id, 0)
@@ -236,6 +229,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
             complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
             samples.completion_mask = samples.completion_mask * complete.unsqueeze(1)
+        samples.completion_mask = samples.completion_mask * self._are_real(len(inputs)).unsqueeze(1)
         return samples
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -415,9 +409,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             advantages = self._to_units(advantages, returns)
 
         if self.beta != 0.0:
-            totals = torch.stack([kl.nansum(), batch["completion_mask"].sum()])
-            totals = self.accelerator.reduce(totals, reduction="sum")
-            self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1)).item())
+            self._log_token_mean("kl", kl.nansum(), batch["completion_mask"].sum())
         self._log_mean("return", batch["rewards"] - self.beta * kl)
         if self.transforms_rewards:
             self._log_mean("reward_transformed", self._transform(batch["rewards"]))
@@ -447,23 +439,13 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         )
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
-        mode = "train" if self.model.training else "eval"
+        rows = inputs["completion_mask"].shape[:2].numel()
+        self._loss_count = self._real_rows(rows)
+        if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
+            loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
+            self._record({"aux_loss": mean}, self._gathered(Moments.alike(aux_loss.item(), self._loss_count)))
         mask = inputs["completion_mask"]
-        totals = self.accelerator.reduce(torch.stack([(entropy * mask).sum(), mask.sum()]), reduction="sum")
-        self._metrics[mode]["entropy"].append((totals[0] / totals[1].clamp(min=1)).item())
+        self._log_token_mean("entropy", (entropy * mask).sum(), mask.sum())
         return loss
-
-    # Logging
-
-    def _log_rewards(self, rewards: torch.Tensor, rewards_per_func: torch.Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
-        metrics = self._metrics[mode]
-        for name, column in zip(self.reward_func_names, rewards_per_func.T, strict=True):
-            metrics[f"rewards/{name}/mean"].append(column.nanmean().item())
-            metrics[f"rewards/{name}/std"].append(nanstd(column).item())
-        metrics["reward"].append(rewards.nanmean().item())
-        metrics["reward_std"].append(nanstd(rewards).item())
-        self._log_bad_fraction(rewards)
