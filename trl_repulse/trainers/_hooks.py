@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import DistributedType, is_peft_model, set_seed
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -120,6 +120,12 @@ class TrainerHooks(PooledMetrics):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+        if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
+            raise ValueError(
+                f"`fp16=True` asks for what Accelerate does not do on {self.accelerator.device.type!r}: it would train in "
+                "float32. Set `fp16=False`, and `bf16=True` for half precision (in the launcher's `mixed_precision` as well)."
+            )
         if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
             raise ValueError(
                 "`use_transformers_continuous_batching=True` casts the model's shards where it samples, and processes sample in "
