@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from trl_repulse import __version__, rewards
 from trl_repulse._commands.serve_reward import _MODEL, KINDS
+from trl_repulse._errors import EXTRAS, describe_error
 from trl_repulse.cli import COMMANDS, build_parser, main
 from trl_repulse.rewards import RemoteReward, SequencePairReward
 
@@ -112,7 +114,7 @@ def test_options():
     ("arguments", "message"),
     [
         ([], "arguments are required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "there is no command `fly`"),
         (["serve-reward"], "arguments are required: KIND"),
         (["serve-reward", "ppl", "m"], "invalid choice: 'ppl'"),
         (["serve-reward", "chat"], "arguments are required: MODEL"),
@@ -172,3 +174,47 @@ def test_help_and_version(capsys):
             main(arguments)
         printed = capsys.readouterr().out
         assert exit.value.code == 0 and all(text in printed for text in expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evalute", "folder"], "there is no command `evalute`. Did you mean `evaluate`?"),
+        (["evaluate", "folder", "--modle", "m"], "unrecognized arguments: --modle m. Did you mean `--model`?"),
+        (["evaluate", "folder", "--num-sample=3"], "Did you mean `--num_samples`?"),
+        (["gcg", "--serach_width", "3"], "Did you mean `--search_width`?"),
+        (["zzz"], "there is no command `zzz`. The commands are evaluate, "),
+        (["evaluate", "folder", "--zzz"], "unrecognized arguments: --zzz.\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_unknown_names_are_answered_with_the_nearest(capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch, capsys, command):
+    def run(args):
+        raise ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners")
+
+    class Module:
+        @staticmethod
+        def add_arguments(parser):
+            parser.set_defaults(run=run)
+
+    monkeypatch.setattr("trl_repulse.cli.import_module", lambda name: Module)
+    assert main([command]) == 1
+    assert capsys.readouterr().err == (
+        f"trl-repulse {command}: No module named 'peft.tuners'. Run `pip install \"trl-repulse[peft]\"`.\n"
+    )
+
+
+def test_extras_that_messages_name_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS.values()) <= set(project["optional-dependencies"])
+    error = ModuleNotFoundError("No module named 'yours'", name="yours")
+    assert describe_error(error) == "No module named 'yours'. Run `pip install yours`."
+    told = ModuleNotFoundError("it needs peft: pip install peft", name="peft")
+    assert describe_error(told) == "it needs peft: pip install peft"

@@ -1,6 +1,7 @@
 """Configurations: defaults, and one clear message for each refused value."""
 
 import dataclasses
+import pickle
 
 import pytest
 from trl import GRPOConfig, RLOOConfig, TrlParser
@@ -265,3 +266,12 @@ def test_command_line_of_ppo(tmp_path):
     (config,) = TrlParser((PPOConfig,)).parse_args_and_config(argv)
     assert (config.value_learning_rate, config.value_clip, config.whiten_advantages) == (1e-4, 0.5, False)
     assert (config.num_generations, config.gae_lambda, config.reward_transform) == (1, 0.95, "exponential")
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
+def test_an_unknown_field_is_answered_with_the_nearest(make, config_cls):
+    with pytest.raises(
+        TypeError, match=f"{config_cls.__name__} has no field `learning_rat`. Did you mean `learning_rate`"
+    ):
+        make(config_cls, learning_rat=1e-3)
+    assert pickle.loads(pickle.dumps(make(config_cls))) == make(config_cls)

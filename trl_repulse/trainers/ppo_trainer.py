@@ -28,6 +28,7 @@ from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
 from ._metrics import Moments, Pooled, drop_batch_means, highest, lowest, mean, share_explained
+from ._naming import check_loadable
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
@@ -163,6 +164,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         check_adapters(model, peft_config)
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, value_model=value_model)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:

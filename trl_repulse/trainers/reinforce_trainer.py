@@ -31,6 +31,7 @@ from ..losses import compute_advantages, policy_gradient_loss
 from ._deepspeed import connect
 from ._hooks import TrainerHooks, transform_rewards
 from ._metrics import Moments, mean
+from ._naming import check_loadable
 from ._records import record_advantages, record_samples
 from ._trl_bridge import (
     disable_gradient_checkpointing,
@@ -131,6 +132,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             }"""),
     }
     _config_cls = ReinforceConfig
+    _second_models: dict[str, Any] = {}  # as they were passed, by the names of their arguments
 
     def __init__(
         self,
@@ -162,6 +164,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         if eval_dataset is not None:
             check_eval_batch(args)
         check_adapters(model, *self._adapter_configs(peft_config))
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._second_models)
 
         with self._engine_fits(args, model, self._adapter_configs(peft_config)):
             super().__init__(

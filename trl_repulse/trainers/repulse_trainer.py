@@ -135,6 +135,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         proposal_peft_config: "PeftConfig | None" = None,
     ):
         check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
+        self._second_models = {"proposal_model": proposal_model}
         lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
         proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
         self._proposal_adapters = [proposal_peft_config, adapter_config(proposal_model)]
