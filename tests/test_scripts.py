@@ -407,13 +407,15 @@ def test_unknown_names_are_answered_with_the_nearest(scripts, tmp_path, name):
     assert message.startswith("error: ") and message.endswith(words) and "\n" not in message
 
 
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
-def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(scripts, tmp_path, given):
+def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(scripts, tmp_path, given, name):
     paths = {"model_name_or_path": embedded.policy_path(), "reward_model_path": embedded.reward_model_path()}
     paths |= {"dataset_name": embedded.prompts_path(), given: str(tmp_path / "mistyped")}
-    flags = [part for name, path in paths.items() for part in (f"--{name}", path)]
+    flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
+    flags += ["--max_prompt_length", "8"]  # counted by the policy's tokenizer
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts["reinforce"].main([*flags, "--output_dir", str(tmp_path / "out")]))
+        main_or_exit(lambda: scripts[name].main([*flags, "--output_dir", str(tmp_path / "out")]))
     message = exit_.value.code
     assert f"mistyped'` (`--{given}` on the command line) cannot be loaded; give the path" in message
     assert "\n" not in message and not (tmp_path / "out").exists()

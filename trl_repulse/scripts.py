@@ -36,6 +36,7 @@ from .plots import plot_training
 from .rewards.loading import load_reward
 from .trainers._deepspeed import gathered
 from .trainers._hooks import TrainerHooks
+from .trainers._naming import check_loadable
 from .trainers._rewards import all_with_checks
 
 
@@ -365,12 +366,14 @@ def run(
             "`--resume_from_checkpoint true`; to keep it, name another folder.",
             args.output_dir,
         )
+    check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
     dataset, held_out = load_data(script_args, args, model_name)
     prompts = dataset
     if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
         dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
     if "reward_funcs" not in kwargs:
         kwargs["reward_funcs"] = make_reward(script_args)
+    check_loadable(args, None, model=model_name, reward_funcs=kwargs["reward_funcs"])
     trainer = trainer_cls(
         model=model_name,
         args=args,
