@@ -1,6 +1,8 @@
 """What our trainers log of samples and tokens, in training and in evaluation, pooled over batches and processes."""
 
 import contextlib
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
@@ -28,12 +30,16 @@ class _Counted:
     """A stream of rows that counts those it has given."""
 
     def __init__(self, stream: Any):
-        self.stream, self.rows = stream, 0
+        self.stream, self._rows = stream, 0
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.stream:
-            self.rows += 1
+            self._rows += 1
             yield row
+
+    def so_far(self) -> int:
+        """Rows given so far: all of them once the last batch is made."""
+        return self._rows
 
     def set_epoch(self, epoch: int) -> None:
         self.stream.set_epoch(epoch)
@@ -71,9 +77,9 @@ class PooledMetrics:
         rows = None
         if shard is not None:
             counted = shard.dataset = _Counted(shard.dataset)
-            rows = lambda: counted.rows  # noqa: E731
+            rows = counted.so_far
         elif isinstance(dataset, Sized):
-            rows = lambda: len(dataset) * self.num_generations_eval  # noqa: E731
+            rows = functools.partial(operator.mul, len(dataset), self.num_generations_eval)
         self._evaluation = _Evaluation(rows)
         try:
             yield self._evaluation
