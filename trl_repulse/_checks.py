@@ -8,6 +8,8 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
+from ._model_checks import check_token_ids
+
 
 def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
     """
@@ -273,7 +275,7 @@ def check_prompt_lengths(
     max_length_name: str = "`vllm_max_model_length`",
 ) -> None:
     """
-    Refuses prompts without a token, and those that leave no room for a completion in the model's context.
+    Refuses prompts without a token, with one that the model does not have, or that leave no room for a completion in its context.
 
     Args:
         prompt_ids (`list[list[int]]`):
@@ -290,7 +292,7 @@ def check_prompt_lengths(
             How `max_length` is named in the message.
 
     Raises:
-        `ValueError`: If a prompt has no tokens, or with a completion exceeds the context.
+        `ValueError`: If a prompt has no tokens or unknown ones, or with a completion exceeds the context.
     """
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
@@ -298,6 +300,7 @@ def check_prompt_lengths(
             f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it "
             "with a token."
         )
+    check_token_ids(prompt_ids, config, prompts)
     context, name = getattr(config.get_text_config(), "max_position_embeddings", None), "the model's context"
     if max_length is not None and (context is None or max_length < context):
         context, name = max_length, max_length_name

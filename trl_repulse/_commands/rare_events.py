@@ -120,6 +120,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..data import load_prompts
     from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
     from ..evaluation._loading import load_model, load_tokenizer
+    from ..evaluation._vocabulary import check_same_tokens
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
@@ -162,11 +163,13 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
             device
         )
+    tokenizer = load_tokenizer(args.policy, "policy", **code)
+    for name in args.proposal:
+        check_same_tokens(name, f"The proposal `{name}`", tokenizer, args.trust_remote_code)
     models = [
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for name, part in [(args.policy, "policy"), *((name, "proposal") for name in args.proposal)]
     ]
-    tokenizer = load_tokenizer(args.policy, "policy", **code)
     components, temperatures, texts = models[:1], [1.0], prompts["prompt"][:]
     for model in models[1:]:
         components.append(model)

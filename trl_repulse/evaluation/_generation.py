@@ -20,7 +20,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
+from .._model_checks import check_reward_model
 from ..generation._habits import end_tokens, until_end
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
@@ -28,6 +30,8 @@ from ._loading import load_model, load_tokenizer
 from ._padding import batches, padding_token, reads_padding
 from .exact import _evaluating, _reward_of_model
 
+
+logger = logging.get_logger(__name__)
 
 Prompt = str | list[dict[str, str]]
 # Tokens of one prompt a completion, and a seed -> tokens of the completions, the one that ends each included
@@ -128,6 +132,11 @@ def transformers_engine(
 ) -> Engine:
     """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
     end = end_tokens(model, tokenizer) if end is None else end
+    if not end:
+        logger.warning_once(
+            "Neither model nor tokenizer has an end token: each completion has `max_completion_length` tokens. Set "
+            "`tokenizer.eos_token` if completions are to end."
+        )
     pad, equal = padding_token(model, tokenizer, end), reads_padding(model)
     config = GenerationConfig(
         do_sample=True,
@@ -222,6 +231,7 @@ def as_function(
     if not isinstance(reward, nn.Module):
         name = getattr(reward, "__name__", type(reward).__name__)
         return name, with_checks(reward, name)
+    check_reward_model(reward, "A reward")
     if tokenizer is None:
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .._causal import check_causal
 from .._checks import check_prompts
+from .._model_checks import check_reward_model
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
@@ -162,6 +164,7 @@ class ExactEvaluator:
         if isinstance(reward, nn.Module):
             if reward_tokenizer is None:
                 raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
+            check_reward_model(reward, "`reward`")
             reward = _reward_of_model(reward, reward_tokenizer)
         self.vocab_size = len(tokenizer)
         for name, tokens in (("bad_token_ids", bad_token_ids), ("eos_token_ids", eos_token_ids)):
@@ -243,18 +246,20 @@ class ExactEvaluator:
             the completions of a prompt.
 
         Raises:
-            ValueError: If the model's vocabulary has another size than the tokenizer's.
+            ValueError: If the model's vocabulary has another size than the tokenizer's, or it is not causal.
         """
         length, results, device = self.max_completion_length, [], next(model.parameters()).device
+        check_causal(model, "The model")
+        size = model.config.get_text_config().vocab_size
+        if size != self.vocab_size:
+            sizes = f"The model has {size} logits, the tokenizer {self.vocab_size} tokens"
+            raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
         with _evaluating(model):
             for prompt in self._prompt_ids:
                 blocks = []
                 for prefix in self._prefixes(length - 1).split(self.batch_size):  # (B, T - 1)
                     ids = torch.cat([prompt.expand(len(prefix), -1), prefix], dim=1).to(device)
                     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -length:]
-                    if logits.shape[-1] != self.vocab_size:
-                        sizes = f"The model has {logits.shape[-1]} logits, the tokenizer {self.vocab_size} tokens"
-                        raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
                     blocks.append(logits.to(self.device, torch.float64).log_softmax(dim=-1))
                 results.append(self._chain(torch.cat(blocks)))
         return torch.stack(results)

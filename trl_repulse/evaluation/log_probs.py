@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .._causal import check_causal
 from ._padding import batches, padded_logits, reads_padding
 from .exact import _evaluating
 
@@ -46,10 +47,11 @@ def completion_log_probs(
         less.
 
     Raises:
-        `ValueError`: If a prompt is empty, or a log-probability is not a number.
+        `ValueError`: If a prompt is empty, the model is not causal, or a log-probability is not a number.
     """
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("A prompt has no token; give each at least one.")
+    check_causal(model, "`model`")
     log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
     equal = len({len(ids) for ids in prompt_ids}) > 1 and reads_padding(model)
     with _evaluating(model), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:

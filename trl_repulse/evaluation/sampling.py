@@ -21,6 +21,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
 from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
@@ -230,8 +231,8 @@ def sample_completions(
         [`~trl_repulse.evaluation.records.SampleSet`]: the samples, read back from the files.
 
     Raises:
-        `ValueError`: If the prompts are empty or too long, a reward is no finite number, arguments contradict one another, or
-            the folder holds something else.
+        `ValueError`: If the prompts are empty or too long, a reward is no finite number, arguments contradict one another, the
+            folder holds something else, or a model is not causal.
 
     Example:
 
@@ -407,9 +408,11 @@ def _load(
     device: torch.device,
     **code: bool,
 ) -> Any:
-    if not isinstance(model, str):
-        return model
-    return load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
+    if isinstance(model, str):
+        model = load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
+    if model is not None:
+        check_causal(model, f"`{part}`")
+    return model
 
 
 def _functions(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .._causal import check_causal
 from ._habits import end_tokens, until_end, without_generation_habits
 from .completions import Completion, group_completions, tokenize
 
@@ -42,6 +43,9 @@ class TransformersGenerator:
             Completions drawn at the same time.
         **generation_kwargs:
             Further arguments of [`~transformers.GenerationConfig`].
+
+    Raises:
+        `ValueError`: If a model is not causal.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class TransformersGenerator:
         batch_size: int = 64,
         **generation_kwargs: Any,
     ):
+        for name, lm in models.items():
+            check_causal(lm, f"The model {name!r}")
         self.models = models
         self.tokenizer = tokenizer
         self.batch_size = batch_size

@@ -12,11 +12,14 @@ from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .._causal import check_causal
 from .._checks import check_eval_batch, check_prompt_lengths
+from .._model_checks import check_tokenizer, check_trained_tokens
 from ..configs import EngineConfig, RewardConfig
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
+from ._deepspeed import gathered_by_layer
 from ._peft_bridge import adapters_kept
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
@@ -100,6 +103,15 @@ class TrainerHooks:
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
+
+    def _check_policy(self, adapters: list["PeftConfig | None"]) -> None:
+        """Refuses, once TRL has built it, a policy that cannot be sampled and scored, with its tokenizer and adapters."""
+        policy = self.accelerator.unwrap_model(self.model)
+        own = policy.peft_config.values() if is_peft_model(policy) else ()
+        check_tokenizer(self._tokenizer, policy.config)
+        check_trained_tokens([*own, *adapters], policy.config)
+        with gathered_by_layer(policy):
+            check_causal(policy, "`model`")
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""

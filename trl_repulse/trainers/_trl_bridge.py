@@ -20,6 +20,7 @@ import transformers.trainer
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import validate_quantization_for_training
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
@@ -63,6 +64,7 @@ __all__ = [
     "token_log_probs",
     "unwrap_model_for_generation",
     "use_reference",
+    "validate_quantization_for_training",
     "withheld_from_uploads",
     "without_generation_habits",
     "without_kl_in_loss",
@@ -117,6 +119,8 @@ PINNED: dict[Any, tuple[str, ...]] = {
     split_tensor_dict: ("tensor_dict", "num_chunks"),
     unwrap_model_for_generation: ("model", "accelerator"),
     use_adapter: ("model", "adapter_name"),
+    # Called: what the Trainer refuses to train of its own model, for the second one. transformers has it since 5.0.
+    validate_quantization_for_training: ("model",),
     # Patches the forward that every log-probability of either model comes from.
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.

@@ -23,7 +23,9 @@ from .._checks import (
     check_rewards,
     check_rows,
 )
+from .._model_checks import check_language_model, check_separate
 from ..configs import PPOConfig
+from ..evaluation._vocabulary import check_same_tokens
 from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
@@ -31,6 +33,7 @@ from ._hooks import TrainerHooks, transform_rewards
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
+from ._rewards import check_separate_rewards, load_reward_models
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -101,8 +104,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             If given, an adapter and the head of the value model are trained; else, also with a `peft_config`, all of it.
 
     Raises:
-        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
-            vocabulary, several labels, or reads to the right; with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
+        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the policy is no causal
+            language model; if the value model has other tokens, shares weights with the policy that are trained, has several labels, or reads to the right; with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """
 
@@ -159,6 +162,11 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         check_adapters(model, peft_config)
+        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
+        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
+        check_separate_rewards(reward_funcs, value_model, "`value_model`", trained=value_peft_config is None)
+        if reward_funcs is not None:
+            reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
@@ -169,6 +177,9 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         # Before TRL wraps or patches the policy; a new adapter is drawn from the seed, as TRL draws the policy's
         set_seed(args.seed)
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
+        if not isinstance(model, str) and value_model is not None:
+            remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
+            check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
         with self._engine_fits(args, model, [peft_config]):
             super().__init__(
                 model,
@@ -186,10 +197,13 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
                 rollout_func,
                 environment_factory,
             )
+        self._check_policy([peft_config])
         self._take_engine()
         self._check_reward_functions()
         self._prepare_scoring()
         check_value_model(value, self.model)
+        if isinstance(value_model, str) and value_model != model:
+            check_same_tokens(value_model, "`value_model`", self._tokenizer, args.trust_remote_code)
         if value_is_adapter and self.args.activation_checkpointing:
             value.enable_input_require_grads()
         learning_rate = self.args.value_learning_rate

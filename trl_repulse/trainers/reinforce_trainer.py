@@ -26,12 +26,14 @@ from .._checks import (
     check_rewards,
     check_rows,
 )
+from .._model_checks import check_language_model
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
 from ._deepspeed import connect
 from ._hooks import TrainerHooks, transform_rewards
 from ._records import record_advantages, record_samples
+from ._rewards import check_separate_rewards, load_reward_models
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -111,7 +113,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
 
     Raises:
         `ValueError`: If `args` is another trainer's or there is no reward; if a data set is empty, lacks the `"prompt"`
-            column or has images; while training, if the policy has nothing to train, a prompt does not fit the model's
+            column or has images; if the policy is no causal language model, its tokenizer has no end token, or a reward model
+            is no classifier of one label or shares weights that are trained; while training, if the policy has nothing to train, a prompt does not fit the model's
             context, or a reward function returns what is neither a finite number nor `None`.
         `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
@@ -163,6 +166,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         if eval_dataset is not None:
             check_eval_batch(args)
         check_adapters(model, *self._adapter_configs(peft_config))
+        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
+        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
+        reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
 
         with self._engine_fits(args, model, self._adapter_configs(peft_config)):
             super().__init__(
@@ -179,6 +185,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
                 peft_config,
             )
 
+        self._check_policy(self._adapter_configs(peft_config))
         self._take_engine()
         self._check_reward_functions()
         # Every update is made with the generations of the current policy: no ratio, no second pass.

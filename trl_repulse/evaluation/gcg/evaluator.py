@@ -20,6 +20,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..._model_checks import check_token_ids
 from ...rewards.functions import FunctionReward
 from ...rewards.models import ModelReward
 from ...rewards.transformed import TransformedReward
@@ -197,6 +198,7 @@ class _Evaluation:
             config.suffix_init,
             config.chat_template_kwargs,
         )
+        check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], attack.model.config)
         more = max(len(prompt.target_ids), config.max_new_tokens)
         check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from ...rewards.loading import load_reward
 from ...trainers._rewards import with_checks
 from .._loading import load_model, load_tokenizer
+from .._vocabulary import check_same_tokens
 from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg
 from .judges import Judge, RefusalJudge, RewardJudge
@@ -39,6 +40,8 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
     model = load_model(AutoModelForCausalLM, run.model_name_or_path, "model", dtype=run.dtype, **options)
     draft = None
     if run.draft_model_name_or_path is not None:
+        label = f"The draft model `{run.draft_model_name_or_path}`"
+        check_same_tokens(run.draft_model_name_or_path, label, tokenizer, run.trust_remote_code)
         options = {"dtype": run.dtype, "trust_remote_code": run.trust_remote_code}
         draft = load_model(AutoModelForCausalLM, run.draft_model_name_or_path, "draft model", **options).to(
             state.device
