@@ -30,6 +30,8 @@ def check_causal(model: nn.Module, label: str) -> None:
             that it predicts, or if it computes with the weights of another model.
     """
     check_language_model(model, label)
+    if all(p.is_meta for p in model.parameters()):  # FSDP sends the weights later, from a process that can check them
+        return
     embeddings, passes = model.get_input_embeddings(), []
     handle = embeddings.register_forward_hook(lambda *_: passes.append(True))
     try:
@@ -57,9 +59,12 @@ def reads_ahead(model: nn.Module) -> bool:
             Model, or the layers under a head.
 
     Returns:
-        `bool`
+        `bool`: `False` of a model without weights.
     """
-    device, size = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if device is None:
+        return False
+    size = model.config.get_text_config().vocab_size
     tokens = [i * size // 7 for i in range(7)]  # the last are often no words
     ids = torch.tensor([tokens[:5], [*tokens[:2], tokens[6], *tokens[3:5]]], device=device)
     modes = [(module, module.training) for module in model.modules()]

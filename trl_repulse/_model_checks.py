@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import is_peft_model
 from torch import nn
@@ -209,9 +210,14 @@ def _base(model: Any) -> Any:
 
 
 def _check_weights(model: nn.Module, label: str) -> None:
-    # Weights that accelerate keeps elsewhere are on this device too, and have a map
-    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None):
+    """Refuses a model on `"meta"`; weights that accelerate keeps elsewhere have a map, and FSDP's come from the first process."""
+    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not _follows():
         raise ValueError(f"{label} has no weights (it is on the device 'meta'); load it with `from_pretrained`.")
+
+
+def _follows() -> bool:
+    """Whether this process is not the first of several."""
+    return torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
 
 
 def _place(p: nn.Parameter) -> int | None:
