@@ -13,10 +13,14 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertLMHeadModel,
+    CLIPVisionConfig,
     ElectraConfig,
     ElectraForCausalLM,
     GPT2Config,
     GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     XLNetConfig,
@@ -34,13 +38,15 @@ pytestmark = pytest.mark.trainer
 TRAINERS = [RePULSeTrainer, ReinforceTrainer, PPOTrainer]
 V = 19
 SIZES = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "decoder_start_token_id": 1}
+SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 MODELS = {
     "bert": lambda **more: BertLMHeadModel(BertConfig(**SIZES, **more)),
     "electra": lambda: ElectraForCausalLM(ElectraConfig(**SIZES, embedding_size=16)),
     "xlnet": lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=V, d_model=16, n_layer=2, n_head=2, d_inner=32)),
     "t5": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=V, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, **SPECIAL)
+        T5Config(
+            vocab_size=V, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=1, **SPECIAL
+        )
     ),
     "bart": lambda: BartForConditionalGeneration(
         BartConfig(
@@ -52,6 +58,7 @@ MODELS = {
             decoder_attention_heads=2,
             encoder_ffn_dim=32,
             decoder_ffn_dim=32,
+            decoder_start_token_id=1,
             **SPECIAL,
         )
     ),
@@ -132,6 +139,17 @@ def test_a_path_is_refused_by_its_configuration(make, tokenizer, tmp_path, monke
 def test_a_decoder_with_an_encoders_name_is_a_policy(make, tokenizer):
     models = [MODELS["bert"](is_decoder=True) for _ in range(2)]
     make(model=models[0], extra={"processing_class": tokenizer, "proposal_model": models[1]}).train()
+
+
+def test_a_model_that_reads_images_too_is_a_policy(make, tokenizer):
+    language = LlamaConfig(**SIZES, max_position_embeddings=64, **SPECIAL)
+    sight = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    policy = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=language, vision_config=sight, image_token_index=18)
+    )
+    make(model=policy, extra={"processing_class": tokenizer}).train()
 
 
 @pytest.mark.parametrize("role", ["policy", "proposal", "reward"])
