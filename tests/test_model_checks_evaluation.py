@@ -125,7 +125,7 @@ def test_a_reward_that_is_no_classifier_of_one_label(tokenizer, tmp_path):
             as_function(model, tokenizer, torch.device("cpu"))
         with pytest.raises(ValueError, match=message):
             ExactEvaluator(tokenizer, PROMPTS, model, [3], 2, reward_tokenizer=tokenizer)
-    assert as_function(classifier(), tokenizer, torch.device("cpu"))[1](["the"], [" cat"])
+    assert as_function(classifier(), tokenizer, torch.device("cpu"))[1](prompts=["the"], completions=[" cat"])
 
 
 @pytest.mark.parametrize("use", ["held-out sampling", "rare events", "bad tokens", "attack"])
@@ -168,8 +168,9 @@ def test_completions_without_an_end_have_one_length_and_a_warning(caplog):
 def test_rare_events_with_a_proposal_of_other_tokens(command_line, tmp_path, tokenizer):
     policy = saved(tmp_path / "policy", gpt2(), tokenizer)
     permuted = saved(tmp_path / "permuted", gpt2(1), build_tokenizer(WORDS[::-1]))
-    assert "has a tokenizer of its own, with 'bad' for the policy's token 3" in command_line(policy, permuted)
-    assert not command_line(policy, saved(tmp_path / "same", gpt2(1), tokenizer))
+    code, said = command_line(policy, permuted)
+    assert code == 1 and "has a tokenizer of its own, with 'bad' for the policy's token 3" in said
+    assert command_line(policy, saved(tmp_path / "same", gpt2(1), tokenizer))[0] == 0
 
 
 @pytest.fixture
@@ -183,7 +184,6 @@ def command_line(tmp_path, capsys):
         arguments = ["rare-events", policy, "--proposal", proposal, "--prompts", str(tmp_path / "prompts.jsonl")]
         arguments += ["--reward_type", f"{tmp_path / 'reward.py'}:reward", "--max_completion_length", "2"]
         arguments += ["--num_samples", "20", "--threshold", "0", "--divergence", "0"]
-        main(arguments)
-        return capsys.readouterr().err
+        return main(arguments), capsys.readouterr().err
 
     return run
