@@ -249,20 +249,25 @@ class ExactEvaluator:
             ValueError: If the model's vocabulary has another size than the tokenizer's, or it is not causal.
         """
         length, results, device = self.max_completion_length, [], next(model.parameters()).device
-        check_causal(model, "The model")
-        size = model.config.get_text_config().vocab_size
-        if size != self.vocab_size:
-            sizes = f"The model has {size} logits, the tokenizer {self.vocab_size} tokens"
-            raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
+        config = getattr(model, "config", None)  # any module that gives logits will do
+        if config is not None:
+            check_causal(model, "The model")
+            self._check_size(config.get_text_config().vocab_size)
         with _evaluating(model):
             for prompt in self._prompt_ids:
                 blocks = []
                 for prefix in self._prefixes(length - 1).split(self.batch_size):  # (B, T - 1)
                     ids = torch.cat([prompt.expand(len(prefix), -1), prefix], dim=1).to(device)
                     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -length:]
+                    self._check_size(logits.shape[-1])
                     blocks.append(logits.to(self.device, torch.float64).log_softmax(dim=-1))
                 results.append(self._chain(torch.cat(blocks)))
         return torch.stack(results)
+
+    def _check_size(self, size: int) -> None:
+        if size != self.vocab_size:
+            sizes = f"The model has {size} logits, the tokenizer {self.vocab_size} tokens"
+            raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
 
     def _chain(self, conditional: torch.Tensor) -> torch.Tensor:
         """Chain rule down the tree: log-probability of every completion, (S,), from `conditional`, (A^(T-1), T, V)."""
