@@ -32,6 +32,9 @@ def check_causal(model: nn.Module, label: str) -> None:
     check_language_model(model, label)
     if all(p.is_meta for p in model.parameters()):  # FSDP sends the weights later, from a process that can check them
         return
+    # bitsandbytes (0.50) packs weights anew on CPU in evaluation mode, not of every size
+    if getattr(model, "is_quantized", False) and next(model.parameters()).device.type == "cpu":
+        return
     embeddings, passes = model.get_input_embeddings(), []
     handle = embeddings.register_forward_hook(lambda *_: passes.append(True))
     try:
