@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +87,57 @@ def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_pat
     end(process, signal.SIGTERM)
     asking.join(timeout=30)
     assert results == [[203.0]]
+
+
+def test_a_second_signal_does_not_wait_for_answers(launch, tmp_path):
+    file, started = tmp_path / "mine.py", tmp_path / "started"
+    file.write_text(
+        "import pathlib, time\n"
+        "def stuck(prompts, completions):\n"
+        f"    pathlib.Path({str(started)!r}).touch()\n"
+        "    time.sleep(100)\n"
+    )
+    process, url = launch("function", f"{file}:stuck")
+    asking = threading.Thread(
+        target=lambda: pytest.raises(ConnectionError, RemoteReward(url, retries=0), ["a"], ["b"])
+    )
+    asking.start()
+    deadline = time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == -signal.SIGINT
+    asking.join(timeout=30)
+
+
+def test_a_server_with_a_token(launch, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def f(completions): return [float(len(c)) for c in completions]")
+    monkeypatch.setenv("REWARD_TOKEN", "geheim")
+    process, url = launch("function", f"{tmp_path}/mine.py:f", "--token_variable", "REWARD_TOKEN")
+    assert RemoteReward(url, token_variable="REWARD_TOKEN")(["a"], ["bc"]) == [2.0]
+    with pytest.raises(ValueError, match="status 401"):
+        RemoteReward(url)(["a"], ["bc"])
+    end(process, signal.SIGTERM)
+
+
+def test_a_port_that_is_taken(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions): return [0.0] * len(completions)")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve-reward", "function", f"{tmp_path}/mine.py:f", "--port", port]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse serve-reward: ") and "in use" in error and error.count("\n") == 1
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr("trl_repulse.rewards.server.find_spec", lambda name: None)
+    assert main(["serve-reward", "pair", "/no/such/model"]) == 1
+    error = capsys.readouterr().err
+    assert 'pip install "trl-repulse[serve]"' in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -56,6 +56,8 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
     for name, value in (("reward_type", reward_type), ("reward_model_path", path)):
         if not isinstance(value, str | None):
             raise ValueError(f"`{name}={value!r}` must be text.")
+    if reward_type != "remote" and "://" in (path or ""):
+        raise ValueError("`reward_model_path` is the address of a server; set `reward_type='remote'`.")
     if reward_type is None:
         if path is None:
             raise ValueError(
