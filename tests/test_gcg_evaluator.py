@@ -289,7 +289,7 @@ def test_a_judge_hash_depends_on_scores_alone(tmp_path):
     class Own(RewardJudge):
         identity = object()
 
-    assert _hash_judge(Own(judge)) is None
+    assert _hash_judge(Own(judge)) == _hash_judge(judge) and _hash_judge(judge)["judge_hash"] is None
 
 
 def test_an_asynchronous_judge(model, tokenizer, tmp_path):

@@ -124,6 +124,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import check_sizes, draw, find_temperature
+    from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 
     if not args.proposal:
@@ -194,6 +195,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     )
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
+    if isinstance(reward, RemoteReward):  # an address may hold a key
+        settings["reward_model_path"] = ",".join(reward.shown_urls)
     return {"settings": settings, "temperatures": temperatures, **report}
 
 
