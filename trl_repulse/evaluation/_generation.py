@@ -22,10 +22,11 @@ from transformers import (
 )
 
 from ..generation._habits import end_tokens, until_end
+from ..generation._padding import batches, padding_token
+from ..generation._probe import probe
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
 from ._loading import load_model, load_tokenizer
-from ._padding import batches, padding_token, reads_padding
 from .exact import _evaluating, _reward_of_model
 
 
@@ -128,7 +129,7 @@ def transformers_engine(
 ) -> Engine:
     """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
     end = end_tokens(model, tokenizer) if end is None else end
-    pad, equal = padding_token(model, tokenizer, end), reads_padding(model)
+    pad, guard = padding_token(model, tokenizer, end), probe(model)
     config = GenerationConfig(
         do_sample=True,
         temperature=temperature,
@@ -137,9 +138,8 @@ def transformers_engine(
         max_new_tokens=max_completion_length,
         eos_token_id=end or None,
         pad_token_id=pad,
+        use_cache=guard.use_cache,
     )
-    if model.config.model_type == "rwkv":
-        config.use_cache = False  # its state mixes the completions of a batch (transformers 5.23)
     device = next(model.parameters()).device
 
     def draw(prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -154,7 +154,7 @@ def transformers_engine(
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(seed)
             rows: list[list[int]] = [[] for _ in prompt_ids]
-            for chosen in batches(prompt_ids, batch_size, equal):
+            for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
                 for place, row in zip(chosen, draw([prompt_ids[i] for i in chosen]), strict=True):
                     rows[place] = row
             return rows

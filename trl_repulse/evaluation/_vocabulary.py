@@ -4,12 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..generation._padding import vocab_size
 from ._loading import load_tokenizer
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    """How many tokens a model reads, and draws from."""
-    return int(model.config.get_text_config().vocab_size)
 
 
 def check_reference(

@@ -8,14 +8,15 @@ completion, E = V - A tokens that do.
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .._checks import check_prompts
+from ..generation._probe import in_mode
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
@@ -73,17 +74,7 @@ class ExactProposalReport:
     target_log_prob_bad: float
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every submodule gets its own mode back."""
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in training:
-            module.training = mode
+_evaluating = partial(in_mode, training=False)
 
 
 def _reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:

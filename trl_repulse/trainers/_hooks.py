@@ -1,7 +1,7 @@
 """What our trainers share, whichever TRL trainer they stand on."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._checks import check_eval_batch, check_prompt_lengths
 from ..configs import EngineConfig, RewardConfig
+from ..generation._padding import batches, without_padding
+from ..generation._probe import Guard
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
 from ._peft_bridge import adapters_kept
+from ._deepspeed import is_partitioned
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
@@ -30,6 +33,7 @@ from ._resume import (
     save_position,
 )
 from ._rewards import all_with_checks
+from ._set_up import guard_model
 from ._trl_bridge import (
     disable_dropout,
     prepare_scoring,
@@ -100,6 +104,7 @@ class TrainerHooks:
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
+    _guard = Guard()  # what keeps sampling and scoring right for all models
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -109,6 +114,29 @@ class TrainerHooks:
                     disable_dropout(scored)
                 unwrapped = self.accelerator.unwrap_model(scored)
                 prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+        self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
+
+    def _guard_model(self, name: str, model: Any, quiet: bool = True) -> None:
+        """Finds out how a model can be sampled and scored; refuses one that makes noise where it should be `quiet`."""
+        self._guard |= guard_model(self, name, model, quiet)
+        if not self._guard.use_cache:
+            self.generation_config.use_cache = False
+
+    def _by_length(
+        self,
+        score: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, ...]],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What `score` makes of rows (B, L + T) and their mask: all at once, or by prompt length if a model reads padding."""
+        if not self._guard.score_by_length:
+            return score(input_ids, attention_mask)
+        if self.accelerator.num_processes > 1 and len(attention_mask.argmax(dim=1).unique()) > 1:
+            raise ValueError(
+                "Prompts of different lengths are scored in passes of their own, since the model reads padding, and several "
+                "processes cannot make different numbers of passes; use prompts of one length, or one process."
+            )
+        return without_padding(score, input_ids, attention_mask)
 
     def _check_reward_functions(self) -> None:
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
@@ -288,10 +316,30 @@ class TrainerHooks:
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         return tokenized
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         sampled = self.accelerator.unwrap_model(self.model_wrapped)
         with without_generation_habits(sampled), without_lasting_changes(self, sampled):
-            return super()._generate_single_turn(*args, **kwargs)
+            if not self._guard.sample_by_length:
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            groups = batches(prompt_ids, len(prompt_ids), equal=True)
+            if len(groups) > 1 and (is_partitioned(sampled) or self.is_fsdp_enabled):
+                raise ValueError(
+                    "Prompts of different lengths are sampled one length at a time, since the model generates wrongly behind "
+                    "padding, and processes that share its weights cannot do so each on its own; use prompts of one length, or "
+                    "launch without ZeRO-3 and FSDP."
+                )
+            multiple, self.pad_to_multiple_of = self.pad_to_multiple_of, None
+            try:
+                parts = [
+                    super(TrainerHooks, self)._generate_single_turn([prompt_ids[i] for i in group], *args, **kwargs)
+                    for group in groups
+                ]
+            finally:
+                self.pad_to_multiple_of = multiple
+        # GRPO gives log-probabilities too, `None` without vLLM (TRL 1.16)
+        drawn = [row for part in parts for row in (part[0] if isinstance(part, tuple) else part)]
+        rows = [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))]
+        return (rows, None) if isinstance(parts[0], tuple) else rows
 
     def _log_mean(self, name: str, values: torch.Tensor) -> None:
         """Logs the mean over all processes, without the samples that have no reward."""

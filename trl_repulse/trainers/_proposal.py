@@ -378,9 +378,9 @@ def proposal_loss(
     args, mask = trainer.args, batch["proposal_completion_mask"]
     if args.proposal_loss == "dpg":
         with torch.no_grad():
-            log_p_all = _all_log_probs(trainer.model, batch)
+            log_p_all = _all_log_probs(trainer, trainer.model, batch)
         return dpg_loss(
-            _all_log_probs(trainer.proposal.engine, batch),
+            _all_log_probs(trainer, trainer.proposal.engine, batch),
             log_p_all,
             batch["proposal_completion_ids"],
             batch["proposal_w"],
@@ -393,12 +393,18 @@ def proposal_loss(
     )
 
 
-def _all_log_probs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _all_log_probs(
+    trainer: "RePULSeTrainer", model: torch.nn.Module, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
     """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
     ids, mask = batch["proposal_completion_ids"], batch["proposal_completion_mask"]
     units, m, width = ids.shape
     input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(m, 0), ids.flatten(0, 1)], dim=1)
     attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(m, 0), mask.flatten(0, 1)], dim=1)
-    positions = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
-    return logits[:, -width - 1 : -1].float().log_softmax(dim=-1).view(units, m, width, -1)
+
+    def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
+
+    return trainer._by_length(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)

@@ -388,10 +388,11 @@ def token_log_probs(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turns all dropout of a model off, in place.
+    """Turns all dropout of a model off, in place, and the noise of routers.
 
-    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures (OPT) hold a
-    probability as a number of a layer instead, and drop in training mode: noise in every log-probability.
+    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures hold a probability
+    (OPT), or by how much the inputs of a router are shaken (Mixtral), as a number of a layer instead: noise in every
+    log-probability. What a layer reads off the configuration each time (Falcon) stays: `check_noise` finds it.
 
     Args:
         model (`torch.nn.Module`):
@@ -400,7 +401,7 @@ def disable_dropout(model: nn.Module) -> None:
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

@@ -31,6 +31,7 @@ from ._hooks import TrainerHooks, transform_rewards
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
+from ._set_up import VALUE_MODEL
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -196,6 +197,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self.value = SecondModel(
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
+        self._guard_model(VALUE_MODEL, self.value.module)
         if self.args.value_warmup_steps > 0:
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
@@ -293,7 +295,17 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         module, size = self.value.module, self._micro_batch_size()
         rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
-            return torch.cat([token_values(module, module, self.accelerator, *chunk, width) for chunk in rows])
+            return torch.cat([self._values(module, *chunk, width) for chunk in rows])
+
+    def _values(
+        self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """V(s_t), (B, T), under the value model, wrapped or not."""
+
+        def values(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+            return (token_values(model, self.value.module, self.accelerator, ids, mask, width),)
+
+        return self._by_length(values, input_ids, attention_mask)[0]
 
     def _micro_batch_size(self) -> int:
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
@@ -315,8 +327,13 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self._log_mean("approx_kl", approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator).view(1))
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
-        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *args: Any, **kwargs: Any
+    ):
+        score = super()._get_per_token_logps_and_entropies
+        scores = self._by_length(
+            lambda ids, mask: score(model, ids, mask, logits_to_keep, *args, **kwargs), input_ids, attention_mask
+        )
         self._scored_log_p = scores[0].detach()
         return scores
 
@@ -326,7 +343,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         input_ids, attention_mask, width = _joined(inputs)
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
-            values = token_values(engine, self.value.module, self.accelerator, input_ids, attention_mask, width)
+            values = self._values(engine, input_ids, attention_mask, width)
             loss, clipped = value_loss(
                 values,
                 inputs["old_values"],

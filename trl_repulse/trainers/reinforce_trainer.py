@@ -338,15 +338,17 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         n = ids.size(1)
         input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(n, 0), ids.flatten(0, 1)], dim=1)
         attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(n, 0), mask.flatten(0, 1)], dim=1)
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return token_log_probs(model, self.accelerator, ids, mask, width, gradient and self.aux_loss_enabled)
+
         if gradient:
-            log_p, entropy, aux_loss = token_log_probs(
-                model, self.accelerator, input_ids, attention_mask, width, self.aux_loss_enabled
-            )
+            log_p, entropy, aux_loss = self._by_length(log_probs, input_ids, attention_mask)
         else:
             size = self._micro_batch_size("train" if self.model.training else "eval")
             rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                chunks = [token_log_probs(model, self.accelerator, *chunk, width)[0] for chunk in rows]
+                chunks = [self._by_length(log_probs, *chunk)[0] for chunk in rows]
             log_p, entropy, aux_loss = torch.cat(chunks), None, None
         sizes = [batch[f"{name}_ids"].size(1) for name in names]
         scores = [

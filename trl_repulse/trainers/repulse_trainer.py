@@ -157,6 +157,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
+        self._guard_model("proposal", self.proposal.module)
         if lends_base:
             self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
         if self.use_vllm:
