@@ -3,6 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -18,11 +19,8 @@ from transformers import (
 )
 
 from trl_repulse import (
-    PPOConfig,
     PPOTrainer,
-    ReinforceConfig,
     ReinforceTrainer,
-    RePULSeConfig,
     RePULSeTrainer,
 )
 from trl_repulse.evaluation._generation import transformers_engine
@@ -30,7 +28,7 @@ from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, probe
 
-from .conftest import build_model, word_reward
+from .conftest import build_model
 
 
 PROMPTS = ["the", "the cat", "the cat sat", "the dog ran ate fish"]
@@ -82,14 +80,24 @@ def alone(model, prompt, completion):
     return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(dim=-1)
 
 
+@torch.no_grad()
 def surprise(model, prompts, completions):
-    """z of Σ −log p − entropy over draws, which is 0 in expectation exactly if they follow the model."""
-    gaps = []
+    """
+    z of Σ −log p − entropy over draws, which is 0 in expectation if they follow the model.
+
+    Draws of one prompt are scored in one pass: there is no padding before any.
+    """
+    rows, gaps = {}, []
     for prompt, completion in zip(prompts, completions, strict=True):
-        log_p = alone(model, prompt, completion)
-        chosen = log_p.gather(1, torch.tensor(completion)[:, None])[:, 0]
-        gaps.append((-chosen + (log_p.exp() * log_p).sum(dim=-1)).sum().item())
-    gaps = torch.tensor(gaps, dtype=torch.float64)
+        rows.setdefault(tuple(prompt), []).append(completion)
+    for prompt, drawn in rows.items():
+        width = max(map(len, drawn))
+        ids = torch.tensor([[*prompt, *row, *[0] * (width - len(row))] for row in drawn])
+        log_p = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float().log_softmax(dim=-1)
+        chosen = log_p.gather(2, ids[:, len(prompt) :, None])[:, :, 0]
+        counted = torch.arange(width) < torch.tensor([len(row) for row in drawn])[:, None]
+        gaps.append(((-chosen + (log_p.exp() * log_p).sum(dim=-1)) * counted).sum(dim=1).double())
+    gaps = torch.cat(gaps)
     return (gaps.mean() / (gaps.std() / len(gaps) ** 0.5)).item()
 
 
@@ -116,3 +124,196 @@ def test_nothing_is_disturbed(tokenizer):
     assert torch.equal(torch.get_rng_state(), state)
     for name, p in model.named_parameters():
         assert torch.equal(p, weights[name]) and p.grad is None
+
+
+# Draws
+
+
+def test_held_out_draws_are_the_models_own(tokenizer, faulty):
+    model = build(faulty, len(tokenizer))
+    prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(500)]
+    drawn = transformers_engine(model, tokenizer, 4, 2000)(prompts, 0)
+    assert abs(surprise(model, prompts, drawn)) < 4.5
+
+
+def test_a_generators_draws_are_the_models_own(tokenizer, faulty):
+    model = build(faulty, len(tokenizer))
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
+    torch.manual_seed(0)
+    drawn = generator.complete(PROMPTS, "policy", 500)
+    prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(500)]
+    assert abs(surprise(model, prompts, [row.token_ids for rows in drawn for row in rows])) < 4.5
+
+
+def test_held_out_scores_are_the_models_own(tokenizer, faulty):
+    model = build(faulty, len(tokenizer))
+    prompts, completions = tokenizer(PROMPTS)["input_ids"], [[4, 12, 7], [5, 1], [16], [3, 9, 1]]
+    found, _ = completion_log_probs(model, prompts, completions)
+    for value, prompt, completion in zip(found, prompts, completions, strict=True):
+        expected = alone(model, prompt, completion).gather(1, torch.tensor(completion)[:, None]).sum()
+        assert value.item() == pytest.approx(expected.item(), abs=1e-4)
+
+
+# Trainers
+
+
+@pytest.fixture
+def mixed():
+    return Dataset.from_dict({"prompt": PROMPTS})
+
+
+@pytest.fixture
+def faulty_dir(tmp_path, tokenizer, faulty):
+    build(faulty, len(tokenizer)).save_pretrained(tmp_path / faulty)
+    tokenizer.save_pretrained(tmp_path / faulty)
+    return str(tmp_path / faulty)
+
+
+def check_scores(model, batch, name, scores):
+    """Log-probabilities (U, n, T) of a batch against those of single unpadded rows."""
+    for i, (prompt, mask) in enumerate(zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)):
+        for j, completion in enumerate(batch[f"{name}_ids"][i]):
+            length = int(batch[f"{name}_mask"][i, j].sum())
+            row = completion[:length].tolist()
+            expected = alone(model, prompt[mask == 1].tolist(), row).gather(1, torch.tensor(row)[:, None])[:, 0]
+            assert scores[i, j, :length].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def rows_of(batch, name):
+    prompts = [p[m == 1].tolist() for p, m in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    ids, mask = batch[f"{name}_ids"], batch[f"{name}_mask"]
+    drawn = [[row[m == 1].tolist() for row, m in zip(*unit, strict=True)] for unit in zip(ids, mask, strict=True)]
+    pairs = [(prompt, row) for prompt, rows in zip(prompts, drawn, strict=True) for row in rows]
+    return zip(*pairs, strict=True)
+
+
+@pytest.mark.trainer
+def test_trainers_draw_and_score_as_the_models_do(make, faulty_dir, mixed):
+    """Policy and proposal, with prompts of several lengths in a batch."""
+    settings = {"num_generations": 250, "per_device_train_batch_size": 1000, "max_completion_length": 4}
+    trainer = make(model=faulty_dir, dataset=mixed, beta=0.1, **settings)
+    trainer.model.train()
+    torch.manual_seed(0)
+    batch = trainer._generate_and_score_completions([row for row in mixed for _ in range(250)])
+    models = {"completion": trainer.model, "proposal_completion": trainer.proposal.module}
+    for name, model in models.items():
+        assert abs(surprise(model, *rows_of(batch, name))) < 4.5
+    few = {name: x[:, :3] if name.endswith(("completion_ids", "completion_mask")) else x for name, x in batch.items()}
+    for scored in (*models.values(), trainer.ref_model):
+        for gradient in (True, False):
+            scores = trainer._score(scored, few, tuple(models), gradient)
+            for name, found in zip(models, scores, strict=False):
+                check_scores(scored, few, name, found.detach())
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("loss", ["ctl", "dpg"])
+def test_trainers_learn_with_prompts_of_several_lengths(make, faulty_dir, mixed, loss):
+    """One update makes the parameters those of a batch of two micro-batches, of two lengths each."""
+    changed = []
+    for size, accumulation in ((16, 1), (8, 2)):
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 1}
+        trainer = make(model=faulty_dir, dataset=mixed, proposal_loss=loss, optim="sgd", seed=3, **settings)
+        trainer.train()
+        changed.append([p.detach().clone() for p in trainer.model.parameters()])
+    for one, other in zip(*changed, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.trainer
+def test_ppo_draws_and_scores_as_the_models_do(tmp_path, make, faulty_dir, mixed, tokenizer):
+    value = build_model("gpt2", len(tokenizer))
+    settings = {"num_generations": 250, "per_device_train_batch_size": 1000, "max_completion_length": 4}
+    trainer = make(PPOTrainer, faulty_dir, dataset=mixed, beta=0.1, extra={"value_model": value}, **settings)
+    trainer.model.train()
+    torch.manual_seed(0)
+    batch = trainer._generate_and_score_completions([row for row in mixed for _ in range(250)])
+    units = {name: batch[name] for name in ("prompt_ids", "prompt_mask")}
+    units |= {name: batch[name].unsqueeze(1) for name in ("completion_ids", "completion_mask")}
+    assert abs(surprise(trainer.model, *rows_of(units, "completion"))) < 4.5
+    few = {name: x[::50] for name, x in units.items()}
+    ids, mask = (torch.cat([few[f"prompt_{x}"], few[f"completion_{x}"][:, 0]], dim=1) for x in ("ids", "mask"))
+    scores = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, few["completion_ids"].size(2))[0]
+    check_scores(trainer.model, few, "completion", scores.detach()[:, None])
+    scores = batch["ref_per_token_logps"][::50]
+    check_scores(trainer.ref_model, few, "completion", scores[:, None])
+
+
+# Noise
+
+
+def build_noisy(architecture, size, **noise):
+    set_seed(0)
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = SHAPE | SPECIAL | {"vocab_size": size, "initializer_range": 0.4}
+    if architecture == "falcon":
+        return AutoModelForCausalLM.from_config(FalconConfig(**sizes, **noise))
+    if architecture == "persimmon":
+        return AutoModelForCausalLM.from_config(PersimmonConfig(**sizes, **noise))
+    return AutoModelForCausalLM.from_config(
+        (MixtralConfig if architecture == "mixtral" else PhimoeConfig)(**sizes, **experts, **noise)
+    )
+
+
+def passes_agree(model):
+    ids = torch.tensor([[3, 12, 4, 7]])
+    return torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
+@pytest.mark.parametrize(
+    ("architecture", "field"),
+    [("falcon", "hidden_dropout"), ("persimmon", "attention_dropout")],
+)
+def test_noise_from_the_configuration_is_refused_by_name(make, tokenizer, trainer_cls, architecture, field):
+    model = build_noisy(architecture, len(tokenizer), **{field: 0.2})
+    model.config.name_or_path = ""
+    extra = {"processing_class": tokenizer}
+    if trainer_cls is PPOTrainer:
+        extra["value_model"] = build_model("gpt2", len(tokenizer))
+    with pytest.raises(
+        ValueError, match=f"passes of the policy, {type(model).__name__}, differ .* set `{field}` to 0"
+    ):
+        make(trainer_cls, model, extra=extra)
+    assert getattr(model.config, field) == 0.2
+    setattr(model.config, field, 0.0)
+    make(trainer_cls, model, extra=extra)
+
+
+@pytest.mark.trainer
+def test_noise_of_proposal_and_value_model_is_refused(make, tokenizer):
+    quiet, noisy = (build_noisy("falcon", len(tokenizer), hidden_dropout=p) for p in (0.0, 0.2))
+    with pytest.raises(ValueError, match="passes of the proposal, Falcon.* set `hidden_dropout` to 0"):
+        make(model=quiet, extra={"proposal_model": noisy, "processing_class": tokenizer})
+    with pytest.raises(ValueError, match="passes of the value model, Falcon.* set `hidden_dropout` to 0"):
+        make(
+            PPOTrainer,
+            build_noisy("falcon", len(tokenizer)),
+            extra={"value_model": noisy, "processing_class": tokenizer},
+        )
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("architecture", ["mixtral", "phimoe"])
+def test_jitter_of_routers_is_off(make, tokenizer, architecture):
+    name = "router_jitter_noise"
+    model = build_noisy(architecture, len(tokenizer), **{name: 0.3}).train()
+    assert not passes_agree(model)  # the control
+    trainer = make(model=model, extra={"processing_class": tokenizer})
+    for each in (trainer.model, trainer.proposal.module):
+        assert passes_agree(each.train())
+    assert getattr(model.config, name) == 0.3  # what is saved stays as it is
+
+
+@pytest.mark.trainer
+def test_dropout_of_adapters_is_off(make):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.5, init_lora_weights=False)
+    trainer = make(extra={"peft_config": config})
+    trainer.model.train()
+    assert passes_agree(trainer.model) and passes_agree(trainer.proposal.module)
+
+
+@pytest.mark.trainer
+def test_dropout_that_is_wanted_stays(make):
+    assert not passes_agree(make(ReinforceTrainer, disable_dropout=False).model.train())

@@ -19,8 +19,8 @@ from ..generation._probe import Guard
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
-from ._peft_bridge import adapters_kept
 from ._deepspeed import is_partitioned
+from ._peft_bridge import adapters_kept
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference

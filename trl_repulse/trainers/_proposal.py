@@ -393,9 +393,7 @@ def proposal_loss(
     )
 
 
-def _all_log_probs(
-    trainer: "RePULSeTrainer", model: torch.nn.Module, batch: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def _all_log_probs(trainer: "RePULSeTrainer", model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
     ids, mask = batch["proposal_completion_ids"], batch["proposal_completion_mask"]
     units, m, width = ids.shape

@@ -1,24 +1,29 @@
 """What a trainer finds out about its models before it trains: how they can be sampled and scored, and noise in their passes."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, undisturbed
 from ._deepspeed import gathered
 from ._peft_bridge import AdapterView
-from ._trl_bridge import disable_gradient_checkpointing
+from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
 
 if TYPE_CHECKING:
     from .ppo_trainer import PPOTrainer
     from .reinforce_trainer import ReinforceTrainer
+
+logger = logging.get_logger(__name__)
 
 VALUE_MODEL = "value model"
 _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in their names
@@ -46,7 +51,7 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
     Raises:
         `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
     """
-    found: list[Any] = [None]
+    found: list[Any] = [None, True]
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     with view, gathered(module):
@@ -54,11 +59,17 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
                     found[0] = _find_out(trainer, name, module, quiet)
+                    found[1] = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
                 except ValueError as error:
                     found[0] = error
     broadcast_object_list(found)
     if isinstance(found[0], ValueError):
         raise found[0]
+    if not found[1]:
+        for scored in (module, trainer.ref_model) if name == "policy" else (module,):
+            if scored is not None:
+                scored = trainer.accelerator.unwrap_model(scored)
+                _use_own_head(scored.get_base_model() if is_peft_model(scored) else scored, trainer.temperature)
     return found[0]
 
 
@@ -69,6 +80,61 @@ def _find_out(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Mod
         return probe_values(model)
     samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
     return probe(model, quiet, samples, trainer.generation_config if samples else None)
+
+
+@torch.no_grad()
+def _head_fits(model: nn.Module, temperature: float) -> bool:
+    """Whether TRL's fused head gives the log-probabilities of the model's own logits; warns where it does not."""
+    ids = _tokens(model)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with undisturbed(model, training=False):
+        own = model(**inputs).logits
+        expected = (own[:, :-1].float() / temperature).log_softmax(dim=-1).gather(-1, ids[:, 1:, None])[:, :, 0]
+        try:
+            found = model(**inputs, labels=ids, fused_lm_head=True).log_probs
+            gap = (found - expected).square().mean().sqrt()
+            if bool(gap <= max(16 * torch.finfo(own.dtype).eps, 1e-5)) or bool(expected.isnan().any()):
+                return True
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # no head where TRL looks for it
+            pass
+    logger.warning_once(
+        f"TRL's fused head does not give the log-probabilities of {describe(model)}: they are taken from its logits, which "
+        "takes more memory."
+    )
+    return False
+
+
+def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
+    """
+    Scores with a model's own logits where TRL's fused head is asked for.
+
+    TRL (1.16) computes logits from the last hidden states and knows some of what a model may do to them; a cap under another
+    name (RecurrentGemma), or a head of several layers, it does not. Way out: TRL using the model's own logits there.
+    """
+    fused, own = model.forward, type(model).forward
+
+    @functools.wraps(own)
+    def forward(self, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any):
+        if not fused_lm_head:
+            return fused(*args, **kwargs) if labels is None else fused(*args, labels=labels, **kwargs)
+        outputs = own(self, *args, **kwargs | {"use_cache": False})
+        labels = labels[:, 1:]
+        log_p = (outputs.logits[:, -labels.size(1) - 1 : -1].float() / temperature).log_softmax(dim=-1)
+        chosen = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)
+        return FusedCausalLMOutput(
+            log_probs=chosen.masked_fill(labels == -100, 0.0),
+            entropy=entropy.masked_fill(labels == -100, 0.0),
+            aux_loss=getattr(outputs, "aux_loss", None),
+        )
+
+    model.forward = MethodType(forward, model)
+
+
+def _tokens(model: nn.Module) -> torch.Tensor:
+    """A few rows of tokens, neither the first nor the last of the vocabulary, which are often no words."""
+    size, device = vocab_size(model), next(model.parameters()).device
+    return (torch.arange(16, device=device) * max(1, size // 37) + size // 3).view(2, 8) % size
 
 
 def check_noise(model: nn.Module, name: str) -> None:
@@ -87,8 +153,7 @@ def check_noise(model: nn.Module, name: str) -> None:
     module = model
     if name == VALUE_MODEL:  # whose head is 0 at first
         module = (model.get_base_model() if is_peft_model(model) else model).base_model
-    size, device = vocab_size(model), next(model.parameters()).device
-    ids = (torch.arange(16, device=device) * max(1, size // 37) + size // 3).view(2, 8) % size
+    ids = _tokens(model)
 
     def is_noisy() -> bool:
         passes = []

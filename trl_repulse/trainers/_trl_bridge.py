@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import (
+    FusedCausalLMOutput,
     add_fused_lm_head,
     create_model_from_path,
     disable_dropout_in_model,
@@ -45,6 +46,7 @@ from ._peft_bridge import AdapterView, trainable_kept
 
 __all__ = [
     "PINNED",
+    "FusedCausalLMOutput",
     "add_fused_lm_head",
     "copy_unpatched",
     "create_model_from_path",

@@ -190,6 +190,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self._take_engine()
         self._check_reward_functions()
         self._prepare_scoring()
+        self._guard_model(VALUE_MODEL, value)
         check_value_model(value, self.model)
         if value_is_adapter and self.args.activation_checkpointing:
             value.enable_input_require_grads()
@@ -197,7 +198,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self.value = SecondModel(
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
-        self._guard_model(VALUE_MODEL, self.value.module)
         if self.args.value_warmup_steps > 0:
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
