@@ -1,5 +1,7 @@
 """Sampling and scoring that are the model's own, where padded or cached passes of an architecture are not."""
 
+import copy
+
 import pytest
 import torch
 from datasets import Dataset
@@ -11,6 +13,7 @@ from transformers import (
     MambaConfig,
     MiniMaxConfig,
     MixtralConfig,
+    ModernBertDecoderConfig,
     PersimmonConfig,
     PhimoeConfig,
     RecurrentGemmaConfig,
@@ -27,6 +30,7 @@ from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, probe
+from trl_repulse.trainers._trl_bridge import token_log_probs
 
 from .conftest import build_model
 
@@ -317,3 +321,38 @@ def test_dropout_of_adapters_is_off(make):
 @pytest.mark.trainer
 def test_dropout_that_is_wanted_stays(make):
     assert not passes_agree(make(ReinforceTrainer, disable_dropout=False).model.train())
+
+
+# Heads
+
+
+@pytest.mark.trainer
+def test_scores_are_those_of_the_models_own_head(make, tokenizer, mixed):
+    """TRL's fused head takes the last hidden states for what the last layer reads; here a layer comes between."""
+    set_seed(0)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "<unk>"
+    shape = SHAPE | SPECIAL | {"vocab_size": len(tokenizer), "initializer_range": 0.3, "bos_token_id": 2}
+    config = ModernBertDecoderConfig(**shape | {"cls_token_id": 2, "sep_token_id": 1, "local_attention": 8})
+    model = AutoModelForCausalLM.from_config(config)
+    for trainer_cls in (ReinforceTrainer, PPOTrainer):
+        extra = {"processing_class": tokenizer}
+        if trainer_cls is PPOTrainer:
+            extra["value_model"] = build_model("gpt2", len(tokenizer))
+        trainer = make(trainer_cls, copy.deepcopy(model), dataset=mixed, extra=extra)
+        ids, mask = torch.tensor([[0, 3, 12, 4, 7, 1], [5, 4, 11, 12, 9, 0]]), torch.ones(2, 6, dtype=torch.long)
+        mask[0, 0] = mask[1, -1] = 0
+        with torch.no_grad():
+            if trainer_cls is PPOTrainer:
+                found, entropy, _ = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, ids, mask, 3, compute_entropy=True
+                )
+            else:
+                found, entropy, _ = token_log_probs(trainer.model, trainer.accelerator, ids, mask, 3)
+        for row, prompt, completion in ((0, [3, 12], [4, 7, 1]), (1, [5, 4, 11], [12, 9])):
+            log_p = alone(model, prompt, completion)
+            expected = log_p.gather(1, torch.tensor(completion)[:, None])[:, 0]
+            length = len(completion)
+            assert found[row, :length].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+            surprise = -(log_p.exp() * log_p).sum(dim=-1)
+            assert entropy[row, :length].tolist() == pytest.approx(surprise.tolist(), abs=1e-4)

@@ -352,7 +352,8 @@ def prepare_scoring(model: PreTrainedModel) -> None:
         return output
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
-    model.base_model.register_forward_hook(after_backbone)
+    if model.base_model is not model:
+        model.base_model.register_forward_hook(after_backbone)
 
 
 def token_log_probs(
