@@ -243,6 +243,57 @@ def test_ppo_draws_and_scores_as_the_models_do(tmp_path, make, faulty_dir, mixed
     check_scores(trainer.ref_model, few, "completion", scores[:, None])
 
 
+@pytest.mark.trainer
+def test_several_processes_refuse_what_they_cannot_score(make, tokenizer, mixed, monkeypatch):
+    trainer = make(
+        ReinforceTrainer, build("rwkv", len(tokenizer)), dataset=mixed, extra={"processing_class": tokenizer}
+    )
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    ids, mask = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(ValueError, match="use prompts of one length, or one process"):
+        trainer._by_length(lambda ids, mask: (ids,), ids, mask)
+    padded = torch.tensor([[0, 3, 4], [0, 6, 7]]), torch.tensor([[0, 1, 1], [0, 1, 1]])
+    assert trainer._by_length(lambda ids, mask: (ids,), *padded)[0].tolist() == [[3, 4], [6, 7]]
+    trainer._guard = Guard()
+    assert trainer._by_length(lambda ids, mask: (ids,), ids, mask)[0] is ids
+
+
+@pytest.mark.trainer
+def test_models_that_share_weights_refuse_what_they_cannot_sample(make, tokenizer, mixed, monkeypatch):
+    trainer = make(
+        ReinforceTrainer, build("minimax", len(tokenizer)), dataset=mixed, extra={"processing_class": tokenizer}
+    )
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    with pytest.raises(ValueError, match="use prompts of one length, or launch without ZeRO-3 and FSDP"):
+        trainer._generate_single_turn([[3], [3, 12]], None, {})
+
+
+@pytest.mark.trainer
+def test_without_a_cache_nothing_is_grouped(make, tokenizer, mixed):
+    settings = {"generation_kwargs": {"use_cache": False}}
+    trainer = make(
+        ReinforceTrainer,
+        build("minimax", len(tokenizer)),
+        dataset=mixed,
+        extra={"processing_class": tokenizer},
+        **settings,
+    )
+    assert not trainer._guard.sample_by_length and trainer.generation_config.use_cache is False
+
+
+def test_what_disagrees_with_itself_is_refused(tokenizer):
+    """Rows of a batch that see each other, and a model that generates otherwise than it scores."""
+    model = build_model("llama", len(tokenizer))
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: output + output.mean(dim=0))
+    with pytest.raises(ValueError, match="^LlamaForCausalLM predicts something else for a text in a batch"):
+        probe(model)
+    hook.remove()
+    model.lm_head.register_forward_hook(lambda module, args, output: output * (1 + (output.size(1) == 1)))
+    assert probe(model, samples=False) == Guard()
+    with pytest.raises(ValueError, match="^LlamaForCausalLM generates from another distribution"):
+        probe(model)
+
+
 # Noise
 
 

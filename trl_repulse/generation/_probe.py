@@ -252,7 +252,7 @@ class _Passes:
         # All different where the vocabulary allows; the first and the last tokens are often no words
         ids = torch.arange(count * length, device=device) * max(1, size // 97) + size // 3
         self._ids = (ids % size).view(count, length)  # (B, L)
-        self._alone = torch.cat([read(row[None], torch.ones_like(row[None])) for row in self._ids])  # (B, L, V)
+        self._alone = self._one_by_one(self._ids)  # (B, L, V)
         self._tolerance = _ROUNDINGS * _distance(self._rounded(), self._alone)
 
     def agree(self, passes: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -304,7 +304,7 @@ class _Passes:
         """Several completions of the first row's prompt, which is read once."""
         prompt, tokens = self._ids[:1, : _EQUAL[0]], self._after(self._ids, _EQUAL)
         ids = torch.cat([prompt.expand(len(tokens), -1), tokens], dim=1)
-        alone = torch.cat([self._read(row[None], torch.ones_like(row[None])) for row in ids])
+        alone = self._one_by_one(ids)
         outputs = self._model(input_ids=prompt, use_cache=True)
         cache, logits = outputs.past_key_values, [outputs.logits[:, -1].expand(len(tokens), -1)]
         cache.batch_repeat_interleave(len(tokens))
@@ -315,7 +315,7 @@ class _Passes:
         return found, self._after(alone, [length - 1 for length in _EQUAL])
 
     def _rounded(self) -> torch.Tensor:
-        """All rows in one pass, with the embeddings rounded up or down."""
+        """All rows, one by one, with the embeddings rounded up or down."""
         embedding = self._model.get_input_embeddings()
 
         def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -324,9 +324,12 @@ class _Passes:
 
         handle = embedding.register_forward_hook(rounded)
         try:
-            return self._read(self._ids, torch.ones_like(self._ids))
+            return self._one_by_one(self._ids)
         finally:
             handle.remove()
+
+    def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._read(row[None], torch.ones_like(row[None])) for row in ids])
 
     def _behind_padding(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Prompts and their mask, padded if they are unequal, and the S tokens after each."""
