@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     FalconConfig,
+    GPT2ForTokenClassification,
     MambaConfig,
     MiniMaxConfig,
     MixtralConfig,
@@ -109,6 +110,11 @@ def surprise(model, prompts, completions):
 @pytest.mark.parametrize("architecture", GUARDS)
 def test_what_is_found(tokenizer, architecture, training):
     assert probe(build(architecture, len(tokenizer)), training) == GUARDS[architecture]
+
+
+def test_what_is_found_with_an_adapter(tokenizer):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["key", "value"], init_lora_weights=False)
+    assert probe(get_peft_model(build("rwkv", len(tokenizer)), config)) == GUARDS["rwkv"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -241,6 +247,32 @@ def test_ppo_draws_and_scores_as_the_models_do(tmp_path, make, faulty_dir, mixed
     check_scores(trainer.model, few, "completion", scores.detach()[:, None])
     scores = batch["ref_per_token_logps"][::50]
     check_scores(trainer.ref_model, few, "completion", scores[:, None])
+
+
+@pytest.mark.trainer
+def test_values_are_the_models_own(make, tokenizer, mixed):
+    """Of a causal value model whose state, a running sum, reads padding."""
+    set_seed(0)
+    config = build_model("gpt2", len(tokenizer)).config
+    config.num_labels = 1
+    value = GPT2ForTokenClassification(config)
+    torch.nn.init.normal_(value.classifier.weight)
+
+    def add_state(module, args, output):
+        output.last_hidden_state = output.last_hidden_state + output.last_hidden_state.cumsum(dim=1) / 4
+
+    value.transformer.register_forward_hook(add_state)
+    trainer = make(PPOTrainer, dataset=mixed, extra={"value_model": value})
+    batch = trainer._generate_and_score_completions([row for row in mixed for _ in range(4)])
+    rows = zip(
+        *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True
+    )
+    for (prompt, prompt_mask, completion, mask), found in zip(rows, batch["old_values"], strict=True):
+        prompt, completion = prompt[prompt_mask == 1], completion[mask == 1]
+        with torch.no_grad():
+            expected = value(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1, 0]
+        assert found[: len(completion)].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    trainer.train()
 
 
 @pytest.mark.trainer
