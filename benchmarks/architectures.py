@@ -37,8 +37,8 @@ from trl_repulse.trainers._trl_bridge import disable_dropout
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PROMPTS = ("the", "the cat", "the cat sat", "the dog ran ate fish")
-DRAWS = 200  # of each prompt
-SECONDS = 60  # for one model
+DRAWS = 150  # of each prompt
+SECONDS = 45  # for one model
 LARGEST = 30_000_000  # parameters: others have sizes that no field of the list below sets
 # What a model may be off by: gaps of rounding, in float32; |z| of 4.5 comes by chance once in 150,000 draws
 GAP, Z = 2e-3, 4.5
@@ -282,7 +282,12 @@ def examine(name: str, tokenizer: Any, reverse: bool = False) -> dict[str, Any]:
     how = ["scored by length"] * guard.score_by_length + ["sampled by length"] * guard.sample_by_length
     how += ["no cache"] * (not guard.use_cache)
     line |= {"result": "agrees" if guard == Guard() else "guarded", "how": ", ".join(how)}
-    line["noise"] = "" if reverse else measure_noise(name, len(tokenizer))
+    line["noise"] = ""
+    if not reverse:
+        try:
+            line["noise"] = measure_noise(name, len(tokenizer))
+        except ValueError:
+            line["noise"] = "cannot be on"
     try:
         found = (*measure_held_out(model, tokenizer), *measure_trainer(model, tokenizer))
     except Exception as error:

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.trainer
         ("nemotron_h", False, ("guarded", "no cache")),
         ("bart", False, ("guarded", "scored by length, sampled by length")),
         ("falcon_h1", False, ("agrees", "")),
-        ("qwen3_next", False, ("agrees", "")),
+        ("roberta", False, ("refused", "RobertaForCausalLM predicts something else for a text in a batch")),
     ],
 )
 def test_nothing_disagrees(name, reverse, expected):
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<unk>"
     line = examine(name, tokenizer, reverse)
-    assert (line["result"], line["how"]) == expected
+    assert line["result"] == expected[0] and line["how"].startswith(expected[1])
     assert line["noise"] in ("", "none", "off")
 
 

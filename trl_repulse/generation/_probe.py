@@ -100,8 +100,13 @@ def probe(
     config = generation_config or GenerationConfig()
     cached = config.use_cache is not False
 
-    def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return padded_outputs(model, ids, mask, use_cache=False).logits.float().log_softmax(dim=-1)
+    def log_probs(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        outputs = (
+            model(input_ids=ids, use_cache=False)
+            if mask is None
+            else padded_outputs(model, ids, mask, use_cache=False)
+        )
+        return outputs.logits.float().log_softmax(dim=-1)
 
     with undisturbed(model, training):
         passes = _Passes(model, log_probs)
@@ -135,8 +140,9 @@ def probe_values(model: nn.Module) -> Guard:
     """
     backbone = (model.get_base_model() if is_peft_model(model) else model).base_model
 
-    def states(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return padded_outputs(backbone, ids, mask).last_hidden_state.float()
+    def states(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        outputs = backbone(input_ids=ids) if mask is None else padded_outputs(backbone, ids, mask)
+        return outputs.last_hidden_state.float()
 
     with undisturbed(model, training=True):
         return _scoring_guard(_Passes(model, states), model)
@@ -157,7 +163,7 @@ def repeats_cache(model: nn.Module) -> bool:
         `ValueError`: If passes of several rows are not those of each row.
     """
 
-    def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def log_probs(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
 
     with undisturbed(model, training=False):
@@ -198,8 +204,8 @@ def describe(model: nn.Module) -> str:
 def _check_rows(passes: "_Passes", model: nn.Module) -> None:
     if not passes.agree(passes.together):
         raise ValueError(
-            f"{describe(model)} predicts something else for a text in a batch than for the text alone, so that batches cannot be "
-            "sampled or scored; use another model."
+            f"{describe(model)} predicts something else for a text in a batch than for the text alone (rows that see each other, "
+            "or positions counted otherwise), so that batches cannot be sampled or scored; use another model."
         )
 
 
@@ -245,7 +251,7 @@ class _Passes:
     Each method gives both. A row's prompt is its beginning, of one length or of another, and the S tokens go on with it.
     """
 
-    def __init__(self, model: nn.Module, read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+    def __init__(self, model: nn.Module, read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]):
         self._model, self._read = model, read
         size, device = vocab_size(model), next(model.parameters()).device
         count, length = len(_EQUAL), max(_EQUAL) + _SAMPLED
@@ -329,7 +335,8 @@ class _Passes:
             handle.remove()
 
     def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._read(row[None], torch.ones_like(row[None])) for row in ids])
+        """As the model reads a text by itself: without a mask, and at positions of its own."""
+        return torch.cat([self._read(row[None], None) for row in ids])
 
     def _behind_padding(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Prompts and their mask, padded if they are unequal, and the S tokens after each."""
