@@ -121,6 +121,8 @@ PINNED: dict[Any, tuple[str, ...]] = {
     use_adapter: ("model", "adapter_name"),
     # Patches the forward that every log-probability of either model comes from.
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
+    # Built with names where that head does not fit a model: `log_probs`, `entropy` and `aux_loss` are read.
+    FusedCausalLMOutput: ("loss", "log_probs", "entropy"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
     Trainer._prepare_for_training: ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     # Called with the second model and its folder: loads sharded weights and adapters alike. Overridden around
