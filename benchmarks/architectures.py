@@ -168,7 +168,7 @@ def is_hybrid(model: PreTrainedModel) -> bool:
     """Whether layers are of several kinds, in an order that can be turned round."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     turned = bool(kinds) and len(set(kinds)) > 1 and kinds != kinds[::-1]
-    return turned and model.config.model_type not in ("recurrent_gemma", "bamba")  # which set it themselves
+    return turned and model.config.model_type not in ("recurrent_gemma", "bamba", "jamba")  # which set it themselves
 
 
 @torch.no_grad()
