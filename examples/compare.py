@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import yaml
 
+from trl_repulse.cli import Parser
 from trl_repulse.evaluation.comparison import format_comparison, load_runs
 from trl_repulse.evaluation.frontier import Run, make_frontier
 from trl_repulse.plots import plot_frontier
@@ -78,7 +79,7 @@ def plan(config: dict[str, Any], options: argparse.Namespace) -> list[tuple[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=EXAMPLES / "configs" / "compare.yaml")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

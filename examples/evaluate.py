@@ -15,6 +15,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import embedded
+from trl_repulse.cli import Parser
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
@@ -45,7 +46,7 @@ def print_truth(model: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=embedded.policy_path(), help="a model of the embedded world")
     parser.add_argument("--output_dir", default="samples-embedded", help="folder of the samples")
     parser.add_argument("--num_samples", type=int, default=5000, help="completions of each prompt")

@@ -14,13 +14,13 @@ from trl import TrlParser
 from trl_repulse.cli import NEGATIVE_NUMBER
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 from trl_repulse.evaluation.gcg.launch import launch
-from trl_repulse.scripts import main_or_exit
+from trl_repulse.scripts import main_or_exit, parse_fields
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = TrlParser((GCGRunArguments, GCGEvaluationConfig), exit_on_error=False)
     parser._negative_number_matcher = NEGATIVE_NUMBER
-    run, config = parser.parse_args_and_config(argv)
+    run, config = parse_fields(parser, argv)
     report = launch(run, config)
     if report:
         print(report)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import embedded
+from trl_repulse.cli import Parser
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
@@ -40,7 +41,7 @@ def print_bounds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="repulse-embedded", help="folder of a run of examples/repulse.py")
     parser.add_argument("--num_samples", type=int, default=5000, help="completions a prompt from each component")
     parser.add_argument("--seed", type=int, default=0)

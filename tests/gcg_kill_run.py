@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.gcg_trigger import ROWS, evaluation_config, judge
 from trl_repulse.evaluation.gcg import evaluate_gcg
+from trl_repulse.evaluation.gcg.evaluator import _Evaluation
 from trl_repulse.evaluation.gcg.records import ResultsFile
 
 
@@ -51,15 +52,15 @@ def attempt(model, tokenizer, output, moment):
             die()
         whole_write(self, entry)
 
-    def judging(goals, responses):
+    def score(self, goals, responses):
         if reached("judge"):
             die()
-        return judge(goals, responses)
+        return whole_score(self, goals, responses)
 
-    judging.__name__ = judge.__name__
     whole_write, ResultsFile._write = ResultsFile._write, write
+    whole_score, _Evaluation._score = _Evaluation._score, score
     model.register_forward_pre_hook(lambda *_: die() if reached("forward") else None)
-    evaluate_gcg(model, tokenizer, ROWS, judging, evaluation_config(), output)
+    evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), output)
 
 
 def entry_as_line(entry):

@@ -3,16 +3,19 @@
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from trl_repulse import __version__, rewards
 from trl_repulse._commands.serve_reward import _MODEL, KINDS
+from trl_repulse._errors import EXTRAS, describe_error
 from trl_repulse.cli import COMMANDS, build_parser, main
 from trl_repulse.rewards import RemoteReward, SequencePairReward
 
@@ -88,6 +91,57 @@ def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_pat
     assert results == [[203.0]]
 
 
+def test_a_second_signal_does_not_wait_for_answers(launch, tmp_path):
+    file, started = tmp_path / "mine.py", tmp_path / "started"
+    file.write_text(
+        "import pathlib, time\n"
+        "def stuck(prompts, completions):\n"
+        f"    pathlib.Path({str(started)!r}).touch()\n"
+        "    time.sleep(100)\n"
+    )
+    process, url = launch("function", f"{file}:stuck")
+    asking = threading.Thread(
+        target=lambda: pytest.raises(ConnectionError, RemoteReward(url, retries=0), ["a"], ["b"])
+    )
+    asking.start()
+    deadline = time.monotonic() + 30
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == -signal.SIGINT
+    asking.join(timeout=30)
+
+
+def test_a_server_with_a_token(launch, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def f(completions): return [float(len(c)) for c in completions]")
+    monkeypatch.setenv("REWARD_TOKEN", "geheim")
+    process, url = launch("function", f"{tmp_path}/mine.py:f", "--token_variable", "REWARD_TOKEN")
+    assert RemoteReward(url, token_variable="REWARD_TOKEN")(["a"], ["bc"]) == [2.0]
+    with pytest.raises(ValueError, match="status 401"):
+        RemoteReward(url)(["a"], ["bc"])
+    end(process, signal.SIGTERM)
+
+
+def test_a_port_that_is_taken(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions): return [0.0] * len(completions)")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve-reward", "function", f"{tmp_path}/mine.py:f", "--port", port]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse serve-reward: ") and "in use" in error and error.count("\n") == 1
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr("trl_repulse.rewards.server.find_spec", lambda name: None)
+    assert main(["serve-reward", "pair", "/no/such/model"]) == 1
+    error = capsys.readouterr().err
+    assert 'pip install "trl-repulse[serve]"' in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_argument_of_a_reward_class_is_an_option(kind):
     cls, _, options = KINDS[kind]
@@ -112,7 +166,7 @@ def test_options():
     ("arguments", "message"),
     [
         ([], "arguments are required: COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "there is no command `fly`"),
         (["serve-reward"], "arguments are required: KIND"),
         (["serve-reward", "ppl", "m"], "invalid choice: 'ppl'"),
         (["serve-reward", "chat"], "arguments are required: MODEL"),
@@ -172,3 +226,47 @@ def test_help_and_version(capsys):
             main(arguments)
         printed = capsys.readouterr().out
         assert exit.value.code == 0 and all(text in printed for text in expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evalute", "folder"], "there is no command `evalute`. Did you mean `evaluate`?"),
+        (["evaluate", "folder", "--modle", "m"], "unrecognized arguments: --modle m. Did you mean `--model`?"),
+        (["evaluate", "folder", "--num-sample=3"], "Did you mean `--num_samples`?"),
+        (["gcg", "--serach_width", "3"], "Did you mean `--search_width`?"),
+        (["zzz"], "there is no command `zzz`. The commands are evaluate, "),
+        (["evaluate", "folder", "--zzz"], "unrecognized arguments: --zzz.\n"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_unknown_names_are_answered_with_the_nearest(capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch, capsys, command):
+    def run(args):
+        raise ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners")
+
+    class Module:
+        @staticmethod
+        def add_arguments(parser):
+            parser.set_defaults(run=run)
+
+    monkeypatch.setattr("trl_repulse.cli.import_module", lambda name: Module)
+    assert main([command]) == 1
+    assert capsys.readouterr().err == (
+        f"trl-repulse {command}: No module named 'peft.tuners'. Run `pip install \"trl-repulse[peft]\"`.\n"
+    )
+
+
+def test_extras_that_messages_name_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS.values()) <= set(project["optional-dependencies"])
+    error = ModuleNotFoundError("No module named 'yours'", name="yours")
+    assert describe_error(error) == "No module named 'yours'. Run `pip install yours`."
+    told = ModuleNotFoundError("it needs peft: pip install peft", name="peft")
+    assert describe_error(told) == "it needs peft: pip install peft"

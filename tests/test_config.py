@@ -1,6 +1,7 @@
 """Configurations: defaults, and one clear message for each refused value."""
 
 import dataclasses
+import pickle
 
 import pytest
 from trl import GRPOConfig, RLOOConfig, TrlParser
@@ -131,6 +132,43 @@ REFUSED = [
 ]
 
 
+# TRL's fields, whose bad values TRL takes
+TRL_REFUSED = [
+    ("beta", {"beta": -10.0}),
+    ("beta", {"beta": float("nan")}),
+    ("learning_rate", {"learning_rate": -1e-3}),
+    ("temperature", {"temperature": 0.0, "alpha": 0.0}),
+    ("num_iterations", {"num_iterations": 0}),
+    ("num_generations_eval", {"num_generations_eval": -1}),
+    ("epsilon", {"epsilon": -0.2}),
+    ("epsilon_high", {"epsilon_high": -0.2}),
+    ("reward_weights", {"reward_weights": [1.0, float("nan")]}),
+    ("ref_model_mixup_alpha", {"sync_ref_model": True, "beta": 0.1, "ref_model_mixup_alpha": 3.0}),
+    ("ref_model_sync_steps", {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 0}),
+    ("fp16_full_eval", {"fp16_full_eval": True}),
+    ("bf16_full_eval", {"bf16_full_eval": True}),
+]
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), TRL_REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(TRL_REFUSED)]
+)
+def test_values_of_trls_fields_that_train_something_else_are_refused(make, config_cls, name, kwargs):
+    if config_cls is not RePULSeConfig:
+        kwargs = {key: value for key, value in kwargs.items() if key != "alpha"}
+    with pytest.raises(ValueError) as error:
+        make(config_cls, **kwargs)
+    message = str(error.value)
+    assert message.startswith(f"`{name}=") and "\n" not in message
+    assert name != "beta" or "`target_dist_beta`" in message
+
+
+def test_limits_of_the_reward_in_the_wrong_order_are_refused(make):
+    with pytest.raises(ValueError, match="`reward_clip_range=.* must be a lower limit and a higher one"):
+        make(ReinforceConfig, reward_clip_range=(1.0, -1.0))
+
+
 @pytest.mark.parametrize(("name", "kwargs"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
 def test_refused_values_name_the_field_in_one_line(make, name, kwargs):
     kwargs = {"num_generations": 4, **kwargs}
@@ -228,3 +266,12 @@ def test_command_line_of_ppo(tmp_path):
     (config,) = TrlParser((PPOConfig,)).parse_args_and_config(argv)
     assert (config.value_learning_rate, config.value_clip, config.whiten_advantages) == (1e-4, 0.5, False)
     assert (config.num_generations, config.gae_lambda, config.reward_transform) == (1, 0.95, "exponential")
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
+def test_an_unknown_field_is_answered_with_the_nearest(make, config_cls):
+    with pytest.raises(
+        TypeError, match=f"{config_cls.__name__} has no field `learning_rat`. Did you mean `learning_rate`"
+    ):
+        make(config_cls, learning_rat=1e-3)
+    assert pickle.loads(pickle.dumps(make(config_cls))) == make(config_cls)

@@ -5,12 +5,13 @@ Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3, FSDP2. G
 
 import functools
 import json
+import sys
 
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from transformers.integrations import is_deepspeed_available
 
 from . import distributed_ppo_run
@@ -58,6 +59,16 @@ def launch(tmp_path_factory, tokenizer):
         return train(folder, processes, batch_size, accumulation, variant, config, script)
 
     return launch
+
+
+@needs_deepspeed
+def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs):
+    config = BertConfig(
+        vocab_size=19, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    BertLMHeadModel(config).save_pretrained(tmp_path)
+    done = run([sys.executable, "-m", "tests.partitioned_run", model_dirs["llama"], str(tmp_path)])
+    assert "`model` predicts tokens from those that come after them" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,16 @@ def classifier(tmp_path, tokenizer):
     return save_model(tmp_path / "classifier", "llama", tokenizer, num_labels=1)[0]
 
 
-def test_a_head_of_random_numbers_is_refused(model_dirs, classifier):
+def test_a_head_of_random_numbers_is_refused(model_dirs, classifier, tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"The reward model `.*` has no weights for score.weight.*ForSequenceClass"):
         load_model(AutoModelForSequenceClassification, model_dirs["gpt2"], "reward model", num_labels=1)
-    with pytest.raises(ValueError, match=r"The proposal `.*` has no weights for "):
+    with pytest.raises(
+        ValueError, match=r"The proposal `.*` is a LlamaForSequenceClass.*, which predicts no next token"
+    ):
         load_model(AutoModelForCausalLM, str(classifier), "proposal")
+    build_model("llama", len(tokenizer)).model.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"The proposal `.*` has no weights for lm_head.weight"):
+        load_model(AutoModelForCausalLM, str(tmp_path / "headless"), "proposal")
     assert load_model(AutoModelForCausalLM, model_dirs["gpt2"], "policy").config.tie_word_embeddings
 
 
@@ -63,7 +68,10 @@ def test_commands_say_which_part_is_at_fault(command, name, model_dirs, classifi
     without_function = ["--reward_type", "sequence_pair"]
     other = {"evaluate": "reference", "rare-events": "proposal"}[name]
     assert command(name, f"--{other}", classifier) == 1
-    assert f"The {other} `{classifier}` has no weights for" in capsys.readouterr().err
+    assert (
+        f"The {other} `{classifier}` is a LlamaForSequenceClassification, which predicts no next"
+        in capsys.readouterr().err
+    )
     assert command(name, f"--{other}", tmp_path / "nothing") == 1
     assert f"The {other} `{tmp_path / 'nothing'}` cannot be loaded" in capsys.readouterr().err
     assert command(name, *without_function, *judge) == 1

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RwkvConfig, set_seed
 
-from trl_repulse.evaluation._padding import reads_padding
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.generation._probe import probe
 
 from .conftest import BAD, WORDS, build_model, build_tokenizer, word_reward
 
@@ -92,7 +92,7 @@ def recurrent(architecture, size):
 @pytest.mark.parametrize("architecture", ["rwkv", "recurrent_gemma"])
 def test_models_that_read_padding_see_none(tmp_path, tokenizer, prompts, architecture):
     model, texts = recurrent(architecture, len(tokenizer)), prompts["prompt"][:]
-    assert reads_padding(model)
+    assert probe(model, samples=False).score_by_length
     rows = [tokenizer(text)["input_ids"] for text in texts]
     together = completion_log_probs(model, rows, [[12, 1]] * 4)
     alone = [completion_log_probs(model, [row], [[12, 1]]) for row in rows]
@@ -108,8 +108,3 @@ def test_models_that_read_padding_see_none(tmp_path, tokenizer, prompts, archite
         assert abs(values.mean() - exact) < 4.5 * values.std() / 600**0.5
     surprise = -found.column("log_prob") - found.column("entropy")  # 0 in expectation, if drawn as scored
     assert np.all(np.abs(surprise.mean(axis=1)) < 4.5 * surprise.std(axis=1) / 600**0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ordinary_models_ignore_padding(tokenizer, architecture, dtype):
-    assert not reads_padding(build_model(architecture, len(tokenizer)).to(dtype).train())

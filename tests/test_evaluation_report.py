@@ -280,10 +280,13 @@ def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, toke
         (None, "no file"),
         (
             '{"prompt": "a", "completion": " bad"}\n{"prompt": null, "completion": "b"}',
-            "Line 2 .*n.jsonl.*`prompt` is",
+            "Line 2 .*n.jsonl. has an empty `prompt`",
         ),
-        ('{"prompt": 3, "completion": "b"}', "Line 1 .*`prompt` is 3"),
-        ('{"prompt": [{"role": "user", "content": null}], "completion": "b"}', "Line 1 .*`prompt` is"),
+        ('{"prompt": 3, "completion": "b"}', "Line 1 .* has a `prompt` that is neither text nor .* .it has 3."),
+        (
+            '{"prompt": [{"role": "user", "content": null}], "completion": "b"}',
+            "Line 1 .* `prompt` that is neither text nor",
+        ),
         ('{"prompt": "a", "completion": [{"role": "assistant", "content": null}]}', "Line 1 .*`completion` is None"),
         ('{"prompt": "a", "completion": 3}', "Line 1"),
         ("", "is empty"),

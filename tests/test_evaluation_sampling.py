@@ -170,13 +170,9 @@ def test_missing_and_torn_shards_are_drawn_again(tmp_path, model_dirs, prompts):
         calls.extend(completions)
         return word_reward(completions, **kwargs)
 
-    counted.__name__, counted.__qualname__, counted.__module__ = (
-        word_reward.__name__,
-        word_reward.__qualname__,
-        word_reward.__module__,
-    )
-    sample(folder, model_dirs["gpt2"], prompts)
+    sample(folder, model_dirs["gpt2"], prompts, counted)
     whole = files(folder)
+    calls.clear()
     (folder / "complete.json").unlink()
     (folder / "shard-00000.parquet").unlink()
     (folder / "shard-00001.parquet").write_bytes(

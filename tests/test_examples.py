@@ -340,7 +340,7 @@ def test_mistaken_flags(monkeypatch, tmp_path, flags, words):
     "text, words",
     [
         ("", "is empty; give it at least one row with a `prompt`"),
-        ('{"question": "a"}', "has no column `prompt`, only question; rename the column"),
+        ('{"question": "a"}', "has no column `prompt`, only question; name the one that holds the prompts"),
         ('{"prompt": "the "}\n{"prompt": ""}', "has an empty `prompt`; fill it in or drop the row"),
         (json.dumps({"prompt": "the " * 500}), "exceed the model's context of"),
     ],

@@ -347,7 +347,7 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
         ("\n", "is empty"),
         ('{"prompt": "fish", "completion": " bad"}\n{"prompt": "fish"}', "Line 2 of"),
         ('{"prompt": "fish", "completion": ""}', "empty completions only"),
-        (b"\xff\xfe\xff", "is no text"),
+        (b"\xff\xfe\xff", "is not UTF-8 text"),
     ],
 )
 def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_path, capsys, text, message):

@@ -289,7 +289,7 @@ def test_a_judge_hash_depends_on_scores_alone(tmp_path):
     class Own(RewardJudge):
         identity = object()
 
-    assert _hash_judge(Own(judge)) is None
+    assert _hash_judge(Own(judge)) == _hash_judge(judge) and _hash_judge(judge)["judge_hash"] is None
 
 
 def test_an_asynchronous_judge(model, tokenizer, tmp_path):
@@ -435,7 +435,7 @@ def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
             "has no column 'goal', only ' open door', ' yes'; name its columns in a first line",
         ),
         ("prompt,target\na,b\n", "has no column 'goal', only 'prompt', 'target'"),
-        ("goal,target\na,b,c\n", "Row 1 of .* has more fields than the header"),
+        ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),
     ],
 )
 def test_tables_that_are_refused(model, tokenizer, tmp_path, content, message):

@@ -7,7 +7,6 @@ import torch
 
 from trl_repulse.ppo import (
     approximate_kl,
-    explained_variance,
     generalized_advantages,
     masked_moments,
     value_loss,
@@ -128,17 +127,6 @@ def test_whitening_sums_over_processes(batch):
     half = whiten(values[:3], mask[:3], lambda total: total + next(totals))
     torch.testing.assert_close(half, whiten(values, mask)[:3], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(half, whiten(values[:3], mask[:3]), atol=1e-3)
-
-
-def test_explained_variance(batch):
-    returns, values, mask = batch
-    counted = mask != 0
-    errors, targets = (returns - values)[counted], returns[counted]
-    expected = 1 - errors.var(correction=0) / targets.var(correction=0)
-    assert explained_variance(values, returns, mask).item() == pytest.approx(expected.item(), rel=1e-12)
-    assert explained_variance(returns + 5, returns, mask).item() == pytest.approx(1)
-    assert explained_variance(torch.full_like(returns, 2.0), returns, mask).item() == pytest.approx(0)
-    assert explained_variance(values, torch.ones_like(returns), mask).isnan()
 
 
 def looped_value_loss(values, old_values, returns, mask, clip):

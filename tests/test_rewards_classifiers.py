@@ -299,7 +299,9 @@ def test_more_bad_arguments_are_refused(pair):
         SequencePairReward(pair[0], question="first", **CPU)
     with pytest.raises(ValueError, match="has one label, whose logit is its log-odds"):
         ToxicityReward(pair[0], output="log_odds", **CPU)
-    with pytest.raises(OSError):
+    with pytest.raises(
+        ValueError, match="The reward model `no/such/folder` cannot be loaded: there is no such folder"
+    ):
         SequencePairReward("no/such/folder", **CPU)
 
 

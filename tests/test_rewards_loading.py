@@ -52,7 +52,7 @@ def test_every_type_is_tested_here():
 def test_remote():
     reward = load_reward("remote", "http://a:1/get,http://b:2/get", timeout=5.0)
     assert type(reward) is RemoteReward
-    assert (reward._urls, reward.timeout) == (["http://a:1/get", "http://b:2/get"], 5.0)
+    assert (reward.shown_urls, reward.timeout) == (["http://a:1/get", "http://b:2/get"], 5.0)
 
 
 def test_function(tmp_path):

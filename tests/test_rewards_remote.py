@@ -147,8 +147,8 @@ def test_the_next_server_stands_in(serve):
     reward = RemoteReward([bad.url, other.url], retries=1, backoff=0.01, batch_size=2)
     assert reward(PROMPTS, COMPLETIONS) == LENGTHS
     assert len(bad.payloads) == 2 and len(other.payloads) == 3
-    with pytest.raises(ConnectionError, match=rf"{bad.url} \(.*\); {bad.url}\?again \("):
-        RemoteReward([bad.url, bad.url + "?again"], retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
+    with pytest.raises(ConnectionError, match=rf"{bad.url} \(.*\); {bad.url}/2 \("):
+        RemoteReward([bad.url, bad.url + "/2"], retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
 
 
 def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
@@ -219,7 +219,7 @@ def test_no_server():
         ({"rewards": 1.0}, r'instead of \{"rewards": \[...\]\}'),
         ({"scores": [1.0] * 5}, r'instead of \{"rewards": \[...\]\}'),
         ([1.0] * 5, r'instead of \{"rewards": \[...\]\}'),
-        (b"<html>", "answered b'<html>', which is not JSON"),
+        (b"<html>", "answered '<html>', which is not JSON"),
         (b"\xff\xfe\x00", "which is not JSON"),
         (b"[" * 100_000, "which is not JSON"),
     ],

@@ -237,7 +237,7 @@ def test_long_prompts_are_counted_with_the_templates_variables(scripts, tmp_path
         (["--reward_kwargs", '{"negate": true}'], "`reward_kwargs` (negate) has no effect without `reward_type`"),
         (["--reward_type", "nice"], "`reward_type='nice'` is not one of"),
         (["--single_prompt", "the ", "--apply_chat_template", "true"], "`single_prompt` is plain text"),
-        (["--apply_chat_template", "true"], "plain-text prompts"),
+        (["--apply_chat_template", "true"], "the tokenizer has no chat template"),
         (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 128 completions of one pass"),
         (["--bad_token_ids", "9999"], "9999"),
         (["--model_name_or_path", "m", "--reward_type", "chat"], "`--dataset_name` is needed"),
@@ -383,3 +383,54 @@ def test_share_of_the_decay_in_wrong_places(scripts, flags, words):
 def test_another_schedule(scripts):
     _, args, _ = scripts["repulse"].parse(["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
     assert not args.lr_scheduler_kwargs
+
+
+UNKNOWN = {
+    "flag": (["--basline", "none"], "`--basline` is no argument; remove it. Did you mean `--baseline`?"),
+    "hyphens": (["--logprob-reductoin=sum"], "Did you mean `--logprob_reduction`?"),
+    "nothing near": (["--zzz"], "`--zzz` is no argument; remove it."),
+    "file": (
+        ["--config", "FILE"],
+        "The file of `--config` has `basline`, which is no argument; remove it. Did you mean `baseline`?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_names_are_answered_with_the_nearest(scripts, tmp_path, name):
+    flags, words = UNKNOWN[name]
+    (tmp_path / "settings.yaml").write_text("basline: none\n")
+    flags = [str(tmp_path / "settings.yaml") if flag == "FILE" else flag for flag in flags]
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: scripts["reinforce"].main([*flags, "--output_dir", str(tmp_path)]))
+    message = exit_.value.code
+    assert message.startswith("error: ") and message.endswith(words) and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+@pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
+def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(scripts, tmp_path, given, name):
+    paths = {"model_name_or_path": embedded.policy_path(), "reward_model_path": embedded.reward_model_path()}
+    paths |= {"dataset_name": embedded.prompts_path(), given: str(tmp_path / "mistyped")}
+    flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
+    flags += ["--max_prompt_length", "8"]  # counted by the policy's tokenizer
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: scripts[name].main([*flags, "--output_dir", str(tmp_path / "out")]))
+    message = exit_.value.code
+    assert f"mistyped'` (`--{given}` on the command line) cannot be loaded; give the path" in message
+    assert "\n" not in message and not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_one_line_with_its_remedy():
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(raises(ModuleNotFoundError("No module named 'wandb'", name="wandb")))
+    assert exit_.value.code == "error: No module named 'wandb'. Run `pip install \"trl-repulse[wandb]\"`."
+
+
+def test_a_run_that_writes_over_another_says_so(scripts, tmp_path, caplog):
+    flags = [*QUICK, "--output_dir", str(tmp_path / "out")]
+    scripts["reinforce"].main(flags)
+    assert "holds a run" not in caplog.text
+    scripts["reinforce"].main([*flags, "--max_steps", "1"])
+    assert "holds a run, whose files this one writes over" in caplog.text
+    assert "`--resume_from_checkpoint true`" in caplog.text

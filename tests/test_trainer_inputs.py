@@ -1,5 +1,6 @@
 """Inputs of trainers that are refused in one sentence, before a model is loaded where that can be known."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,49 @@ def test_evaluation_batches_that_cut_prompts(make, prompts, trainer_cls):
         make(trainer_cls, **settings).evaluate(prompts)
     with pytest.raises(ValueError, match=message):
         make(trainer_cls, extra={"eval_dataset": prompts}, **settings)
+
+
+UNLOADABLE = {
+    "policy": (ReinforceTrainer, {"model": "MISSING"}, "model"),
+    "policy of PPO": (PPOTrainer, {"model": "MISSING"}, "model"),
+    "reward": (ReinforceTrainer, {"reward_funcs": [len, "MISSING"]}, "reward_funcs"),
+    "reward of PPO": (PPOTrainer, {"reward_funcs": "MISSING"}, "reward_funcs"),
+    "proposal": (RePULSeTrainer, {"extra": {"proposal_model": "MISSING"}}, "proposal_model"),
+    "value model": (PPOTrainer, {"extra": {"value_model": "MISSING"}}, "value_model"),
+}
+
+
+def with_path(value, path):
+    if isinstance(value, dict):
+        return {key: with_path(each, path) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_path(each, path) for each in value]
+    return path if value == "MISSING" else value
+
+
+@pytest.mark.parametrize("without", ["a folder", "weights"])
+@pytest.mark.parametrize("name", UNLOADABLE)
+def test_models_that_cannot_be_loaded_are_named_before_any_is(
+    make, model_dirs, nothing_loaded, tmp_path, name, without
+):
+    trainer_cls, arguments, argument = UNLOADABLE[name]
+    path = tmp_path / "mistyped"
+    if without == "weights":
+        path.mkdir()
+        shutil.copy(Path(model_dirs["gpt2"]) / "config.json", path)
+    with pytest.raises(
+        ValueError, match=f"`{argument}='.*mistyped'`.* cannot be loaded.* give the path of a saved"
+    ) as error:
+        make(trainer_cls, **with_path(arguments, str(path)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
+def test_a_policy_from_nowhere_has_no_reference(make, tokenizer, trainer_cls):
+    policy = build_model("gpt2", len(tokenizer))
+    extra = {"processing_class": tokenizer}
+    with pytest.raises(
+        ValueError, match="The reference model that `beta=0.1` needs, .* cannot be loaded; save the policy"
+    ):
+        make(trainer_cls, model=policy, beta=0.1, extra=extra)
+    make(trainer_cls, model=policy, beta=0.0, extra=extra)

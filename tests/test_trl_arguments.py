@@ -57,6 +57,16 @@ def test_compiled_models_train(make, request, trainer_cls):
     assert any(not torch.equal(p, start[name]) for name, p in trainer.model.named_parameters())
 
 
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_fp16_on_a_cpu_is_refused(make, trainer_cls):
+    """Accelerate (1.15) trains in float32 there; in bfloat16 it does train."""
+    with pytest.raises(
+        ValueError, match="`fp16=True` asks for what Accelerate does not do on 'cpu'.*Set `fp16=False`"
+    ):
+        make(trainer_cls, fp16=True)
+    assert make(trainer_cls, bf16=True).accelerator.native_amp
+
+
 @pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer])
 def test_evaluation_in_batches_longer_than_the_completions_kept(make, prompts, trainer_cls):
     trainer = make(

@@ -8,6 +8,9 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
+from ._model_checks import check_token_ids
+from ._prompts import check_conversations, conversations
+
 
 def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
     """
@@ -78,8 +81,9 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
         return
     if "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; rename the column that "
-            "holds the prompts, e.g. `dataset.rename_column('question', 'prompt')`."
+            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; load the "
+            "data with `load_prompts(column=...)`, naming the one that holds the prompts, or rename that one with "
+            "`dataset.rename_column(..., 'prompt')`."
         )
     images = {"image", "images"} & set(columns)
     if images:
@@ -91,14 +95,14 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
 
 def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """
-    Refuses rows without a prompt, which only a stream can still have when it is read.
+    Refuses rows without a prompt, or with one that is neither text nor messages, as those of a stream are known only now.
 
     Args:
         rows (`Sequence` of `Mapping`):
             Rows of a batch.
 
     Raises:
-        `ValueError`: If one has no `"prompt"`, or `None`.
+        `ValueError`: If one has no `"prompt"`, or `None`, or is refused by [`check_conversations`].
     """
     for row in rows:
         if row.get("prompt") is None:
@@ -106,6 +110,7 @@ def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 f"The data set has a row without a `prompt` (its columns: {', '.join(row) or 'none'}); rename the column "
                 "that holds the prompts, or filter such rows out."
             )
+    check_conversations((row["prompt"] for row in rows), "a batch of the data set")
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
@@ -120,14 +125,18 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
         [`~datasets.Dataset`]
 
     Raises:
-        `ValueError`: If it is a single text, holds rows of a data set, has no rows or no prompts.
+        `ValueError`: If it is a single text, holds rows of a data set, has no rows or no prompts, or one that is neither text nor
+            messages.
     """
     if isinstance(prompts, Iterator):
         prompts = list(prompts)
     check_prompts(prompts)
-    dataset = prompts if isinstance(prompts, Dataset) else Dataset.from_dict({"prompt": list(prompts)})
-    check_dataset(dataset, "prompts")
-    return dataset
+    if not isinstance(prompts, Dataset):
+        prompts = Dataset.from_dict({"prompt": list(prompts)})
+    check_dataset(prompts, "prompts")
+    _check_no_gaps(prompts, "prompts")
+    check_conversations(conversations(prompts), "`prompts`")
+    return prompts
 
 
 def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
@@ -139,7 +148,8 @@ def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
             Prompts.
 
     Raises:
-        `ValueError`: If it is a single text, whose letters would be the prompts, several splits, or holds rows of a data set.
+        `ValueError`: If it is a single text, whose letters would be the prompts, several splits, holds rows of a data set, or
+            what is neither text nor messages.
     """
     if isinstance(prompts, str | Path):
         raise ValueError(
@@ -149,10 +159,13 @@ def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
         raise ValueError(
             f"`prompts` has the parts {', '.join(map(str, prompts))[:60]}; pass one of them, such as a split."
         )
-    if not isinstance(prompts, Dataset) and any(isinstance(prompt, Mapping) for prompt in prompts):
+    if isinstance(prompts, Dataset):
+        return
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
         raise ValueError(
             "`prompts` holds rows of a data set; pass `Dataset.from_list(...)` of them, or their prompts alone."
         )
+    check_conversations(prompts, "`prompts`")
 
 
 def check_dataset_size(dataset: Dataset | IterableDataset | None, prompts_per_batch: int) -> None:
@@ -182,7 +195,7 @@ def check_datasets(
     prompts_per_batch: int,
 ) -> None:
     """
-    Refuses data sets that a trainer cannot use: [`check_dataset`] and no prompt of `None` in each,
+    Refuses data sets that a trainer cannot use: [`check_dataset`], no prompt of `None` and [`check_conversations`] in each,
     [`check_dataset_size`] on the training set.
 
     Args:
@@ -201,6 +214,7 @@ def check_datasets(
         check_dataset(dataset, name)
     for name, dataset in {"train_dataset": train_dataset, **evals}.items():
         _check_no_gaps(dataset, name)
+        check_conversations(conversations(dataset), f"`{name}`")
 
 
 def _check_no_gaps(dataset: Dataset | IterableDataset | None, name: str) -> None:
@@ -273,7 +287,7 @@ def check_prompt_lengths(
     max_length_name: str = "`vllm_max_model_length`",
 ) -> None:
     """
-    Refuses prompts without a token, and those that leave no room for a completion in the model's context.
+    Refuses prompts without a token, with one that the model does not have, or that leave no room for a completion in its context.
 
     Args:
         prompt_ids (`list[list[int]]`):
@@ -290,7 +304,7 @@ def check_prompt_lengths(
             How `max_length` is named in the message.
 
     Raises:
-        `ValueError`: If a prompt has no tokens, or with a completion exceeds the context.
+        `ValueError`: If a prompt has no tokens or unknown ones, or with a completion exceeds the context.
     """
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
@@ -298,6 +312,7 @@ def check_prompt_lengths(
             f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it "
             "with a token."
         )
+    check_token_ids(prompt_ids, config, prompts)
     context, name = getattr(config.get_text_config(), "max_position_embeddings", None), "the model's context"
     if max_length is not None and (context is None or max_length < context):
         context, name = max_length, max_length_name

@@ -1,7 +1,9 @@
-"""How an error is said in one line: its message, what was noted of it, and where in a reward function it arose."""
+"""How an error is said in one line: its message, notes, remedy, and where in a reward function it arose."""
 
+import difflib
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -10,6 +12,19 @@ PACKAGE = Path(__file__).parent
 RAISED_BY = "Raised by the reward function"
 # The module that calls users' reward functions, and notes their names
 CALLER = str(PACKAGE / "trainers" / "_rewards.py")
+
+
+# Module that may be missing -> the extra of this package that brings it
+EXTRAS = {
+    "bitsandbytes": "quantization",
+    "deepspeed": "deepspeed",
+    "flash_attn": "flash-attn",
+    "matplotlib": "plots",
+    "peft": "peft",
+    "trackio": "trackio",
+    "vllm": "vllm",
+    "wandb": "wandb",
+}
 
 
 def describe_error(error: BaseException) -> str:
@@ -27,11 +42,32 @@ def describe_error(error: BaseException) -> str:
     # That of a KeyError is but the key
     message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
     said = [message or type(error).__name__, *getattr(error, "__notes__", ())]
+    if isinstance(error, ModuleNotFoundError) and error.name and "pip install" not in message:
+        module = error.name.partition(".")[0]
+        package = f'"trl-repulse[{EXTRAS[module]}]"' if module in EXTRAS else module
+        said.append(f"Run `pip install {package}`.")
     place = _place(error) if from_reward(error) else None
     if place is not None:
         said.append(f"In {place}.")
     lines = [" ".join(part.split()) for part in said]
     return " ".join([*(line if line[-1:] in ".!?" else f"{line}." for line in lines[:-1]), lines[-1]])
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """
+    The end of a message about an unknown name.
+
+    Args:
+        name (`str`):
+            The name.
+        known (`Iterable` of `str`):
+            Names there are.
+
+    Returns:
+        `str`: A question with the nearest of them, after a space; empty if none is near.
+    """
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean `{nearest[0]}`?" if nearest else ""
 
 
 def from_reward(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from trl_repulse import __version__
+from trl_repulse._errors import describe_error, did_you_mean
 
 
 # Sub-command -> its module, and what it does in one line
@@ -29,12 +30,24 @@ COMMANDS = {
 NEGATIVE_NUMBER = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, not for options."""
+class Parser(argparse.ArgumentParser):
+    """
+    A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, not for options, and say which option
+    is the nearest to an unknown one.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = NEGATIVE_NUMBER
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As [`argparse.ArgumentParser.parse_known_args`], but unknown options end with a message here too."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(flag, known)}")
+        return namespace, unknown
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -48,7 +61,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     Returns:
         `argparse.ArgumentParser`: The parser.
     """
-    parser = _Parser("trl-repulse", description="Tools around RePULSe for TRL.")
+    parser = Parser("trl-repulse", description="Tools around RePULSe for TRL.")
     parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
@@ -71,8 +84,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     command = next((argument for argument in argv if not argument.startswith("-")), None)
-    args = build_parser(command).parse_args(argv)
-    return args.run(args)
+    if command is not None and command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS)
+        build_parser().error(f"there is no command `{command}`.{hint} The commands are {', '.join(COMMANDS)}.")
+    try:
+        args = build_parser(command).parse_args(argv)
+        return args.run(args)
+    except ImportError as error:  # of an optional package
+        print(f"trl-repulse {command}: {describe_error(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

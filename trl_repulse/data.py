@@ -1,7 +1,5 @@
 """Prompts from a file or from the Hugging Face Hub."""
 
-import csv
-import json
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,9 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ._checks import check_dataset
+from ._prompts import check_conversations, render
+from ._tables import check_names, read_csv, read_json
 
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -33,7 +35,7 @@ def load_prompts(
 
     A prompt is plain text, or a conversation: a list of messages `{"role": ..., "content": ...}`. A file has one
     prompt a row in the column `"prompt"`; its other columns are kept, and reach custom reward functions. A `.json` file
-    is a list of rows or has one row a line. CSV holds plain text only.
+    is a list of rows or has one row a line. CSV holds plain text only: what looks like a number is text, and `NA` is too.
 
     Args:
         path_or_name (`str` or `Path`):
@@ -44,7 +46,8 @@ def load_prompts(
         config (`str`, *optional*):
             Configuration of a data set on the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
-            Whether to stream. A file is read whole all the same. Rows that are streamed from the Hub are not checked.
+            Whether to stream. A file is read whole all the same. Rows that are streamed from the Hub are checked as training
+            reads them.
         column (`str`, *optional*, defaults to `"prompt"`):
             Column that holds the prompts; it is renamed to `"prompt"`, in place of one of that name.
         as_conversation (`bool`, *optional*, defaults to `False`):
@@ -55,8 +58,9 @@ def load_prompts(
         [`~datasets.Dataset`], or [`~datasets.IterableDataset`] if `streaming`: rows with a `"prompt"`.
 
     Raises:
-        `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if there is no row
-            or no such column; if a prompt is empty, or neither text nor messages.
+        `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if a quote of CSV is not
+            balanced, or a column or a key of an object is there twice; if there is no row or no such column; if a prompt is
+            empty, or neither text nor messages.
 
     Example:
 
@@ -68,12 +72,14 @@ def load_prompts(
     ```
     """
     name, path = str(path_or_name), Path(path_or_name).expanduser()
+    if not name.strip():
+        raise ValueError("The name of the prompts is empty; give the path of a file, or the name of a data set.")
     named_as_file = path.suffix.lower() in _FILE_SUFFIXES or name.startswith(("/", "./", "../", "~"))
     if path.is_file() or (named_as_file and not path.is_dir()):
         dataset = _load_file(path, split, column)
         dataset = dataset.to_iterable_dataset() if streaming else dataset
     else:
-        dataset = _rename(load_dataset(name, config, split=split, streaming=streaming), column, name)
+        dataset = _rename(_load_by_name(name, path, config, split, streaming), column, name)
         check_dataset(dataset, name)
         if isinstance(dataset, Dataset):
             _check_prompts(dataset["prompt"], name)
@@ -105,20 +111,20 @@ def drop_long_prompts(
         [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: the other rows. A stream is filtered while it is read.
 
     Raises:
-        `ValueError`: If `max_length` is less than 1 or no prompt is left.
+        `ValueError`: If `max_length` is less than 1 or no prompt is left, or there is no chat template for messages, or it
+            refuses them.
     """
     if max_length < 1:
         raise ValueError(f"`max_prompt_length={max_length}` must be at least 1.")
 
-    def fits(row: dict[str, Any]) -> bool:
+    def fits(row: dict[str, Any], index: int) -> bool:
         text, options = row["prompt"], {}
         if not isinstance(text, str):
-            variables = chat_template_kwargs or {}
-            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True, **variables)
+            text = render(tokenizer, text, f"Row {index + 1} of the prompts", chat_template_kwargs)
             options = {"add_special_tokens": False}  # the template wrote them
         return len(tokenizer(text, **options)["input_ids"]) <= max_length
 
-    kept = dataset.filter(fits)
+    kept = dataset.filter(fits, with_indices=True)
     if isinstance(kept, Dataset) and len(kept) < len(dataset):
         if len(kept) == 0:
             raise ValueError(f"`max_prompt_length={max_length}` leaves out every prompt; raise it.")
@@ -134,20 +140,38 @@ def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
 
 
+def _load_by_name(name: str, path: Path, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """A folder, or a data set on the Hub."""
+    try:
+        return load_dataset(name, config, split=split, streaming=streaming)
+    except (OSError, DatasetsError, HFValidationError, RuntimeError) as error:
+        # What went wrong in a file of the data set is the cause
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        if path.is_dir():
+            raise ValueError(f"The folder `{name}` cannot be read as a data set ({reason}); name one file.") from error
+        raise ValueError(
+            f"There is no file or folder `{name}`, and no data set of that name could be loaded from the Hugging Face Hub "
+            f"({reason}); correct the path or the name."
+        ) from error
+
+
 def _rename(dataset: Dataset | IterableDataset, column: str, name: str) -> Dataset | IterableDataset:
-    if column == "prompt":
-        return dataset
     columns = dataset.column_names
     if columns is not None:
         _check_column(columns, column, name)
-        dataset = dataset.remove_columns("prompt") if "prompt" in columns else dataset
+    if column == "prompt":
+        return dataset
+    if "prompt" in (columns or ()):
+        dataset = dataset.remove_columns("prompt")
     return dataset.rename_column(column, "prompt")
 
 
 def _check_column(columns: Iterable[str], column: str, name: str) -> None:
     if column not in columns:
         raise ValueError(
-            f"`{name}` has no column `{column}`, only {', '.join(columns) or 'no columns'}; name one of those."
+            f"`{name}` has no column `{column}`, only {', '.join(columns) or 'no columns'}; name the one that holds the prompts "
+            "with `load_prompts(column=...)`, on the command line `--prompt_column` (in training, with `--eval_dataset_name`: "
+            "`--eval_prompt_column`)."
         )
 
 
@@ -159,79 +183,55 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
         raise ValueError(f"`{path}` has the suffix '{path.suffix}'; convert it to a {readable} file.")
     if split != "train":
         raise ValueError(f"`{path}` is one file with one split, 'train', and has no split '{split}'; ask for 'train'.")
-    try:
-        rows = _read_rows(path)
-    except (UnicodeDecodeError, csv.Error, pa.ArrowInvalid) as error:
-        kind = path.suffix[1:].lower()
-        raise ValueError(f"`{path}` cannot be read as {kind} ({error}); mend the file, or its suffix.") from error
+    rows = _read_rows(path)
+    if not rows:
+        raise ValueError(f"`{path}` is empty; give it at least one row with a `{column}`.")
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    _check_column(columns, column, str(path))
     if column != "prompt":
-        _check_column(columns, column, str(path))
         columns["prompt"] = columns.pop(column)
     # Before Arrow meets the column: it refuses text beside messages, without saying where
-    _check_prompts(columns.get("prompt", []), str(path))
+    _check_prompts(columns["prompt"], str(path))
     try:
         dataset = Dataset.from_dict(columns)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise ValueError(
-            f"A column of `{path}` has a value that a data set cannot hold ({error}): a whole number of more than 64 bits, or "
-            "half of a surrogate pair in a text; correct it, or write numbers as text."
-        ) from error
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise ValueError(f"A column of `{path}` mixes types ({error}); give each column one type.") from error
+    except _UNFIT:
+        for name, values in columns.items():
+            _check_values(name, values, path)
+        raise
     check_dataset(dataset, str(path))
     return dataset
+
+
+# What Arrow raises for a column that it cannot hold
+_UNFIT = (OverflowError, UnicodeEncodeError, RecursionError, pa.ArrowInvalid, pa.ArrowTypeError)
+
+
+def _check_values(name: str, values: list[Any], path: Path) -> None:
+    """Refuses a column that a data set cannot hold."""
+    try:
+        Dataset.from_dict({name: values})
+    except _UNFIT as error:
+        fault, remedy = f"mixes types ({error})", "give each column one type"
+        if isinstance(error, RecursionError) or "Recursion level" in str(error):
+            fault, remedy = "has values that are nested too deeply", "flatten them, or write them as text"
+        elif isinstance(error, OverflowError | UnicodeEncodeError):
+            fault = f"has a value that a data set cannot hold ({error})"
+            remedy = "a whole number of more than 64 bits, or half of a surrogate pair in a text; correct it, or write numbers as text"
+        raise ValueError(f"The column `{name}` of `{path}` {fault}: {remedy}.") from error
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    if suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
-        for number, row in enumerate(rows, 1):
-            if None in row:
-                raise ValueError(
-                    f"Row {number} of `{path}` has more fields than the header; put text that holds a comma in quotes."
-                )
-        return rows
-    text = path.read_text(encoding="utf-8-sig")
-    if text.lstrip().startswith("["):
-        rows = [*enumerate(_parse(text, f"`{path}`"), 1)]
-    else:  # split at "\n" alone: JSON strings may hold other line separators
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [(number, _parse(line, f"Line {number} of `{path}`")) for number, line in lines]
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f'Row {number} of `{path}` is not an object; write each row as {{"prompt": ...}}.')
-    return [row for _, row in rows]
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not valid JSON ({error}); write one object a line.") from error
+        try:
+            check_names(pq.read_schema(path).names, path)
+            return pq.read_table(path).to_pylist()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"`{path}` cannot be read as parquet ({error}); mend the file, or its suffix.") from error
+    return read_csv(path) if suffix == ".csv" else read_json(path)
 
 
 def _check_prompts(prompts: Iterable[Any], name: str) -> None:
     """Raises `ValueError` naming the first row whose prompt is empty, no text and no conversation, or of another kind."""
-    kind = None
-    for number, prompt in enumerate(prompts, 1):
-        where = f"Row {number} of `{name}`"
-        if prompt is None or prompt == [] or (isinstance(prompt, str) and not prompt.strip()):
-            raise ValueError(f"{where} has an empty `prompt`; fill it in or drop the row.")
-        messages = isinstance(prompt, list) and all(_is_message(message) for message in prompt)
-        if not (isinstance(prompt, str) or messages):
-            raise ValueError(
-                f"{where} has a `prompt` that is neither text nor a list of messages "
-                '{"role": ..., "content": ...} with text in both; write it as one or the other.'
-            )
-        kind = kind or type(prompt)
-        if type(prompt) is not kind:
-            raise ValueError(f"{where} differs in kind from row 1; make every `prompt` text, or every one messages.")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    blank = (None if isinstance(prompt, str) and not prompt.strip() else prompt for prompt in prompts)
+    check_conversations(blank, f"`{name}`")

@@ -120,34 +120,6 @@ def whiten(
     return ((values.detach() - mean) * torch.rsqrt(variance + epsilon)).masked_fill(mask == 0, 0.0)
 
 
-def explained_variance(
-    values: torch.Tensor,
-    returns: torch.Tensor,
-    mask: torch.Tensor,
-    reduce: Callable[[torch.Tensor], torch.Tensor] = _alone,
-) -> torch.Tensor:
-    """
-    Share of the returns' variance that the values explain: 1 − Var(R − V) / Var(R).
-
-    1 is perfect, 0 no better than a constant, below 0 worse.
-
-    Args:
-        values, returns (`torch.Tensor`):
-            Values and their regression targets, of shape (B, T).
-        mask (`torch.Tensor`):
-            Mask of shape (B, T).
-        reduce (`Callable`, *optional*):
-            As for [`masked_moments`].
-
-    Returns:
-        `torch.Tensor`: Scalar, detached; NaN where the returns do not vary.
-    """
-    require_shape("returns", returns, tuple(values.shape))
-    _, variance = masked_moments(returns, mask, reduce)
-    _, unexplained = masked_moments(returns.detach() - values.detach(), mask, reduce)
-    return torch.where(variance > 0, 1 - unexplained / variance, torch.nan)
-
-
 def value_loss(
     values: torch.Tensor,
     old_values: torch.Tensor,

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable
@@ -14,9 +15,11 @@ import yaml
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from . import embedded
+from ._arguments import parse_fields
 from ._errors import describe_error, from_reward
 from .cli import NEGATIVE_NUMBER
 from .data import drop_long_prompts, load_prompts
@@ -33,8 +36,11 @@ from .plots import plot_training
 from .rewards.loading import load_reward
 from .trainers._deepspeed import gathered
 from .trainers._hooks import TrainerHooks
+from .trainers._naming import check_loadable
 from .trainers._rewards import all_with_checks
 
+
+logger = logging.getLogger(__name__)
 
 # Of the metrics logged last, where the expected reward is not computed exactly
 SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
@@ -157,11 +163,11 @@ def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> 
     parser._negative_number_matcher = NEGATIVE_NUMBER
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
-    script_args, args, model_args = parser.parse_args_and_config(argv)
+    script_args, args, model_args = parse_fields(parser, argv)
     if script_args.train_batch_size is not None:
         steps = _accumulation(script_args.train_batch_size, args)
         argv = [*argv, "--gradient_accumulation_steps", str(steps)]
-        script_args, args, model_args = parser.parse_args_and_config(argv)
+        script_args, args, model_args = parse_fields(parser, argv)
     if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
         args.lr_scheduler_kwargs = {
@@ -351,12 +357,23 @@ def run(
             Further arguments of the trainer. `reward_funcs` takes the place of the reward that `script_args` names.
     """
     name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
+    # The field is text on the command line, where the last checkpoint, or none, is asked for by a word
+    resume = args.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
+    if not resume and _holds_a_run(Path(args.output_dir)) and args.should_save:
+        logger.warning(
+            "`output_dir=%r` holds a run, whose files this one writes over: to go on with that run, stop and set "
+            "`--resume_from_checkpoint true`; to keep it, name another folder.",
+            args.output_dir,
+        )
+    check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
     dataset, held_out = load_data(script_args, args, model_name)
     prompts = dataset
     if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
         dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
     if "reward_funcs" not in kwargs:
         kwargs["reward_funcs"] = make_reward(script_args)
+    check_loadable(args, None, model=model_name, reward_funcs=kwargs["reward_funcs"])
     trainer = trainer_cls(
         model=model_name,
         args=args,
@@ -370,9 +387,7 @@ def run(
     trainer.add_callback(tracking)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
-    # The field is text on the command line, where the last checkpoint, or none, is asked for by a word
-    resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if script_args.eval_dataset_name is not None:
         trainer.evaluate()
@@ -382,6 +397,11 @@ def run(
         is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
         trainer.push_to_hub(dataset_name=None if is_local else name)
     trainer.end()
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether a script has trained there, to the end or to a checkpoint."""
+    return (folder / "results.json").is_file() or (folder.is_dir() and get_last_checkpoint(str(folder)) is not None)
 
 
 def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
@@ -445,7 +465,7 @@ def main_or_exit(main: Callable[[], None]) -> None:
         main()
     except yaml.YAMLError as error:
         sys.exit(f"error: The file of `--config` is not valid YAML, correct it: {describe_error(error)}")
-    except (ValueError, OSError, ArgumentError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, ArgumentError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not from_reward(error):
             raise
         sys.exit(f"error: {describe_error(error)}")

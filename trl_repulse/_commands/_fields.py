@@ -10,6 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from .._errors import did_you_mean
+
 
 def add_fields(parser: argparse.ArgumentParser, *classes: type) -> None:
     """
@@ -61,7 +63,8 @@ def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
             raise ValueError(f"`{args.config}` must hold arguments by name, such as `seed: 1`.")
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"`{args.config}` has `{unknown[0]}`, which is no argument; remove it.")
+            hint = did_you_mean(str(unknown[0]), known)
+            raise ValueError(f"`{args.config}` has `{unknown[0]}`, which is no argument; remove it.{hint}")
         hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
         values = {name: _from_file(args.config, name, value, hints[name]) for name, value in values.items()}
     values |= {name: value for name, value in vars(args).items() if name in known}

@@ -118,12 +118,14 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..data import load_prompts
-    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
+    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
     from ..evaluation._loading import load_model, load_tokenizer
+    from ..evaluation._vocabulary import check_same_tokens
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import check_sizes, draw, find_temperature
+    from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 
     if not args.proposal:
@@ -155,6 +157,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     )
     template = args.chat_template_kwargs
     check_template_kwargs(prompts[:1]["prompt"], template)
+    tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]
+    prompt_tokens(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
@@ -162,12 +166,14 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
             device
         )
+    tokenizer = load_tokenizer(args.policy, "policy", **code)
+    for name in args.proposal:
+        check_same_tokens(name, f"The proposal `{name}`", tokenizer, args.trust_remote_code)
     models = [
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for name, part in [(args.policy, "policy"), *((name, "proposal") for name in args.proposal)]
     ]
-    tokenizer = load_tokenizer(args.policy, "policy", **code)
-    components, temperatures, texts = models[:1], [1.0], prompts["prompt"][:]
+    components, temperatures = models[:1], [1.0]
     for model in models[1:]:
         components.append(model)
         temperatures.append(1.0)
@@ -194,6 +200,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     )
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
+    if isinstance(reward, RemoteReward):  # an address may hold a key
+        settings["reward_model_path"] = ",".join(reward.shown_urls)
     return {"settings": settings, "temperatures": temperatures, **report}
 
 

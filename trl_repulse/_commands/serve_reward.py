@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from .. import rewards
-from ..rewards.server import RewardServer
+from ..rewards.server import RewardServer, check_installed
 from ._fields import parse_boolean, parse_object
 
 
@@ -77,6 +77,12 @@ KINDS: dict[str, tuple[str, str, Options]] = {
     ),
 }
 
+# Arguments of the server
+_SERVER = (
+    *("host", "port", "max_batch_size", "max_request_bytes", "timeout", "max_connections"),
+    *("allow_origins", "token_variable"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares a sub-command for each kind of reward, with the arguments of its class and of the server."""
@@ -104,25 +110,46 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     limit = {"type": int, "metavar": "N"}
     group.add_argument("--max_batch_size", default=1024, help="most completions of a request (%(default)s)", **limit)
     group.add_argument("--max_request_bytes", default=2**24, help="most bytes of a request (%(default)s)", **limit)
+    group.add_argument("--max_connections", default=64, help="most connections at a time (%(default)s)", **limit)
+    group.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for a request to arrive (%(default)s)"
+    )
+    group.add_argument(
+        "--allow_origin",
+        dest="allow_origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="pages that a browser may send requests from, e.g. https://my.page (none)",
+    )
+    group.add_argument(
+        "--token_variable", metavar="NAME", help="environment variable with a bearer token that requests must have"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM; then answers the requests it has and returns 0, or 1 if it cannot serve."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
+        check_installed()
         if args.kind == "function":
             reward = rewards.load_reward_function(args.function, label_column="labels")
         else:
             cls, _, options = KINDS[args.kind]
             given = {name: value for name, value in vars(args).items() if name in options | _MODEL}
             reward = getattr(rewards, cls)(args.model, **given)
-        server = RewardServer(reward, args.host, args.port, args.max_batch_size, args.max_request_bytes)
-    except (ValueError, OSError, OverflowError) as error:
+        server = RewardServer(reward, **{name: getattr(args, name) for name in _SERVER})
+    except (ValueError, OSError, OverflowError, ImportError) as error:
         print(f"trl-repulse serve-reward: {error}", file=sys.stderr)
         return 1
     stop = threading.Event()
+
+    def end(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)  # the second one does not wait for answers
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, end)
     with server:
         print(f"Serving {server.name} at {server.url}; stop with Ctrl+C.", flush=True)
         while not stop.wait(1):  # wakes now and then: a plain wait hears no signal on Windows

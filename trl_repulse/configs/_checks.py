@@ -71,10 +71,44 @@ def check_engine_config(args: "EngineConfig") -> None:
     require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
 
 
+def _check_trl_fields(args: "ReinforceConfig | PPOConfig") -> None:
+    """Refuses values of TRL's fields that TRL takes and that would train something else, without a word."""
+    remedy = (
+        "must be at least 0 (0 is no KL penalty): it is the KL coefficient. The β of the paper's target distribution is "
+        "`target_dist_beta` of `RePULSeConfig`"
+    )
+    require(args, 0 <= args.beta < math.inf, "beta", remedy)
+    remedy = "must be a finite number of at least 0"
+    require(args, 0 <= args.learning_rate < math.inf, "learning_rate", remedy)
+    require(args, args.temperature > 0, "temperature", "must be above 0")
+    for name in ("num_iterations", "steps_per_generation", "num_generations_eval"):
+        value = getattr(args, name)
+        require(args, value is None or value >= 1, name, "must be at least 1")
+    require(args, args.epsilon > 0, "epsilon", "must be above 0: the ratio is clipped to 1 ± epsilon")
+    remedy = "must be above 0, or left unset to use `epsilon`"
+    require(args, args.epsilon_high is None or args.epsilon_high > 0, "epsilon_high", remedy)
+    remedy = "must be finite numbers, one for each reward function"
+    require(args, all(map(math.isfinite, args.reward_weights or [])), "reward_weights", remedy)
+    if args.sync_ref_model:
+        remedy = "must be from 0 to 1: the share of the policy in the reference"
+        require(args, 0 <= args.ref_model_mixup_alpha <= 1, "ref_model_mixup_alpha", remedy)
+        require(args, args.ref_model_sync_steps >= 1, "ref_model_sync_steps", "must be at least 1")
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        remedy = (
+            "casts the policy for good where `evaluate` is called by itself, and no second model; leave it False (with "
+            f"`{name.removesuffix('_full_eval')}=True` evaluation runs in that precision too)"
+        )
+        require(args, not getattr(args, name), name, remedy)
+
+
 def check_reinforce_config(args: "ReinforceConfig") -> None:
     """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
     check_reward_config(args)
     check_engine_config(args)
+    _check_trl_fields(args)
+    if args.reward_clip_range:
+        low, high = args.reward_clip_range
+        require(args, low < high, "reward_clip_range", "must be a lower limit and a higher one")
     require_choice(args, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
     require_choice(args, "logprob_reduction", ("mean", "sum"))
     require(args, math.isfinite(args.baseline_constant), "baseline_constant", "must be a finite number")
@@ -89,6 +123,7 @@ def check_ppo_config(args: "PPOConfig") -> None:
     """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
     check_reward_config(args)
     check_engine_config(args)
+    _check_trl_fields(args)
     for name in ("gamma", "gae_lambda"):
         require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
     if args.value_learning_rate is not None:
@@ -101,11 +136,6 @@ def check_ppo_config(args: "PPOConfig") -> None:
     if args.fp16 and args.max_grad_norm == 0:  # nothing would have unscaled the gradient that is dropped
         remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
         require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
-    require(args, 0 <= args.beta < math.inf, "beta", "must be at least 0 (0 is no KL penalty)")
-    require(args, args.num_iterations >= 1, "num_iterations", "must be at least 1: it is the number of epochs")
-    require(args, args.epsilon > 0, "epsilon", "must be above 0: the ratio is clipped to 1 ± epsilon")
-    remedy = "must be above 0, or left unset to use `epsilon`"
-    require(args, args.epsilon_high is None or args.epsilon_high > 0, "epsilon_high", remedy)
     _check_group_free(args)
     _check_second_schedule(args)
 

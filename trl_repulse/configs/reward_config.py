@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ._fields import KnownFields
+
 
 @dataclass
-class RewardConfig:
+class RewardConfig(KnownFields):
     r"""
     Parameters of the reward that all trainers here share; not a configuration by itself.
 

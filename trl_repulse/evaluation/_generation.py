@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -20,14 +20,20 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
+from .._model_checks import check_reward_model
+from .._prompts import render
 from ..generation._habits import end_tokens, until_end
+from ..generation._padding import batches, padding_token
+from ..generation._probe import probe
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
 from ._loading import load_model, load_tokenizer
-from ._padding import batches, padding_token, reads_padding
 from .exact import _evaluating, _reward_of_model
 
+
+logger = logging.get_logger(__name__)
 
 Prompt = str | list[dict[str, str]]
 # Tokens of one prompt a completion, and a seed -> tokens of the completions, the one that ends each included
@@ -99,22 +105,25 @@ def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[
 
 
 def prompt_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    where: str = "A prompt",
 ) -> str:
-    """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        return prompt
-    options = {"tokenize": False, "add_generation_prompt": True}
-    return tokenizer.apply_chat_template(prompt, **options, **(chat_template_kwargs or {}))
+    """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template; `where` names it in an error."""
+    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, where, chat_template_kwargs)
 
 
 def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat_template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
-    """Tokens of a prompt, as in TRL's trainers."""
-    # A chat template writes the special tokens itself
-    text = prompt_text(tokenizer, prompt, chat_template_kwargs)
-    return tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Tokens of each prompt, as in TRL's trainers."""
+    rows = []
+    for number, prompt in enumerate(prompts, 1):
+        text = prompt_text(tokenizer, prompt, chat_template_kwargs, f"Row {number} of `prompts`")
+        # A chat template writes the special tokens itself
+        rows.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+    return rows
 
 
 def transformers_engine(
@@ -128,7 +137,12 @@ def transformers_engine(
 ) -> Engine:
     """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
     end = end_tokens(model, tokenizer) if end is None else end
-    pad, equal = padding_token(model, tokenizer, end), reads_padding(model)
+    if not end:
+        logger.warning_once(
+            "Neither model nor tokenizer has an end token: each completion has `max_completion_length` tokens. Set "
+            "`tokenizer.eos_token` if completions are to end."
+        )
+    pad, guard = padding_token(model, tokenizer, end), probe(model)
     config = GenerationConfig(
         do_sample=True,
         temperature=temperature,
@@ -137,9 +151,8 @@ def transformers_engine(
         max_new_tokens=max_completion_length,
         eos_token_id=end or None,
         pad_token_id=pad,
+        use_cache=guard.use_cache,
     )
-    if model.config.model_type == "rwkv":
-        config.use_cache = False  # its state mixes the completions of a batch (transformers 5.23)
     device = next(model.parameters()).device
 
     def draw(prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -154,7 +167,7 @@ def transformers_engine(
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(seed)
             rows: list[list[int]] = [[] for _ in prompt_ids]
-            for chosen in batches(prompt_ids, batch_size, equal):
+            for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
                 for place, row in zip(chosen, draw([prompt_ids[i] for i in chosen]), strict=True):
                     rows[place] = row
             return rows
@@ -222,6 +235,7 @@ def as_function(
     if not isinstance(reward, nn.Module):
         name = getattr(reward, "__name__", type(reward).__name__)
         return name, with_checks(reward, name)
+    check_reward_model(reward, "A reward")
     if tokenizer is None:
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:
@@ -235,7 +249,13 @@ def as_function(
         texts = [
             prompt + completion
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt + completion, tokenize=False, **(chat_template_kwargs or {}))
+            else render(
+                tokenizer,
+                prompt + completion,
+                f"A prompt with its completion, as the reward model '{name}' reads it,",
+                chat_template_kwargs,
+                False,
+            )
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         return of_texts(texts).tolist()

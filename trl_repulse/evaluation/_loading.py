@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file, is_peft_available
+
+from .._model_checks import check_language_model
 
 
 if TYPE_CHECKING:
@@ -38,9 +40,11 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
         [`~transformers.PreTrainedModel`]
 
     Raises:
-        `ValueError`: If it cannot be loaded, or lacks weights.
+        `ValueError`: If it cannot be loaded, or lacks weights; if a language model is asked for and it is of another kind.
     """
     _check_path(name, part)
+    if auto_class is AutoModelForCausalLM:
+        check_language_model(name, f"The {part} `{name}`", options.get("revision"), headless=True)
     options = {"trust_remote_code": False} | options  # left open, transformers would ask on the terminal
     try:
         if _adapter_config(name, options.get("revision")) is None:
@@ -241,6 +245,7 @@ def _mismatch(name: str, error: RuntimeError, options: dict[str, Any]) -> str:
         if labels != 1:
             return (
                 f"its head has the size of {labels} labels, and TRL's own treatment reads one; give a classifier of one label, or "
-                "set `reward_type` and the `label` to read (`--reward_type toxicity --reward_kwargs '{\"label\": 1}'`)."
+                "set `reward_type` and the `label` to read (`--reward_type toxicity --reward_kwargs '{\"label\": 1}'`, in Python "
+                "`ToxicityReward(path, label=1)`)."
             )
     return " ".join(str(error).split())[:500]

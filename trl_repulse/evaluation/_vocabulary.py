@@ -4,12 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..generation._padding import vocab_size
 from ._loading import load_tokenizer
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    """How many tokens a model reads, and draws from."""
-    return int(model.config.get_text_config().vocab_size)
 
 
 def check_reference(
@@ -48,20 +44,57 @@ def check_reference(
             f"The reference `{label}` has a vocabulary of {others} tokens and the model one of {own}; resize the "
             "reference's embeddings to it with `resize_token_embeddings`, or give another reference."
         )
+    differ, shared = {}, 0
+    if name is not None:
+        differ, shared = _differences(name, tokenizer, trust_remote_code)
+    met = sorted(differ.keys() & {i for ids in prompt_ids for i in ids})
+    if met or 2 * len(differ) > shared:
+        token = (met or sorted(differ))[0]
+        raise ValueError(
+            f"The reference `{label}` has another vocabulary than the model, with {differ[token][1]!r} for its token {token}, "
+            f"{differ[token][0]!r}; give a reference with the model's tokenizer."
+        )
+
+
+def check_same_tokens(
+    name: str, label: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+) -> None:
+    """
+    Refuses a model to be used with another's tokenizer if it was saved with one that means something else by the same tokens.
+
+    Added tokens may have other names, as in [`check_reference`]. Where no tokenizer was saved there is nothing to compare.
+
+    Args:
+        name (`str`):
+            Path or Hub id of the model.
+        label (`str`):
+            What the message calls it.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer it is to be used with.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the model's own tokenizer may run code that comes with it.
+
+    Raises:
+        `ValueError`: If a token differs.
+    """
+    differ, _ = _differences(name, tokenizer, trust_remote_code)
+    if differ:
+        token = min(differ)
+        raise ValueError(
+            f"{label} has a tokenizer of its own, with {differ[token][1]!r} for the policy's token {token}, "
+            f"{differ[token][0]!r}; pass a model with the policy's tokenizer."
+        )
+
+
+def _differences(
+    name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
+) -> tuple[dict[int, tuple[str, str]], int]:
+    """What a tokenizer, and that of a saved model, have for the same number; how many numbers both have. None are added tokens'."""
     try:
-        other = None if name is None else load_tokenizer(name, "reference", trust_remote_code=trust_remote_code)
+        other = load_tokenizer(name, "model", trust_remote_code=trust_remote_code)
     except ValueError:
-        other = None  # a folder of weights alone, as of an adapter
-    if other is None:
-        return
+        return {}, 0  # a folder of weights alone, as of an adapter
     added = {i for each in (tokenizer, other) for i in each.get_added_vocab().values()}
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, other))
     shared = (ours.keys() & theirs.keys()) - added
-    differ = {i for i in shared if ours[i] != theirs[i]}
-    met = sorted(differ & {i for ids in prompt_ids for i in ids})
-    if met or 2 * len(differ) > len(shared):
-        token = (met or sorted(differ))[0]
-        raise ValueError(
-            f"The reference `{label}` has another vocabulary than the model, with {theirs[token]!r} for its token {token}, "
-            f"{ours[token]!r}; give a reference with the model's tokenizer."
-        )
+    return {i: (ours[i], theirs[i]) for i in shared if ours[i] != theirs[i]}, len(shared)

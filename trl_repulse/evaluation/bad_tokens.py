@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from .._causal import check_causal
+from .._model_checks import check_token_ids
 from .exact import _evaluating
 
 
@@ -52,7 +54,7 @@ def exact_log_prob_bad(
         `torch.Tensor` of shape `(P,)`: log P(bad) of each prompt in nats, float64, on the CPU; −inf without bad tokens.
 
     Raises:
-        `ValueError`: If an argument is out of range, or a prompt is empty.
+        `ValueError`: If an argument is out of range, a prompt is empty, or the model is not causal.
 
     Example:
 
@@ -154,6 +156,8 @@ def _check(
         raise ValueError(f"`batch_size={batch_size}` must be at least 1.")
     if not prompt_ids or not all(len(ids) for ids in prompt_ids):
         raise ValueError("`prompt_ids` must hold at least one prompt, and each prompt at least one token.")
+    check_token_ids(prompt_ids, model.config)
+    check_causal(model, "`model`")
     return sorted(set(bad_token_ids)), sorted(set(eos_token_ids)), batch_size
 
 

@@ -94,10 +94,9 @@ class TailReportCallback(TrainerCallback):
         self.num_samples, self.every, self.seed = num_samples, every, seed
         self.thresholds, self.levels = list(thresholds), list(levels)
         self.history: list[dict[str, Any]] = []
-        self._prompt_ids = [
-            prompt_tokens(trainer.processing_class, prompt, trainer.chat_template_kwargs)
-            for prompt in self.dataset["prompt"]
-        ]
+        self._prompt_ids = prompt_tokens(
+            trainer.processing_class, self.dataset["prompt"], trainer.chat_template_kwargs
+        )
         length = trainer.max_completion_length
         check_prompt_lengths(self._prompt_ids, self.dataset["prompt"][:], trainer.model.config, length)
         estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # refuses levels out of range

@@ -38,7 +38,7 @@ def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) 
     for path, label in zip(files, labels or [None] * len(files), strict=True):
         try:
             run = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} cannot be read as results ({error}); run it again.") from error
         if not isinstance(run, dict) or not _KEYS <= set(run):
             raise ValueError(f"{path} holds no results of a training script.")

@@ -7,15 +7,18 @@ completion, E = V - A tokens that do.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .._causal import check_causal
 from .._checks import check_prompts
+from .._model_checks import check_reward_model
+from ..generation._probe import in_mode
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
@@ -73,17 +76,7 @@ class ExactProposalReport:
     target_log_prob_bad: float
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every submodule gets its own mode back."""
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in training:
-            module.training = mode
+_evaluating = partial(in_mode, training=False)
 
 
 def _reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:
@@ -162,6 +155,7 @@ class ExactEvaluator:
         if isinstance(reward, nn.Module):
             if reward_tokenizer is None:
                 raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
+            check_reward_model(reward, "`reward`")
             reward = _reward_of_model(reward, reward_tokenizer)
         self.vocab_size = len(tokenizer)
         for name, tokens in (("bad_token_ids", bad_token_ids), ("eos_token_ids", eos_token_ids)):
@@ -183,6 +177,8 @@ class ExactEvaluator:
         self.batch_size = batch_size
         self.device = torch.device(device)
         check_prompts(prompts)
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("Exact evaluation needs plain-text prompts; evaluate conversations by sampling.")
         self._prompts = list(prompts)
         self._prompt_ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
         if not self._prompt_ids or not all(map(len, self._prompt_ids)):
@@ -243,21 +239,28 @@ class ExactEvaluator:
             the completions of a prompt.
 
         Raises:
-            ValueError: If the model's vocabulary has another size than the tokenizer's.
+            ValueError: If the model's vocabulary has another size than the tokenizer's, or it is not causal.
         """
         length, results, device = self.max_completion_length, [], next(model.parameters()).device
+        config = getattr(model, "config", None)  # any module that gives logits will do
+        if config is not None:
+            check_causal(model, "The model")
+            self._check_size(config.get_text_config().vocab_size)
         with _evaluating(model):
             for prompt in self._prompt_ids:
                 blocks = []
                 for prefix in self._prefixes(length - 1).split(self.batch_size):  # (B, T - 1)
                     ids = torch.cat([prompt.expand(len(prefix), -1), prefix], dim=1).to(device)
                     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -length:]
-                    if logits.shape[-1] != self.vocab_size:
-                        sizes = f"The model has {logits.shape[-1]} logits, the tokenizer {self.vocab_size} tokens"
-                        raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
+                    self._check_size(logits.shape[-1])
                     blocks.append(logits.to(self.device, torch.float64).log_softmax(dim=-1))
                 results.append(self._chain(torch.cat(blocks)))
         return torch.stack(results)
+
+    def _check_size(self, size: int) -> None:
+        if size != self.vocab_size:
+            sizes = f"The model has {size} logits, the tokenizer {self.vocab_size} tokens"
+            raise ValueError(f"{sizes}; resize the model's embeddings to the tokenizer.")
 
     def _chain(self, conditional: torch.Tensor) -> torch.Tensor:
         """Chain rule down the tree: log-probability of every completion, (S,), from `conditional`, (A^(T-1), T, V)."""

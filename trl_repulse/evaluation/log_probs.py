@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ._padding import batches, padded_logits, reads_padding
+from .._causal import check_causal
+from ..generation._padding import batches, padded_outputs
+from ..generation._probe import probe
 from .exact import _evaluating
 
 
@@ -46,12 +48,13 @@ def completion_log_probs(
         less.
 
     Raises:
-        `ValueError`: If a prompt is empty, or a log-probability is not a number.
+        `ValueError`: If a prompt is empty, the model is not causal, or a log-probability is not a number.
     """
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("A prompt has no token; give each at least one.")
+    check_causal(model, "`model`")
     log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
-    equal = len({len(ids) for ids in prompt_ids}) > 1 and reads_padding(model)
+    equal = len({len(ids) for ids in prompt_ids}) > 1 and probe(model, samples=False).score_by_length
     with _evaluating(model), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
         for chosen in batches(prompt_ids, batch_size, equal):
             rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]
@@ -78,7 +81,7 @@ def _score(
         ids[row, span] = torch.tensor([*prompt, *completion])
         mask[row, span] = 1
     ids, mask = ids.to(device), mask.to(device)
-    logits = padded_logits(model, ids, mask, logits_to_keep=width + 1, use_cache=False)
+    logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits
     log_p = logits[:, :-1].float().log_softmax(dim=-1)  # (B, T, V)
     counted = mask[:, -width:] == 0
     token = log_p.gather(-1, ids[:, -width:].unsqueeze(-1)).squeeze(-1)  # (B, T)

@@ -1,6 +1,5 @@
 """Log-probability of stored bad completions (negative data) under any model."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._checks import check_prompt_lengths
+from .._prompts import prompt_fault
+from .._tables import read_json_lines
 from ._generation import prompt_text, prompt_tokens
 from .log_probs import completion_log_probs
 
@@ -50,7 +51,7 @@ def check_negatives(path: str | Path) -> None:
     Raises:
         `ValueError`: If there is no such file, it has no rows or empty completions alone, or a row has no prompt or completion.
     """
-    if not [text for _, text in _rows(Path(path)) if text]:
+    if not [text for _, _, text in _rows(Path(path)) if text]:
         raise ValueError(f"`{path}` has empty completions only; there is none to score.")
 
 
@@ -98,7 +99,8 @@ def negative_log_probs(
             del completions[""]
             empty += 1
     pairs = {text: pair for text, pair in pairs.items() if pair[1]}
-    prompts = {text: prompt_tokens(tokenizer, prompt, chat_template_kwargs) for text, (prompt, _) in pairs.items()}
+    tokens = prompt_tokens(tokenizer, [prompt for prompt, _ in pairs.values()], chat_template_kwargs)
+    prompts = dict(zip(pairs, tokens, strict=True))
     texts = [(text, completion) for text, (_, completions) in pairs.items() for completion in completions]
     ids = [tokenizer(completion, add_special_tokens=False)["input_ids"] for _, completion in texts]
     check_prompt_lengths(list(prompts.values()), list(prompts), model.config, 0)
@@ -125,39 +127,31 @@ def _read(
 ) -> dict[str, tuple[Any, dict[str, None]]]:
     """Text of a prompt -> the prompt, and its distinct completions in the order of the file."""
     pairs: dict[str, tuple[Any, dict[str, None]]] = {}
-    for prompt, text in _rows(path):
-        pairs.setdefault(prompt_text(tokenizer, prompt, chat_template_kwargs), (prompt, {}))[1][text] = None
+    for number, prompt, text in _rows(path):
+        rendered = prompt_text(tokenizer, prompt, chat_template_kwargs, f"The prompt in line {number} of `{path}`")
+        pairs.setdefault(rendered, (prompt, {}))[1][text] = None
     return pairs
 
 
-def _rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """Prompt, and text of the completion, of each line."""
+def _rows(path: Path) -> Iterator[tuple[int, Any, str]]:
+    """Number of each line, its prompt, and the text of its completion."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; train with `save_negatives` to have one.")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # with or without a mark of byte order
-    except UnicodeDecodeError as error:
-        raise ValueError(f"`{path}` is no text ({error}); give a file that `save_negatives` wrote.") from error
-    if not any(line.strip() for line in lines):
-        raise ValueError(f"`{path}` is empty; there is no bad completion to score.")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    empty = True
+    for number, row in read_json_lines(path):
+        empty = False
         try:
-            row = json.loads(line)
             prompt, completion = row["prompt"], row["completion"]
             text = completion if isinstance(completion, str) else completion[0]["content"]
-            for name, value in (("prompt", prompt), ("completion", text)):
-                if not isinstance(value, str) and not (name == "prompt" and _are_messages(value)):
-                    raise ValueError(f"`{name}` is {value!r:.60}, neither text nor messages")
+            if not isinstance(text, str):
+                raise ValueError(f"`completion` is {text!r:.60}, neither text nor messages")
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(
                 f"Line {number} of `{path}` is no bad completion ({error!r}); it needs `prompt` and `completion`."
             ) from error
-        yield prompt, text
-
-
-def _are_messages(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(
-        isinstance(each, dict) and isinstance(each.get("content"), str) for each in prompt
-    )
+        fault = prompt_fault(prompt)
+        if fault is not None:
+            raise ValueError(f"Line {number} of `{path}` {fault}.")
+        yield number, prompt, text
+    if empty:
+        raise ValueError(f"`{path}` is empty; there is no bad completion to score.")

@@ -8,9 +8,11 @@ How held-out samples are kept: a folder of parquet shards with a JSON header, wr
 Every file appears under its name only once it is whole and on the disk.
 """
 
+import ast
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -123,15 +125,21 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
 
 
-def open_folder(folder: Path, header: dict[str, Any]) -> None:
+def open_folder(folder: Path, header: dict[str, Any]) -> dict[str, Any] | None:
     """
     Begins a folder of samples, or goes on with one that was begun with the same header.
+
+    Earlier versions wrote a reward's arguments into the header, and with them a server's address and what was secret in it. Such
+    a header is written anew, without them.
 
     Args:
         folder (`Path`):
             Folder; created if missing.
         header (`dict`):
             All that decides the samples. Format and hash are added.
+
+    Returns:
+        `dict` or `None`: The header that the folder was begun with, `None` if it is new.
 
     Raises:
         `ValueError`: If the folder holds something else, or samples that were begun otherwise.
@@ -141,13 +149,20 @@ def open_folder(folder: Path, header: dict[str, Any]) -> None:
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / HEADER).is_file():
-        name = header_difference(read_header(folder), header, ("hash", "settings.revision"))
+        found = read_header(folder)
+        name = header_difference(found, header, ("hash", "settings.revision"))
         if name is not None:
             raise ValueError(
                 f"`{folder}` was begun with another `{name}`; go on with the old settings, or name another folder."
             )
-        return
+        renewed = _without_arguments(found)
+        if renewed != found:
+            renewed["hash"] = digest({key: value for key, value in renewed.items() if key != "hash"})
+            (folder / COMPLETE).unlink(missing_ok=True)  # of another header; it is written again at the end
+            write_json(folder / HEADER, renewed)
+        return found
     write_json(folder / HEADER, header)
+    return None
 
 
 def first_difference(one: Any, other: Any, ignored: Sequence[str] = ()) -> str | None:
@@ -174,7 +189,8 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     """
     Where two headers of samples first differ in more than how something was called.
 
-    What has a hash of its weights may have been found under another path, name or revision.
+    What has a hash of its weights may have been found under another path, name or revision. Functions are compared by their code
+    if both headers have its hash; earlier versions knew them by their names alone.
 
     Args:
         one, other (`dict`):
@@ -187,7 +203,32 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     """
     hashed = {name.removesuffix("weights") for name, _ in (*_flat(one), *_flat(other)) if name.endswith(".weights")}
     labels = [parent + label for parent in hashed for label in ("name", "revision", "base")]
-    return first_difference(one, other, [*ignored, *labels])
+    one, other = _without_arguments(one), _without_arguments(other)
+    names = [
+        {name for name, _ in _flat(header) if re.fullmatch(r"rewards\..*\.code", name)} for header in (one, other)
+    ]
+    return first_difference(one, other, [*ignored, *labels, *(names[0] ^ names[1])])
+
+
+def _without_arguments(header: dict[str, Any]) -> dict[str, Any]:
+    """A header without the arguments of rewards that earlier versions knew by their `repr`."""
+
+    def renew(reward: dict[str, Any]) -> dict[str, Any]:
+        if "reward" in reward:
+            return reward | {"reward": renew(reward["reward"])}
+        kind, _, arguments = str(reward.get("name")).partition("(")
+        if set(reward) != {"name"} or not arguments.endswith(")"):
+            return reward
+        if kind != "RemoteReward":
+            return {"name": kind}
+        given = {each.arg: each.value for each in ast.parse(reward["name"], mode="eval").body.keywords}
+        kept = {name: ast.literal_eval(given[name]) for name in ("name", "label_column") if name in given}
+        return {name: value for name, value in kept.items() if value is not None}
+
+    rewards = header.get("rewards")
+    if not isinstance(rewards, dict):
+        return header
+    return header | {"rewards": {name: renew(reward) for name, reward in rewards.items()}}
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
@@ -289,7 +330,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"`{folder}` holds no samples: it has no `{HEADER}`.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again into another folder.") from error
     content = {key: value for key, value in header.items() if key != "hash"} if isinstance(header, dict) else {}
     if content.get("format") != FORMAT or header.get("hash") != digest(content):
@@ -304,7 +345,7 @@ def _read_complete(folder: Path) -> dict[str, Any]:
     path = folder / COMPLETE
     try:
         complete = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`{path}` cannot be read ({error}); delete it, and sample again.") from error
     shards = complete.get("shards") if isinstance(complete, dict) else None
     if not (

@@ -188,7 +188,7 @@ def _read(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"`{path}` cannot be read as results ({error}); run it again.") from error
     if not isinstance(content, dict) or path.name in (HEADER, COMPLETE):
         raise ValueError(f"`{path}` is no file of results; of samples, name the folder.")

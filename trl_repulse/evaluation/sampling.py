@@ -4,10 +4,9 @@ Held-out sampling: completions of a model with all that a reader may ask of them
 Legend: P prompts, N completions per prompt, F reward functions.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import torch
-from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
-from ..rewards.functions import FunctionReward
-from ..rewards.models import ModelReward
-from ..rewards.transformed import TransformedReward
 from ..trainers._hooks import transform_rewards
 from . import records
 from ._generation import (
@@ -35,8 +31,6 @@ from ._generation import (
     check_template_kwargs,
     end_tokens,
     evaluate_rewards,
-    hash_folder,
-    hash_model,
     process_state,
     prompt_text,
     prompt_tokens,
@@ -44,19 +38,13 @@ from ._generation import (
     vllm_engine,
     vllm_version,
 )
+from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from ._loading import load_model, load_tokenizer
 from ._vocabulary import check_reference
 from .log_probs import completion_log_probs
 
 
 Reward = str | nn.Module | Callable[..., Any]
-_OF_NO_REWARD = (
-    "model",
-    "revision",
-    "name",
-    "batch_size",
-    "device",
-)  # fields that change no reward of the same weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +218,8 @@ def sample_completions(
         [`~trl_repulse.evaluation.records.SampleSet`]: the samples, read back from the files.
 
     Raises:
-        `ValueError`: If the prompts are empty or too long, a reward is no finite number, arguments contradict one another, or
-            the folder holds something else.
+        `ValueError`: If the prompts are empty or too long, or messages that no chat template reads, a reward is no finite
+            number, arguments contradict one another, the folder holds something else, or a model is not causal.
 
     Example:
 
@@ -260,6 +248,8 @@ def sample_completions(
         )
     code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
+    rows = dataset["prompt"][:]
+    prompt_ids = prompt_tokens(tokenizer, rows, settings.chat_template_kwargs)  # refuses what has no template
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -270,8 +260,6 @@ def sample_completions(
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code)
 
-    rows = dataset["prompt"][:]
-    prompt_ids = [prompt_tokens(tokenizer, prompt, settings.chat_template_kwargs) for prompt in rows]
     limit = (engine_kwargs or {}).get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
         *(prompt_ids, rows, model.config, settings.max_completion_length),
@@ -283,8 +271,8 @@ def sample_completions(
     if reference is not None:
         check_reference(reference_name, reference, model, tokenizer, prompt_ids, trust_remote_code)
     header = {
-        "model": _identity(model, name),
-        "reference": None if reference is None else _identity(reference, reference_name),
+        "model": identify_model(model, name),
+        "reference": None if reference is None else identify_model(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
         "prompts": {
             "count": len(rows),
@@ -302,13 +290,17 @@ def sample_completions(
         header["settings"]["engine_kwargs"] = records.plain_json(_what_decides(engine_kwargs or {}))
         header["versions"]["vllm"] = vllm_version()
     with state.main_process_first():
-        records.open_folder(folder, header)
+        begun = records.open_folder(folder, header)
 
     total = len(rows) * settings.num_samples
     shards = -(-total // settings.shard_size)
     mine = range(state.process_index, shards, state.num_processes)
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
     missing = [number for number, size in sizes.items() if not records.has_shard(folder, number, size)]
+    if missing and begun is not None:
+        for each, identity in header["rewards"].items():
+            if known_by_name_alone(identity) or known_by_name_alone(begun["rewards"][each]):
+                warn_of_name(folder, each)
     if missing:
         if settings.engine == "vllm":
             end = end_tokens(model, tokenizer)
@@ -407,9 +399,11 @@ def _load(
     device: torch.device,
     **code: bool,
 ) -> Any:
-    if not isinstance(model, str):
-        return model
-    return load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
+    if isinstance(model, str):
+        model = load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
+    if model is not None:
+        check_causal(model, f"`{part}`")
+    return model
 
 
 def _functions(
@@ -429,43 +423,5 @@ def _functions(
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:
             raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")
-        functions[name] = (function, describe_reward(reward))
+        functions[name] = (function, identify_reward(reward))
     return functions
-
-
-def describe_reward(reward: Reward) -> Any:
-    """What says which reward it is, as far as that can be said."""
-    if isinstance(reward, nn.Module):
-        return _identity(reward)
-    if isinstance(reward, str):
-        if Path(reward).is_dir():
-            return {"name": reward, "weights": hash_folder(Path(reward))}
-        return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
-    if isinstance(reward, FunctionReward):
-        content = hashlib.sha256(reward.path.read_bytes()).hexdigest()
-        return {"name": reward.function, "label_column": reward.label_column, "sha256": content}
-    if isinstance(reward, TransformedReward):
-        names = ("transform", "alpha", "beta", "threshold")
-        return {name: getattr(reward, name) for name in names} | {"reward": describe_reward(reward.reward)}
-    if isinstance(reward, ModelReward):
-        if reward._module is None:  # one that was pickled comes without weights
-            reward._load()
-        decides = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _OF_NO_REWARD}
-        return {
-            "name": reward.model,
-            "revision": reward.revision,
-            "weights": hash_model(reward._module),
-            "type": type(reward).__name__,
-            "arguments": records.plain_json(decides),
-        }
-    return {"name": repr(reward) if is_dataclass(reward) else getattr(reward, "__qualname__", type(reward).__name__)}
-
-
-def _identity(model: Any, name: str | None = None) -> dict[str, Any]:
-    """Name, revision and a hash of the weights of a model, of an adapter with the name of its base."""
-    config = model.config
-    found = config._name_or_path
-    identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None), "weights": hash_model(model)}
-    if is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
-        identity |= {"base": found, "revision": None}  # the configuration is the base's
-    return identity

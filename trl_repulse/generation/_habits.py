@@ -7,7 +7,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 @contextlib.contextmanager
-def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
+def without_generation_habits(model: PreTrainedModel) -> Iterator[GenerationConfig]:
     """Samples inside the context follow the model and the trainer's arguments, and nothing the model was saved with.
 
     transformers (5.23) fills what a `generation_config` passed to `generate` leaves unset from the model's own:
@@ -28,7 +28,7 @@ def without_generation_habits(model: PreTrainedModel) -> Iterator[None]:
         cache_implementation=habits.cache_implementation,
     )
     try:
-        yield
+        yield base.generation_config
     finally:
         base.generation_config = habits
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .._prompts import check_conversations, rendering
+
 
 # Of one architecture and vocabulary, models may still differ in these
 _INCIDENTAL = {
@@ -44,13 +46,18 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[di
 
     Returns:
         `list[list[int]]`: One list a prompt.
+
+    Raises:
+        `ValueError`: If a prompt is neither text nor messages, or the chat template is missing or refuses it.
     """
     ids = []
-    for prompt in prompts:
+    check_conversations(prompts, "`prompts`")
+    for number, prompt in enumerate(prompts, 1):
         if isinstance(prompt, str):
             ids.append(tokenizer(prompt)["input_ids"])
         else:
-            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+            with rendering(tokenizer, prompt, f"Row {number} of `prompts`"):
+                encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
             ids.append(encoded["input_ids"])
     return ids
 

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .._causal import check_causal
 from ._habits import end_tokens, until_end, without_generation_habits
+from ._padding import batches
+from ._probe import Guard, probe
 from .completions import Completion, group_completions, tokenize
 
 
@@ -42,6 +45,9 @@ class TransformersGenerator:
             Completions drawn at the same time.
         **generation_kwargs:
             Further arguments of [`~transformers.GenerationConfig`].
+
+    Raises:
+        `ValueError`: If a model is not causal.
     """
 
     def __init__(
@@ -52,6 +58,8 @@ class TransformersGenerator:
         batch_size: int = 64,
         **generation_kwargs: Any,
     ):
+        for name, lm in models.items():
+            check_causal(lm, f"The model {name!r}")
         self.models = models
         self.tokenizer = tokenizer
         self.batch_size = batch_size
@@ -65,6 +73,7 @@ class TransformersGenerator:
             "pad_token_id": pad_token_id,
         }
         self._settings = settings | generation_kwargs
+        self._guards: dict[str, Guard] = {}
 
     @torch.no_grad()
     def complete(
@@ -90,19 +99,29 @@ class TransformersGenerator:
         """
         lm = self.models[model]
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
+        guard = self._guard(model)
+        drawn: list[list[int]] = [[] for _ in rows]
         training = lm.training
         lm.eval()
         try:
             with without_generation_habits(lm):
-                starts = range(0, len(rows), self.batch_size)
-                drawn = [ids for i in starts for ids in self._generate(lm, rows[i : i + self.batch_size])]
+                for chosen in batches(rows, self.batch_size, guard.sample_by_length):
+                    for place, ids in zip(chosen, self._generate(lm, [rows[i] for i in chosen], guard), strict=True):
+                        drawn[place] = ids
         finally:
             lm.train(training)
         return group_completions(self.tokenizer, drawn, num_completions, model, version=0)
 
-    def _generate(self, lm: PreTrainedModel, rows: list[list[int]]) -> list[list[int]]:
+    def _guard(self, model: str) -> Guard:
+        """What keeps sampling right, found out before the first completions of each model."""
+        if model not in self._guards:
+            self._guards[model] = probe(self.models[model], generation_config=GenerationConfig(**self._settings))
+        return self._guards[model]
+
+    def _generate(self, lm: PreTrainedModel, rows: list[list[int]], guard: Guard) -> list[list[int]]:
         """One batch: left-padded, completions cut after the token that ends them."""
-        config = GenerationConfig(**{"eos_token_id": end_tokens(lm, self.tokenizer) or None} | self._settings)
+        ends = {"eos_token_id": end_tokens(lm, self.tokenizer) or None}
+        config = GenerationConfig(**ends | self._settings | ({} if guard.use_cache else {"use_cache": False}))
         ends = config.eos_token_id
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         width = max(map(len, rows))

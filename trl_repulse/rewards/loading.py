@@ -56,6 +56,8 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
     for name, value in (("reward_type", reward_type), ("reward_model_path", path)):
         if not isinstance(value, str | None):
             raise ValueError(f"`{name}={value!r}` must be text.")
+    if reward_type != "remote" and "://" in (path or ""):
+        raise ValueError("`reward_model_path` is the address of a server; set `reward_type='remote'`.")
     if reward_type is None:
         if path is None:
             raise ValueError(
@@ -66,7 +68,7 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
                 f"`reward_kwargs` ({', '.join(kwargs)}) has no effect without `reward_type`; set it to one of "
                 f"{', '.join(map(repr, REWARD_TYPES))}."
             )
-        _check_classifier(path)
+        check_classifier(path)
         return path
     if reward_type in REWARD_TYPES:
         if path is None:
@@ -87,17 +89,31 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
     return load_reward_function(reward_type, **kwargs)
 
 
-def _check_classifier(path: str) -> None:
-    """Refuses another kind of model, whose head TRL would fill with random numbers; what is not at hand is left to TRL."""
+def check_classifier(path: str, argument: str = "reward_model_path", revision: str | None = None) -> None:
+    """
+    Refuses another kind of model, whose head would be random numbers, by its configuration alone.
+
+    Args:
+        path (`str`):
+            Path or Hub id of a reward model. What is not at hand is left to its loading.
+        argument (`str`, *optional*, defaults to `"reward_model_path"`):
+            Name of the argument that it was passed as.
+        revision (`str`, *optional*):
+            Branch, tag or commit on the Hub.
+
+    Raises:
+        `ValueError`: If it is a language model.
+    """
     try:
         # As it is written: no code that comes with the model runs
-        architectures = PretrainedConfig.get_config_dict(path, local_files_only=True)[0].get("architectures") or []
+        config = PretrainedConfig.get_config_dict(path, local_files_only=True, revision=revision)[0]
     except (OSError, ValueError):
         return
+    architectures = config.get("architectures") or []
     if architectures and all(name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) for name in architectures):
         raise ValueError(
-            f"`reward_model_path={path!r}` is a {architectures[0]} and no classifier, so that its rewards would be random; give "
-            "a sequence-classification model, or set `reward_type`."
+            f"`{argument}={path!r}` is a {architectures[0]} and no classifier, so that its rewards would be random; give "
+            "a sequence-classification model, or set `reward_type`, in Python one of the classes in `trl_repulse.rewards`."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.state import PartialState, is_initialized
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluation._loading import is_adapter, load_model, load_tokenizer
 from ._texts import Messages, whole_text
@@ -83,14 +83,13 @@ class ModelReward(ABC):
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
+        self._tokenizer = load_tokenizer(self.model, "reward model", **options)
         if is_adapter(self.model, options["revision"]):
-            self._tokenizer = load_tokenizer(self.model, "reward model", **options)
             more = self._adapter_options(options["revision"])
             self._module = load_model(
                 self._auto_class, self.model, "reward model", dtype=self.dtype, **options, **more
             )
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
             self._module, loading = self._auto_class.from_pretrained(
                 self.model, dtype=self.dtype, output_loading_info=True, **options
             )

@@ -151,6 +151,50 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def gathered_by_layer(model: nn.Module) -> Iterator[None]:
+    """
+    As [`gathered`], for passes without gradient: layers are whole while they compute and no longer.
+
+    What is outside of the layers, such as the embeddings, is whole all the time.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model that makes passes inside.
+    """
+    if not is_partitioned(model):
+        yield
+        return
+    import deepspeed
+
+    layers = list(_layers(model))
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside]
+
+    def gather(layer: nn.Module, *_: Any) -> None:
+        held[layer] = deepspeed.zero.GatheredParameters(list(layer.parameters()))
+        held[layer].__enter__()
+
+    def release(layer: nn.Module, *_: Any) -> None:
+        held.pop(layer).__exit__(None, None, None)
+
+    held: dict[nn.Module, Any] = {}
+    handles = [layer.register_forward_pre_hook(gather) for layer in layers]
+    handles += [layer.register_forward_hook(release, always_call=True) for layer in layers]
+    try:
+        with deepspeed.zero.GatheredParameters(outside):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a model, as its lists hold them; not those inside of layers."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+
+
 def end_backward(engine: nn.Module) -> None:
     """
     Ends a backward pass through an engine's model that the engine was not asked for.

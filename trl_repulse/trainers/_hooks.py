@@ -1,23 +1,32 @@
 """What our trainers share, whichever TRL trainer they stand on."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model, set_seed
+from accelerate.utils import DistributedType, is_peft_model, set_seed
+from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .._checks import check_eval_batch, check_prompt_lengths
+from .._causal import check_causal
+from .._checks import check_prompt_lengths
+from .._model_checks import check_tokenizer, check_trained_tokens
+from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
 from ..configs import EngineConfig, RewardConfig
+from ..generation._padding import batches, without_padding
+from ..generation._probe import Guard
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
+from ._deepspeed import gathered_by_layer, is_partitioned
+from ._metrics import highest, mean
 from ._peft_bridge import adapters_kept
+from ._pooling import PooledMetrics
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
@@ -30,6 +39,7 @@ from ._resume import (
     save_position,
 )
 from ._rewards import all_with_checks
+from ._set_up import guard_model
 from ._trl_bridge import (
     disable_dropout,
     prepare_scoring,
@@ -81,7 +91,7 @@ class _WeightsChanged(TrainerCallback):
         self._generator.changed("policy")
 
 
-class TrainerHooks:
+class TrainerHooks(PooledMetrics):
     """
     Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
     """
@@ -100,6 +110,16 @@ class TrainerHooks:
         for prefix in ("", "*/")
     )
     _has_begun = False  # whether the negative data in the folder are this run's
+    _guard = Guard()  # what keeps sampling and scoring right for all models
+
+    def _check_policy(self, adapters: list["PeftConfig | None"]) -> None:
+        """Refuses, once TRL has built it, a policy that cannot be sampled and scored, with its tokenizer and adapters."""
+        policy = self.accelerator.unwrap_model(self.model)
+        own = policy.peft_config.values() if is_peft_model(policy) else ()
+        check_tokenizer(self._tokenizer, policy.config)
+        check_trained_tokens([*own, *adapters], policy.config)
+        with gathered_by_layer(policy):
+            check_causal(policy, "`model`")
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -109,6 +129,53 @@ class TrainerHooks:
                     disable_dropout(scored)
                 unwrapped = self.accelerator.unwrap_model(scored)
                 prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+        self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
+
+    def _guard_model(self, name: str, model: Any, quiet: bool = True) -> None:
+        """Finds out how a model can be sampled and scored; refuses one that makes noise where it should be `quiet`."""
+        self._guard |= guard_model(self, name, model, quiet)
+        if not self._guard.use_cache:
+            self.generation_config.use_cache = False
+
+    def _by_length(
+        self,
+        score: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, ...]],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What `score` makes of rows (B, L + T) and their mask: all at once, or by prompt length if a model reads padding."""
+        if not self._guard.score_by_length:
+            return score(input_ids, attention_mask)
+        if self.accelerator.num_processes > 1 and len(attention_mask.argmax(dim=1).unique()) > 1:
+            raise ValueError(
+                "Prompts of different lengths are scored in passes of their own, since the model reads padding, and several "
+                "processes cannot make different numbers of passes; use prompts of one length, or one process."
+            )
+        return without_padding(score, input_ids, attention_mask)
+
+    def _check_templates(
+        self,
+        train_dataset: Dataset | IterableDataset | None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
+    ) -> None:
+        """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses."""
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+        readers = [
+            (name, tokenizer)
+            for name, reward, tokenizer in zip(
+                self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True
+            )
+            if isinstance(reward, torch.nn.Module)
+        ]
+        for name, dataset in {"train_dataset": train_dataset, **evals}.items():
+            for number, prompt in one_of_each(conversations(dataset)):
+                where = f"Row {number} of `{name}`"
+                with rendering(self.processing_class, prompt, where):
+                    super()._tokenize_prompts([prompt])
+                answered = [*prompt, {"role": "assistant", "content": "An answer."}]
+                for reward, tokenizer in readers:
+                    of_reward = f"{where}, as the reward model '{reward}' reads it,"
+                    render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
 
     def _check_reward_functions(self) -> None:
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
@@ -118,6 +185,12 @@ class TrainerHooks:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+        if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
+            raise ValueError(
+                f"`fp16=True` asks for what Accelerate does not do on {self.accelerator.device.type!r}: it would train in "
+                "float32. Set `fp16=False`, and `bf16=True` for half precision (in the launcher's `mixed_precision` as well)."
+            )
         if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
             raise ValueError(
                 "`use_transformers_continuous_batching=True` casts the model's shards where it samples, and processes sample in "
@@ -238,16 +311,9 @@ class TrainerHooks:
             self.vllm_generation.changed()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
-        check_eval_batch(self.args)
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
-
-    def prediction_step(self, *args: Any, **kwargs: Any):
-        # The evaluation loop keeps as many losses of the last batch as prompts are left over (accelerate 1.15), though each
-        # comes several times: those of the first process
-        loss, *rest = super().prediction_step(*args, **kwargs)
-        return self.accelerator.reduce(loss, reduction="mean"), *rest
 
     def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
         """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
@@ -260,51 +326,58 @@ class TrainerHooks:
         """Logs how far the engine's log-probabilities are from `log_p` (U, n, T), the sampling-time model's; warns."""
         if f"{name}_engine_log_p" not in batch:
             return
-        mode = "train" if self.model.training else "eval"
         gap = (batch[f"{name}_engine_log_p"] - log_p).abs()
-        gap = gap[(batch[f"{name}_mask"] == 1) & ~gap.isnan()].double()
-        # Sums, since completions, and so T, are of another length in every process
-        total, count = self.accelerator.reduce(torch.stack([gap.sum(), gap.new_tensor(len(gap))]))
-        mean = (total / count.clamp(min=1)).item()
-        largest = self.accelerator.gather(gap.max() if len(gap) else gap.new_zeros(())).max().item()
-        metrics = self._metrics[mode]
-        metrics[prefix + "sampling/sampling_logp_difference/mean"].append(mean)
-        metrics[prefix + "sampling/sampling_logp_difference/max"].append(largest)
-        self._warn_of_engine(mean)
+        self._log_gap(gap[batch[f"{name}_mask"] == 1], prefix)
 
-    def _warn_of_engine(self, mean: float) -> None:
-        if mean > self.args.vllm_logp_difference_threshold:
+    def _log_gap(self, gap: torch.Tensor, prefix: str = "") -> None:
+        """Logs distances from the engine, one for each of this process's tokens and NaN where it gave none; warns."""
+        name, moments = f"{prefix}sampling/sampling_logp_difference", self._everyones(gap)
+        self._record({f"{name}/mean": mean, f"{name}/max": highest}, moments)
+        if moments.mean > self.args.vllm_logp_difference_threshold:
             logger.warning_once(
                 "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
                 "(`vllm_logp_difference_threshold=%g`): the engine samples from another distribution than the model's, and "
                 "importance weights are off. Give both the same precision (`bf16`, the model's `dtype`).",
-                mean,
+                moments.mean,
                 self.args.vllm_logp_difference_threshold,
             )
 
     def _tokenize_prompts(self, prompts: list):
-        tokenized = super()._tokenize_prompts(prompts)
+        try:
+            tokenized = super()._tokenize_prompts(prompts)
+        except TEMPLATE_ERRORS:
+            for number, prompt in enumerate(prompts, 1):
+                if not isinstance(prompt, str):
+                    render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
+            raise
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         return tokenized
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any):
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         sampled = self.accelerator.unwrap_model(self.model_wrapped)
         with without_generation_habits(sampled), without_lasting_changes(self, sampled):
-            return super()._generate_single_turn(*args, **kwargs)
-
-    def _log_mean(self, name: str, values: torch.Tensor) -> None:
-        """Logs the mean over all processes, without the samples that have no reward."""
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][name].append(self.accelerator.gather(values.detach()).nanmean().item())
-
-    def _log_bad_fraction(self, rewards: torch.Tensor) -> None:
-        """Logs the share of bad completions among all processes' (B_all,) rewards, if a threshold is set."""
-        if self.args.bad_reward_threshold is None:
-            return
-        mode = "train" if self.model.training else "eval"
-        bad = (rewards < self.args.bad_reward_threshold)[~rewards.isnan()]
-        self._metrics[mode]["bad_fraction"].append(bad.float().mean().item() if len(bad) else torch.nan)
+            if not self._guard.sample_by_length:
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            groups = batches(prompt_ids, len(prompt_ids), equal=True)
+            if len(groups) > 1 and (is_partitioned(sampled) or self.is_fsdp_enabled):
+                raise ValueError(
+                    "Prompts of different lengths are sampled one length at a time, since the model generates wrongly behind "
+                    "padding, and processes that share its weights cannot do so each on its own; use prompts of one length, or "
+                    "launch without ZeRO-3 and FSDP."
+                )
+            multiple, self.pad_to_multiple_of = self.pad_to_multiple_of, None
+            try:
+                parts = [
+                    super(TrainerHooks, self)._generate_single_turn([prompt_ids[i] for i in group], *args, **kwargs)
+                    for group in groups
+                ]
+            finally:
+                self.pad_to_multiple_of = multiple
+        # GRPO gives log-probabilities too, `None` without vLLM (TRL 1.16)
+        drawn = [row for part in parts for row in (part[0] if isinstance(part, tuple) else part)]
+        rows = [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))]
+        return (rows, None) if isinstance(parts[0], tuple) else rows
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)

@@ -11,15 +11,19 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, TrainerCallback
 
+from .._causal import check_causal
+from .._model_checks import check_language_model, check_separate
 from ..configs import RePULSeConfig
+from ..evaluation._vocabulary import check_same_tokens
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
-from ._deepspeed import zero_stage
+from ._deepspeed import gathered_by_layer, zero_stage
 from ._trl_bridge import (
     add_fused_lm_head,
     copy_unpatched,
     create_model_from_path,
     disable_dropout,
     prepare_scoring,
+    validate_quantization_for_training,
 )
 from .second_adapter import POLICY_ADAPTER, Adapter, SecondAdapter, add_adapter
 from .second_model import SecondModel
@@ -142,8 +146,8 @@ def starting_point(
         policy, or `None` where there is no proposal or it is a second adapter over the policy's base.
 
     Raises:
-        `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, or if the
-            policy's adapter has another name than PEFT's `default`.
+        `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
+            it or is no language model, or if the policy's adapter has another name than PEFT's `default`.
     """
     has_proposal = args is None or args.has_proposal
     if proposal_peft_config is not None and not has_proposal:
@@ -170,6 +174,14 @@ def starting_point(
         if proposal_model is model and not isinstance(model, str):
             raise ValueError(
                 "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
+            )
+        check_language_model(proposal_model, "`proposal_model`")
+        if not isinstance(proposal_model, str) and not isinstance(model, str):
+            own_weights = is_peft_model(proposal_model) or (proposal_peft_config or peft_config) is None
+            check_separate(
+                *(proposal_model, "`proposal_model`", model, "`model`"),
+                trained=(own_weights, peft_config is None),
+                remedy="pass `copy.deepcopy` of it, made before either has an adapter, or leave it out to have a proposal made.",
             )
         return proposal_model
     if not has_proposal or shares_base(model, args, peft_config, proposal_peft_config):
@@ -203,9 +215,11 @@ def build_proposal(
         [`SecondModel`]: The proposal.
 
     Raises:
-        `ValueError`: If its vocabulary is not the policy's.
+        `ValueError`: If its tokens are not the policy's, it is not causal, or cannot be trained.
     """
     args = trainer.args
+    if isinstance(model, str) and model != trainer.model.config._name_or_path:
+        check_same_tokens(model, "`proposal_model`", trainer._tokenizer, args.trust_remote_code)
     learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
     saved = adapter_config(model)
     if model is None or (saved is not None and _has_base(trainer.model, saved)):
@@ -216,7 +230,10 @@ def build_proposal(
             return SecondAdapter(adapter, trainer.accelerator, learning_rate)
     config = None if saved is not None else proposal_peft_config or peft_config
     module = _ready(model, trainer, config, quantization_config)
-    return SecondModel(module, trainer.accelerator, learning_rate)
+    proposal = SecondModel(module, trainer.accelerator, learning_rate)
+    with gathered_by_layer(proposal.module):
+        check_causal(proposal.module, "`proposal_model`")
+    return proposal
 
 
 def adapter_config(model: Any) -> "PeftConfig | None":
@@ -283,6 +300,12 @@ def _ready(
         # As TRL does: ZeRO-3 gathers in one dtype
         whole = zero_stage(trainer.accelerator) != 3 or getattr(model, "is_quantized", False)
         model = get_peft_model(model, peft_config, autocast_adapter_dtype=whole)
+    try:
+        validate_quantization_for_training(model)
+    except ValueError as error:
+        raise ValueError(
+            f"`proposal_model` cannot be trained: {error} Pass `proposal_peft_config`, or load it in full."
+        ) from error
     if is_peft_model(model) and args.activation_checkpointing:
         model.enable_input_require_grads()
     disable_dropout(model)
@@ -378,9 +401,9 @@ def proposal_loss(
     args, mask = trainer.args, batch["proposal_completion_mask"]
     if args.proposal_loss == "dpg":
         with torch.no_grad():
-            log_p_all = _all_log_probs(trainer.model, batch)
+            log_p_all = _all_log_probs(trainer, trainer.model, batch)
         return dpg_loss(
-            _all_log_probs(trainer.proposal.engine, batch),
+            _all_log_probs(trainer, trainer.proposal.engine, batch),
             log_p_all,
             batch["proposal_completion_ids"],
             batch["proposal_w"],
@@ -393,12 +416,16 @@ def proposal_loss(
     )
 
 
-def _all_log_probs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _all_log_probs(trainer: "RePULSeTrainer", model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
     ids, mask = batch["proposal_completion_ids"], batch["proposal_completion_mask"]
     units, m, width = ids.shape
     input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(m, 0), ids.flatten(0, 1)], dim=1)
     attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(m, 0), mask.flatten(0, 1)], dim=1)
-    positions = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions).logits
-    return logits[:, -width - 1 : -1].float().log_softmax(dim=-1).view(units, m, width, -1)
+
+    def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
+
+    return trainer._by_length(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)

@@ -15,6 +15,7 @@ from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
 
 from ..importance import effective_sample_size, log_z_estimate, max_weight_share
+from ._metrics import lowest, mean
 from ._trl_bridge import print_prompt_completions_sample
 
 
@@ -46,7 +47,7 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
 
     Args:
         trainer ([`ReinforceTrainer`]):
-            Trainer that drew the samples; what its reward functions logged of them is flushed.
+            Trainer that drew the samples; the columns that its reward functions logged of them are flushed.
         samples ([`Samples`]):
             This process's samples.
         logs (`dict`):
@@ -55,11 +56,12 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
             `"policy"` or `"proposal"`: the model the samples were drawn from.
     """
     mode = "train" if trainer.model.training else "eval"
-    prompts, completions = gather_object(samples.prompts), gather_object(samples.completions)
+    real = trainer._real_rows(len(samples.prompts))
+    prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
     logs["prompt"].extend(prompts)
     logs["completion"].extend(completions)
     for name, column in zip(trainer.reward_func_names, samples.rewards_per_func.T, strict=True):
-        logs["rewards"][name].extend(column.tolist())
+        logs["rewards"][name].extend(column[:real].tolist())
     logs["advantages"].extend([math.nan] * len(prompts))
 
     pending = trainer._pending_extra_logs  # a column of the same name that a reward function logged stays
@@ -72,15 +74,8 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
     # Sorted, so that all processes gather the same column at the same time
     for column in sorted(set(gather_object(list(pending)))):
         values = pending.get(column, [None] * len(samples.prompts))
-        logs["extra"][column].extend(gather_object(values))
+        logs["extra"][column].extend(gather_object(values)[:real])
     pending.clear()
-    prefix = "" if source == "policy" else f"{source}/"
-    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):
-        values = trainer._pending_metrics.get(name, [])
-        stats = torch.tensor([[sum(values), len(values)]], dtype=torch.float32, device=trainer.accelerator.device)
-        total, count = trainer.accelerator.gather(stats).sum(dim=0).tolist()
-        trainer._metrics[mode][prefix + name].append(total / count)
-    trainer._pending_metrics.clear()
 
     if trainer.args.save_negatives and mode == "train":
         rewards = trainer.accelerator.gather(samples.rewards).tolist()
@@ -104,11 +99,10 @@ def log_importance(trainer: "ReinforceTrainer", prefix: str, log_w: torch.Tensor
         scored (`torch.Tensor` of shape `(P, N)`):
             Which samples have a reward.
     """
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-    ess = trainer.accelerator.gather(effective_sample_size(log_w))
-    metrics[f"{prefix}/ess"].append(ess.mean().item())
-    metrics[f"{prefix}/ess_min"].append(ess.min().item())
-    trainer._log_mean(f"{prefix}/max_weight", max_weight_share(log_w))
+    known = scored.any(dim=1)  # (P,)
+    ess = trainer._everyones(effective_sample_size(log_w)[known])
+    trainer._record({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, ess)
+    trainer._log_mean(f"{prefix}/max_weight", max_weight_share(log_w)[known])
     log_z = log_z_estimate(log_w, scored)
     trainer._log_mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
 
@@ -190,11 +184,11 @@ def record_advantages(trainer: "ReinforceTrainer", rows: torch.Tensor, advantage
     advantages = trainer.accelerator.gather(advantages.flatten()).view_as(rows)
     column = trainer._logs["advantages"]
     local = trainer._local_batch_rows
-    start = len(column) - local * trainer.accelerator.num_processes
+    start = len(column) - trainer._real_rows(local)
     for process in range(trainer.accelerator.num_processes):
         for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
             place = start + process * local + row
-            if place >= 0:  # a batch of evaluation can be longer than what is kept
+            if 0 <= place < len(column):  # a batch of evaluation can be longer than what is kept, or filled up
                 column[place] = advantage
 
 

@@ -6,10 +6,82 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 from .._errors import RAISED_BY
+from .._model_checks import check_reward_model, check_separate
+from ..evaluation._loading import load_model, load_tokenizer
 from ..rewards._numbers import as_number, as_values
+from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
+
+
+def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArguments) -> tuple[list[Any], list[Any]]:
+    """
+    Loads the reward models that are given by path, with the arguments that TRL (1.16) loads them with, and checks all.
+
+    TRL itself goes on where a checkpoint has no weights for the head: it is then filled with random numbers, for which the
+    policy would be trained.
+
+    Args:
+        reward_funcs, tokenizers:
+            A trainer's arguments `reward_funcs` and `reward_processing_classes`.
+        args ([`~transformers.TrainingArguments`]):
+            The trainer's configuration.
+
+    Returns:
+        Both as lists, with models and their tokenizers in the place of paths.
+
+    Raises:
+        `ValueError`: If a reward model cannot be loaded, lacks weights, or is none of one label.
+    """
+    functions = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+    own = list(tokenizers) if isinstance(tokenizers, list) else [tokenizers]
+    if tokenizers is None:
+        own = [None] * len(functions)
+    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        options["device_map"] = None
+    for path in functions:
+        if isinstance(path, str):
+            check_classifier(path, "reward_funcs", options.get("revision"))
+    for i, function in enumerate(functions):
+        if isinstance(function, str):
+            functions[i] = load_model(
+                AutoModelForSequenceClassification, function, "reward model", num_labels=1, **options
+            )
+            if i < len(own) and own[i] is None:
+                named = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+                own[i] = load_tokenizer(function, "reward model", **named)
+        if isinstance(function, nn.Module):
+            check_reward_model(function, f"`reward_funcs[{i}]`")
+    return functions, own
+
+
+def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: bool) -> None:
+    """
+    Refuses reward models that would change as a model is trained.
+
+    Args:
+        reward_funcs:
+            A trainer's argument.
+        model:
+            The model that is trained; a path or `None` shares nothing.
+        label (`str`):
+            What the message calls it.
+        trained (`bool`):
+            Whether it is trained itself, and not an adapter that is yet to be made.
+
+    Raises:
+        `ValueError`: If one shares layers or trained weights with it.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    for i, reward in enumerate(reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]):
+        if isinstance(reward, nn.Module):
+            remedy = "load the reward model by itself."
+            check_separate(reward, f"`reward_funcs[{i}]`", model, label, (False, trained), remedy)
 
 
 def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:

@@ -20,18 +20,19 @@ import transformers.trainer
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import validate_quantization_for_training
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
 from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import (
+    FusedCausalLMOutput,
     add_fused_lm_head,
     create_model_from_path,
     disable_dropout_in_model,
     get_config_model_id,
     is_async_callable,
-    nanstd,
     pad,
     print_prompt_completions_sample,
     split_tensor_dict,
@@ -45,6 +46,7 @@ from ._peft_bridge import AdapterView, trainable_kept
 
 __all__ = [
     "PINNED",
+    "FusedCausalLMOutput",
     "add_fused_lm_head",
     "copy_unpatched",
     "create_model_from_path",
@@ -53,7 +55,6 @@ __all__ = [
     "get_config_model_id",
     "no_reference_built",
     "is_async_callable",
-    "nanstd",
     "pad",
     "prepare_scoring",
     "require_pinned",
@@ -63,6 +64,7 @@ __all__ = [
     "token_log_probs",
     "unwrap_model_for_generation",
     "use_reference",
+    "validate_quantization_for_training",
     "withheld_from_uploads",
     "without_generation_habits",
     "without_kl_in_loss",
@@ -71,7 +73,8 @@ __all__ = [
 
 # Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
-    # Called: draws completions for a list of prompts, one each, and logs their lengths.
+    # Called: draws completions for a list of prompts, one each. Overridden around `super()`: the lengths it logs are
+    # means over batches. Way out: logs that weigh batches by their samples.
     RLOOTrainer._generate: ("self", "prompts"),
     # Overridden around `super()`: samples from `self.model_wrapped`; more parameters may follow.
     RLOOTrainer._generate_single_turn: ("self", "prompt_ids"),
@@ -84,6 +87,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Overridden, as TRL's own experimental trainers do.
     RLOOTrainer._compute_loss: ("self", "model", "inputs"),
     # The same on GRPO, for PPO. `_generate_single_turn` has more parameters, which differ between versions.
+    GRPOTrainer._generate: ("self", "prompts"),
     GRPOTrainer._generate_single_turn: ("self", "prompt_ids"),
     GRPOTrainer._tokenize_prompts: ("self", "prompts"),
     # Overridden around `super()`: the gathered rewards are kept, since the batch holds only group advantages.
@@ -109,7 +113,6 @@ PINNED: dict[Any, tuple[str, ...]] = {
     disable_gradient_checkpointing: ("model", "gradient_checkpointing_kwargs"),
     get_config_model_id: ("config",),
     is_async_callable: ("func",),
-    nanstd: ("tensor",),
     pad: ("tensors", "padding_value", "padding_side", "pad_to_multiple_of"),
     print_prompt_completions_sample: (
         *("prompts", "completions", "rewards", "advantages", "step", "num_samples", "extra"),
@@ -117,8 +120,12 @@ PINNED: dict[Any, tuple[str, ...]] = {
     split_tensor_dict: ("tensor_dict", "num_chunks"),
     unwrap_model_for_generation: ("model", "accelerator"),
     use_adapter: ("model", "adapter_name"),
+    # Called: what the Trainer refuses to train of its own model, for the second one. transformers has it since 5.0.
+    validate_quantization_for_training: ("model",),
     # Patches the forward that every log-probability of either model comes from.
     add_fused_lm_head: ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
+    # Built with names where that head does not fit a model: `log_probs`, `entropy` and `aux_loss` are read.
+    FusedCausalLMOutput: ("loss", "log_probs", "entropy"),
     # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
     Trainer._prepare_for_training: ("self", "max_steps", "train_dataloader", "resume_from_checkpoint"),
     # Called with the second model and its folder: loads sharded weights and adapters alike. Overridden around
@@ -138,6 +145,13 @@ PINNED: dict[Any, tuple[str, ...]] = {
     Trainer.create_accelerator_and_postprocess: ("self",),
     # Overridden around `super()`: the loss becomes the mean over all processes.
     Trainer.prediction_step: ("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+    # Overridden around `super()`: metrics are pooled over the batches of one evaluation.
+    Trainer.evaluation_loop: (
+        *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
+    ),
+    # Overridden around `super()`: TRL takes the mean over batches of the values it finds.
+    RLOOTrainer.log: ("self", "logs", "start_time"),
+    GRPOTrainer.log: ("self", "logs", "start_time"),
     # Overridden around `super()`: the second model goes where the policy goes.
     Trainer._load_best_model: ("self",),
     # Overridden around `super()`: the order of an epoch follows from the trainer's state.
@@ -350,7 +364,8 @@ def prepare_scoring(model: PreTrainedModel) -> None:
         return output
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
-    model.base_model.register_forward_hook(after_backbone)
+    if model.base_model is not model:
+        model.base_model.register_forward_hook(after_backbone)
 
 
 def token_log_probs(
@@ -388,10 +403,11 @@ def token_log_probs(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turns all dropout of a model off, in place.
+    """Turns all dropout of a model off, in place, and the noise of routers.
 
-    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures (OPT) hold a
-    probability as a number of a layer instead, and drop in training mode: noise in every log-probability.
+    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures hold a probability
+    (OPT), or by how much the inputs of a router are shaken (Mixtral), as a number of a layer instead: noise in every
+    log-probability. What a layer reads off the configuration each time (Falcon) stays: `check_noise` finds it.
 
     Args:
         model (`torch.nn.Module`):
@@ -400,7 +416,7 @@ def disable_dropout(model: nn.Module) -> None:
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

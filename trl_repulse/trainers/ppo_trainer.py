@@ -20,17 +20,22 @@ from .._checks import (
     check_datasets,
     check_eval_batch,
     check_reward_funcs,
-    check_rewards,
     check_rows,
 )
+from .._model_checks import check_language_model, check_separate
 from ..configs import PPOConfig
-from ..ppo import approximate_kl, explained_variance, generalized_advantages, masked_moments, value_loss, whiten
+from ..evaluation._vocabulary import check_same_tokens
+from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
+from ._metrics import Moments, Pooled, drop_batch_means, highest, lowest, mean, share_explained
+from ._naming import check_loadable
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
+from ._rewards import check_separate_rewards, load_reward_models
+from ._set_up import VALUE_MODEL
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -46,6 +51,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from peft import PeftConfig, PeftModel
+
+
+# What GRPO logs of rewards, which says something of groups alone or is logged anew, and of the engine
+_OF_BATCHES = ("frac_reward_zero_std", "reward", "sampling/")
 
 
 class _HoldPolicy(TrainerCallback):
@@ -101,8 +110,10 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             If given, an adapter and the head of the value model are trained; else, also with a `peft_config`, all of it.
 
     Raises:
-        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if the value model has another
-            vocabulary, several labels, or reads to the right; with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
+        `ValueError`: If a data set is empty, lacks the `"prompt"` column or has images; if a prompt is neither text nor messages, or
+            the chat template is missing for messages or refuses them; if the policy is no causal language model; if the value
+            model has other tokens, shares weights with the policy that are trained, has several labels, or reads to the right;
+            with FSDP's first version, or `value_warmup_steps` with DeepSpeed; while training, if a prompt does not fit the model's
             context or a reward is infinite.
     """
 
@@ -159,6 +170,12 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         check_adapters(model, peft_config)
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, value_model=value_model)
+        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
+        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
+        check_separate_rewards(reward_funcs, value_model, "`value_model`", trained=value_peft_config is None)
+        if reward_funcs is not None:
+            reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
@@ -169,6 +186,9 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         # Before TRL wraps or patches the policy; a new adapter is drawn from the seed, as TRL draws the policy's
         set_seed(args.seed)
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
+        if not isinstance(model, str) and value_model is not None:
+            remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
+            check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
         with self._engine_fits(args, model, [peft_config]):
             super().__init__(
                 model,
@@ -186,10 +206,16 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
                 rollout_func,
                 environment_factory,
             )
+        self._check_policy([peft_config])
         self._take_engine()
+        if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
+            self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
         self._prepare_scoring()
+        self._guard_model(VALUE_MODEL, value)
         check_value_model(value, self.model)
+        if isinstance(value_model, str) and value_model != model:
+            check_same_tokens(value_model, "`value_model`", self._tokenizer, args.trust_remote_code)
         if value_is_adapter and self.args.activation_checkpointing:
             value.enable_input_require_grads()
         learning_rate = self.args.value_learning_rate
@@ -207,10 +233,12 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     # Sampling and credit
 
+    def _written(self, generated):
+        tool_mask = generated[2]
+        return super()._written(generated) if tool_mask is None else [sum(mask) for mask in tool_mask]
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        check_rewards(rewards_per_func, self.reward_func_names, are_models)
         self._rewards_per_func = rewards_per_func  # (B_all, F)
         return rewards_per_func
 
@@ -218,15 +246,13 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         if self.environment_factories is None:
             check_rows(inputs)
-        batch = super()._generate_and_score_completions(inputs)
-        self._metrics[mode].pop("frac_reward_zero_std", None)  # says something of groups alone
-        if differences := self._metrics[mode].get("sampling/sampling_logp_difference/mean"):
-            self._warn_of_engine(differences[-1])
-
-        # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
-        rewards = (self._rewards_per_func * self.reward_weights.to(self._rewards_per_func.device)).nansum(dim=1)
-        rewards[self._rewards_per_func.isnan().all(dim=1)] = torch.nan
-        self._log_bad_fraction(rewards)
+        with self._weighing(self._real_rows(len(inputs))) as metrics:
+            batch = super()._generate_and_score_completions(inputs)
+            drop_batch_means(metrics, *_OF_BATCHES)
+        batch["completion_mask"] = batch["completion_mask"] * self._are_real(len(inputs)).unsqueeze(1)
+        self._trim_logs(len(inputs) * self.accelerator.num_processes - self._real_rows(len(inputs)))
+        self._log_sampling(batch)
+        rewards = self._weigh_rewards(self._rewards_per_func)
         if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
             transformed = None
             if self.args.reward_transform is not None:
@@ -293,7 +319,17 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         module, size = self.value.module, self._micro_batch_size()
         rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
-            return torch.cat([token_values(module, module, self.accelerator, *chunk, width) for chunk in rows])
+            return torch.cat([self._values(module, *chunk, width) for chunk in rows])
+
+    def _values(
+        self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """V(s_t), (B, T), under the value model, wrapped or not."""
+
+        def values(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+            return (token_values(model, self.value.module, self.accelerator, ids, mask, width),)
+
+        return self._by_length(values, input_ids, attention_mask)[0]
 
     def _micro_batch_size(self) -> int:
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
@@ -307,16 +343,30 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             denominator = denominator / self.args.steps_per_generation
 
         self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
-        with without_kl_in_loss(self):
+        counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
+        with without_kl_in_loss(self), self._weighing(self._sum_over_processes(counted).item()):
             loss = super()._compute_loss(model, inputs)
+
+        self._loss_count = inputs["num_items_in_batch"].item()
+        if self.args.loss_type != "dapo":  # a mean over samples
+            rows = len(inputs["completion_mask"])
+            self._loss_count = self._real_rows(rows)
+            if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
+                loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
 
         log_p = self._scored_log_p
         old_log_p = inputs.get("old_per_token_logps", log_p)
-        self._log_mean("approx_kl", approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator).view(1))
+        kl = approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator)
+        self._log_share("approx_kl", kl, inputs)
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any):
-        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *args: Any, **kwargs: Any
+    ):
+        score = super()._get_per_token_logps_and_entropies
+        scores = self._by_length(
+            lambda ids, mask: score(model, ids, mask, logits_to_keep, *args, **kwargs), input_ids, attention_mask
+        )
         self._scored_log_p = scores[0].detach()
         return scores
 
@@ -326,7 +376,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         input_ids, attention_mask, width = _joined(inputs)
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
-            values = token_values(engine, self.value.module, self.accelerator, input_ids, attention_mask, width)
+            values = self._values(engine, input_ids, attention_mask, width)
             loss, clipped = value_loss(
                 values,
                 inputs["old_values"],
@@ -337,8 +387,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             )
             if learn:
                 self.value.backward(loss / self.current_gradient_accumulation_steps)
-        self._log_mean(f"{VALUE_FOLDER}/loss", loss.view(1))
-        self._log_mean(f"{VALUE_FOLDER}/clip_fraction", clipped.view(1))
+        self._log_share(f"{VALUE_FOLDER}/loss", loss, inputs)
+        self._log_share(f"{VALUE_FOLDER}/clip_fraction", clipped, inputs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -353,10 +403,9 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
     def _log_credit(self, rewards: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
         """Logs KL and returns from the log-ratios (B, T) to the reference, 0 where masked."""
-        mode = "train" if self.model.training else "eval"
         penalty = self.beta * log_ratio.sum(dim=1)
         if self.beta != 0.0:
-            self._metrics[mode]["kl"].append(masked_moments(log_ratio, mask, self._sum_over_processes)[0].item())
+            self._log_token_mean("kl", log_ratio.sum(), mask.sum())
         self._log_mean("return", rewards - penalty)
         if self.args.reward_transform is not None:
             transformed = transform_rewards(self.args, rewards)
@@ -364,16 +413,44 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             self._log_mean("return_transformed", transformed - penalty)
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        explained = explained_variance(values, returns, mask, self._sum_over_processes)
-        metrics[f"{VALUE_FOLDER}/explained_variance"].append(explained.item())
-        metrics[f"{VALUE_FOLDER}/mean"].append(masked_moments(values, mask, self._sum_over_processes)[0].item())
+        targets, errors = (self._everyones(x[mask != 0]) for x in (returns, returns - values))
+        explained = Pooled(share_explained, targets, errors)
+        self._metrics["train" if self.model.training else "eval"][f"{VALUE_FOLDER}/explained_variance"].append(
+            explained
+        )
+        self._record({f"{VALUE_FOLDER}/mean": mean}, self._everyones(values[mask != 0]))
+
+    def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+        """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
+        average = self.accelerator.gather(share.detach().view(1)).mean().item()
+        self._record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
+
+    def _log_sampling(self, batch: dict[str, torch.Tensor]) -> None:
+        """Logs what GRPO says of vLLM's log-probabilities and of its corrections of them."""
+        if "importance_sampling_ratio" not in batch:
+            return
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        self._log_gap((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask])
+        ratio = batch["importance_sampling_ratio"]  # (B, T), or (B, 1) of whole completions
+        counted = mask if ratio.shape == mask.shape else self._are_real(len(mask)).unsqueeze(1)
+        names = {"min": lowest, "mean": mean, "max": highest}
+        names = {f"sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
+        self._record(names, self._everyones(ratio[counted]))
+
+    def _trim_logs(self, rows: int) -> None:
+        """Takes the last rows, which only fill up a batch, out of the completions table."""
+        names = ("prompt", "completion", "advantages")
+        columns = [self._logs[name] for name in names]
+        for column in (*columns, *self._logs["rewards"].values(), *self._logs["extra"].values()):
+            for _ in range(min(rows, len(column))):
+                column.pop()
 
     def _show_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Replaces the group advantages that GRPO put into the completions table by the means over tokens."""
         if not self.log_completions:
             return
         means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
+        means = means[: self._real_rows(len(mask))]
         column = self._logs["advantages"]
         shown = min(len(means), len(column))
         for i in range(1, shown + 1):

@@ -23,19 +23,21 @@ from .._checks import (
     check_datasets,
     check_eval_batch,
     check_reward_funcs,
-    check_rewards,
     check_rows,
 )
+from .._model_checks import check_language_model
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, policy_gradient_loss
 from ._deepspeed import connect
 from ._hooks import TrainerHooks, transform_rewards
+from ._metrics import Moments, mean
+from ._naming import check_loadable
 from ._records import record_advantages, record_samples
+from ._rewards import check_separate_rewards, load_reward_models
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
-    nanstd,
     pad,
     require_pinned,
     token_log_probs,
@@ -111,7 +113,10 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
 
     Raises:
         `ValueError`: If `args` is another trainer's or there is no reward; if a data set is empty, lacks the `"prompt"`
-            column or has images; while training, if the policy has nothing to train, a prompt does not fit the model's
+            column or has images; if a prompt is neither text nor messages, or the chat template is missing for messages or
+            refuses them; if the policy is no causal language model, its tokenizer has no end token, or a reward model is no
+            classifier of one label or shares weights that are trained; while training, if the policy has nothing to train, a
+            prompt does not fit the model's
             context, or a reward function returns what is neither a finite number nor `None`.
         `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
@@ -132,6 +137,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             }"""),
     }
     _config_cls = ReinforceConfig
+    _second_models: dict[str, Any] = {}  # as they were passed, by the names of their arguments
 
     def __init__(
         self,
@@ -163,6 +169,10 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         if eval_dataset is not None:
             check_eval_batch(args)
         check_adapters(model, *self._adapter_configs(peft_config))
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._second_models)
+        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
+        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
+        reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
 
         with self._engine_fits(args, model, self._adapter_configs(peft_config)):
             super().__init__(
@@ -179,7 +189,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
                 peft_config,
             )
 
+        self._check_policy(self._adapter_configs(peft_config))
         self._take_engine()
+        self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
         # Every update is made with the generations of the current policy: no ratio, no second pass.
         generate_every = args.steps_per_generation * args.num_iterations
@@ -200,13 +212,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, completions = self._generate(prompts)
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        check_rewards(rewards_per_func, self.reward_func_names, are_models)
-
-        # NaN where no function gave a reward: such a sample takes part in nothing (it is not a reward of 0)
-        rewards = (rewards_per_func * self.reward_weights.to(device)).nansum(dim=1)
-        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
-        self._log_rewards(rewards, rewards_per_func)
+        rewards = self._weigh_rewards(rewards_per_func)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
             values = (self._tokenizer.pad_token_id, 0)
@@ -236,6 +242,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
             complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
             samples.completion_mask = samples.completion_mask * complete.unsqueeze(1)
+        samples.completion_mask = samples.completion_mask * self._are_real(len(inputs)).unsqueeze(1)
         return samples
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -338,15 +345,17 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         n = ids.size(1)
         input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(n, 0), ids.flatten(0, 1)], dim=1)
         attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(n, 0), mask.flatten(0, 1)], dim=1)
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return token_log_probs(model, self.accelerator, ids, mask, width, gradient and self.aux_loss_enabled)
+
         if gradient:
-            log_p, entropy, aux_loss = token_log_probs(
-                model, self.accelerator, input_ids, attention_mask, width, self.aux_loss_enabled
-            )
+            log_p, entropy, aux_loss = self._by_length(log_probs, input_ids, attention_mask)
         else:
             size = self._micro_batch_size("train" if self.model.training else "eval")
             rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                chunks = [token_log_probs(model, self.accelerator, *chunk, width)[0] for chunk in rows]
+                chunks = [self._by_length(log_probs, *chunk)[0] for chunk in rows]
             log_p, entropy, aux_loss = torch.cat(chunks), None, None
         sizes = [batch[f"{name}_ids"].size(1) for name in names]
         scores = [
@@ -415,9 +424,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             advantages = self._to_units(advantages, returns)
 
         if self.beta != 0.0:
-            totals = torch.stack([kl.nansum(), batch["completion_mask"].sum()])
-            totals = self.accelerator.reduce(totals, reduction="sum")
-            self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1)).item())
+            self._log_token_mean("kl", kl.nansum(), batch["completion_mask"].sum())
         self._log_mean("return", batch["rewards"] - self.beta * kl)
         if self.transforms_rewards:
             self._log_mean("reward_transformed", self._transform(batch["rewards"]))
@@ -447,23 +454,13 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         )
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
-        mode = "train" if self.model.training else "eval"
+        rows = inputs["completion_mask"].shape[:2].numel()
+        self._loss_count = self._real_rows(rows)
+        if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
+            loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
-            self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(aux_loss).mean().item())
+            self._record({"aux_loss": mean}, self._gathered(Moments.alike(aux_loss.item(), self._loss_count)))
         mask = inputs["completion_mask"]
-        totals = self.accelerator.reduce(torch.stack([(entropy * mask).sum(), mask.sum()]), reduction="sum")
-        self._metrics[mode]["entropy"].append((totals[0] / totals[1].clamp(min=1)).item())
+        self._log_token_mean("entropy", (entropy * mask).sum(), mask.sum())
         return loss
-
-    # Logging
-
-    def _log_rewards(self, rewards: torch.Tensor, rewards_per_func: torch.Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
-        metrics = self._metrics[mode]
-        for name, column in zip(self.reward_func_names, rewards_per_func.T, strict=True):
-            metrics[f"rewards/{name}/mean"].append(column.nanmean().item())
-            metrics[f"rewards/{name}/std"].append(nanstd(column).item())
-        metrics["reward"].append(rewards.nanmean().item())
-        metrics["reward_std"].append(nanstd(rewards).item())
-        self._log_bad_fraction(rewards)

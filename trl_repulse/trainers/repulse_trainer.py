@@ -38,6 +38,7 @@ from ._proposal import (
 )
 from ._records import log_importance, new_logs, record_samples, show_completions
 from ._resume import RESUME_STATE
+from ._rewards import check_separate_rewards
 from ._trl_bridge import no_reference_built, sampling_from, split_tensor_dict
 from .reinforce_trainer import ReinforceTrainer, RewardFunc
 from .second_adapter import SecondAdapter
@@ -95,7 +96,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             Configuration for this trainer. If `None`, a default configuration is used.
         proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Model the proposal starts from: a path, a model id, or a model. If `None`, a copy of the initial policy.
-            Must share the policy's vocabulary. If `None` and the policy is an adapter, the proposal is a second one
+            Must have the policy's tokens, which are compared if a path has a tokenizer, and weights of its own. If `None` and the policy is an adapter, the proposal is a second one
             over the same base; if given, it has weights of its own and with a `peft_config` an adapter over them. The
             folder of an adapter over the policy's base joins it there.
         proposal_peft_config (`peft.PeftConfig`, *optional*):
@@ -103,7 +104,8 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             is trained whole and the proposal is an adapter over its initial weights.
 
     Raises:
-        `ValueError`: If the proposal is the policy itself or has another vocabulary; if a `proposal_model` or a
+        `ValueError`: If the proposal is the policy itself, shares weights with it that are trained, has other tokens or is no
+            causal language model; if a `proposal_model` or a
             `proposal_peft_config` is given where the configuration builds none; if the policy's adapter is not named
             `default`; else as [`ReinforceTrainer`].
     """
@@ -135,8 +137,11 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         proposal_peft_config: "PeftConfig | None" = None,
     ):
         check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
+        self._second_models = {"proposal_model": proposal_model}
         lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
         proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
+        trained = proposal_peft_config is None and peft_config is None
+        check_separate_rewards(reward_funcs, proposal_model, "`proposal_model`", trained)
         self._proposal_adapters = [proposal_peft_config, adapter_config(proposal_model)]
         with no_reference_built(args) if lends_base else contextlib.nullcontext():
             super().__init__(
@@ -157,6 +162,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
+        self._guard_model("proposal", self.proposal.module)
         if lends_base:
             self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
         if self.use_vllm:

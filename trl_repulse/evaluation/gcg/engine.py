@@ -6,6 +6,8 @@ import warnings
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..._causal import check_causal
+from ..._model_checks import check_token_ids
 from .candidates import best_tokens, distinct, draw_candidates, merge_candidates
 from .config import GCGConfig
 from .errors import GCGError, check_context, finite
@@ -76,7 +78,7 @@ class GCG:
             As for [`run_gcg`].
 
     Raises:
-        `ValueError`: If the settings do not fit the tokenizer or a draft model.
+        `ValueError`: If the settings do not fit the tokenizer or a draft model, or a model is not causal.
     """
 
     def __init__(
@@ -87,6 +89,9 @@ class GCG:
         draft_model: PreTrainedModel | None = None,
     ):
         self.model, self.tokenizer, self.config, self.draft_model = model, tokenizer, config, draft_model
+        check_causal(model, "`model`")
+        if draft_model is not None:
+            check_causal(draft_model, "`draft_model`")
         rows = model.get_input_embeddings().weight.shape[0]
         if draft_model is not None and draft_model.get_input_embeddings().weight.shape[0] < len(tokenizer):
             raise ValueError(
@@ -137,6 +142,7 @@ class GCG:
         )
         models = [model for model in (self.model, self.draft_model, self._screen) if model is not None]
         for model in models:
+            check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], model.config)
             check_context(model.config, len(prompt.splice(prompt.suffix_ids)), len(prompt.target_ids))
         training = [model.training for model in models]
         try:

@@ -20,11 +20,9 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...rewards.functions import FunctionReward
-from ...rewards.models import ModelReward
-from ...rewards.transformed import TransformedReward
+from ..._model_checks import check_token_ids
 from .._generation import check_processes, event_loop, hash_model
-from ..sampling import describe_reward
+from .._identity import identify_reward, warn_of_name
 from .engine import GCG
 from .errors import GCGError, check_context
 from .evaluation_config import GCGEvaluationConfig
@@ -34,9 +32,6 @@ from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_res
 from .result import GCGResult
 from .sampling import sample_responses, target_log_probs
 from .table import TableRow, derive_seed, hash_table, load_table
-
-
-_DESCRIBED = FunctionReward | ModelReward | TransformedReward
 
 
 def evaluate_gcg(
@@ -97,14 +92,8 @@ def evaluate_gcg(
     index, count = shard
     if not 1 <= index <= count:
         raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")
-    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
+    table = read_table(rows_or_csv, tokenizer, config)
     mine = table[index - 1 :: count]
-    first = next((row for row in table if row.fault is None), None)
-    if first is not None:
-        # Refuses a missing chat template
-        build_prompt(
-            tokenizer, first.goal, first.target, config.prompt_format, chat_template_kwargs=config.chat_template_kwargs
-        )
     header = make_header(model, tokenizer, table, judge, config, draft_model)
     evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
     if state.is_main_process:
@@ -115,6 +104,10 @@ def evaluate_gcg(
         found, records = read_results(output)
         check_identity(found, header, output)
         finished = {record["row"] for record in records}
+        if not finished >= {row.number for row in mine} and not all(
+            each["identity"].get("judge_hash") or each["identity"].get("judge_code") for each in (found, header)
+        ):
+            warn_of_name(output, header["identity"]["judge"])
     path = output if state.num_processes == 1 else _part(output, str(state.process_index))
     with ResultsFile(path, header) as file, _evaluating(model):
         pending = [row for row in mine[state.process_index :: state.num_processes] if row.number not in finished]
@@ -125,6 +118,40 @@ def evaluate_gcg(
         _absorb_parts(output)
     state.wait_for_everyone()
     return output
+
+
+def read_table(
+    rows_or_csv: str | Path | Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    config: GCGEvaluationConfig,
+) -> list[TableRow]:
+    """
+    The targets, of which the first can be rendered.
+
+    Args:
+        rows_or_csv, tokenizer, config:
+            As for [`evaluate_gcg`].
+
+    Returns:
+        `list[TableRow]`
+
+    Raises:
+        `ValueError`: As [`~trl_repulse.evaluation.gcg.table.load_table`], and if the chat template is missing or refuses a goal.
+    """
+    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
+    first = next((row for row in table if row.fault is None), None)
+    if first is not None:
+        try:
+            build_prompt(
+                tokenizer,
+                first.goal,
+                first.target,
+                config.prompt_format,
+                chat_template_kwargs=config.chat_template_kwargs,
+            )
+        except ValueError as error:
+            raise ValueError(f"Row {first.number} of the table: {error}") from error
+    return table
 
 
 def make_header(
@@ -164,7 +191,7 @@ def make_header(
             "chat_template": _hash(template.encode()),
             "table": hash_table(table),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
-            "judge_hash": _hash_judge(judge),
+            **_hash_judge(judge),
         },
         "model": model.name_or_path,
         "rows": len(table),
@@ -197,6 +224,7 @@ class _Evaluation:
             config.suffix_init,
             config.chat_template_kwargs,
         )
+        check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], attack.model.config)
         more = max(len(prompt.target_ids), config.max_new_tokens)
         check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
@@ -298,30 +326,29 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] += time.perf_counter() - start
 
 
-def _hash_judge(judge: Judge) -> str | None:
-    """Hash of what scores depend on: of a reward weights or code, and arguments. `None` where only a name can be known."""
+def _hash_judge(judge: Judge) -> dict[str, str | None]:
+    """
+    Hashes of what scores depend on: of weights, files and arguments, and of the code of functions; `None` where there is none.
+
+    They are two because earlier versions wrote the first alone.
+    """
     reward = judge.reward if isinstance(judge, RewardJudge) else judge
-    reward = getattr(reward, "unchecked", reward)
+    rest, code = _split(identify_reward(getattr(reward, "unchecked", reward)))
     if isinstance(judge, RefusalJudge):
-        identity = judge.identity
-    elif isinstance(reward, _DESCRIBED):
-        identity = _identity(reward)
-    else:
-        return None
-    return _hash(json.dumps(identity, sort_keys=True).encode())
+        rest, code = judge.identity, None
+    if isinstance(judge, RefusalJudge | RewardJudge) and type(judge) not in (RefusalJudge, RewardJudge):
+        code = identify_reward(judge).get("code", code)
+    by_name = rest.keys() <= {"name"}
+    return {"judge_hash": None if by_name else _hash(json.dumps(rest, sort_keys=True).encode()), "judge_code": code}
 
 
-def _identity(reward: Any) -> dict[str, Any]:
-    """What rewards depend on, as far as that can be said, without how the same weights may also be called."""
-    if not isinstance(
-        reward, _DESCRIBED
-    ):  # a server's reward names its address, at which the next run may not find it
-        return {"name": getattr(reward, "__name__", type(reward).__name__)}
-    description = describe_reward(reward)
-    if isinstance(reward, TransformedReward):
-        return description | {"reward": _identity(reward.reward)}
-    left_out = ("name", "revision") if "weights" in description else ()
-    return {key: value for key, value in description.items() if key not in left_out}
+def _split(identity: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """A reward's description without how the same weights may also be called, and the hash of code that was in it."""
+    if "reward" in identity:
+        rest, code = _split(identity["reward"])
+        return identity | {"reward": rest}, code
+    left_out = ("name", "revision", "code") if "weights" in identity else ("code",)
+    return {key: value for key, value in identity.items() if key not in left_out}, identity.get("code")
 
 
 def _hash(content: bytes) -> str:

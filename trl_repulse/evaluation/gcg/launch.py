@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 from ...rewards.loading import load_reward
 from ...trainers._rewards import with_checks
 from .._loading import load_model, load_tokenizer
+from .._vocabulary import check_same_tokens
 from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
-from .evaluator import evaluate_gcg
+from .evaluator import evaluate_gcg, read_table
 from .judges import Judge, RefusalJudge, RewardJudge
 from .records import read_results
 from .report import format_report, summarize
@@ -36,9 +37,12 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     options = {"revision": run.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = load_tokenizer(run.model_name_or_path, "model", **options)
+    read_table(run.table, tokenizer, config)  # refuses what it can before a model is loaded
     model = load_model(AutoModelForCausalLM, run.model_name_or_path, "model", dtype=run.dtype, **options)
     draft = None
     if run.draft_model_name_or_path is not None:
+        label = f"The draft model `{run.draft_model_name_or_path}`"
+        check_same_tokens(run.draft_model_name_or_path, label, tokenizer, run.trust_remote_code)
         options = {"dtype": run.dtype, "trust_remote_code": run.trust_remote_code}
         draft = load_model(AutoModelForCausalLM, run.draft_model_name_or_path, "draft model", **options).to(
             state.device

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..._prompts import prompt_fault, rendering
+
 
 Messages = list[dict[str, Any]]
 # Stands where the suffix goes while the chat template is rendered; of Unicode's private use area
@@ -150,8 +152,8 @@ def build_prompt(
         [`AttackPrompt`]
 
     Raises:
-        `ValueError`: If the target is empty, there is no chat template, it drops or repeats the message, or messages are
-            given for the raw format.
+        `ValueError`: If the target is empty, there is no chat template, it refuses, drops or repeats the message, a message
+            has no role or text, or messages are given for the raw format.
     """
     target_ids = _encode(tokenizer, [target], False)[0] if target.strip() else []
     if not target_ids:
@@ -240,15 +242,23 @@ def _render(
         raise ValueError("The tokenizer has no chat template; save one with it, or set `prompt_format='raw'`.")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    fault = prompt_fault(messages)
+    if fault is not None:
+        raise ValueError(f"The conversation that is attacked {fault}.")
+    if not isinstance(messages[-1].get("content"), str):
+        raise ValueError(
+            "The last message of the conversation has no text for a suffix to follow; give it a `content`."
+        )
     mark = _MARK
-    while any(mark in message["content"] for message in messages):
+    while any(mark in (message.get("content") or "") for message in messages):
         mark += _MARK
     content = messages[-1]["content"]
 
     def parts(begin: str, end: str) -> tuple[str, str]:
         filled = [*messages[:-1], messages[-1] | {"content": begin + mark + end}]
         options = {"tokenize": False, "add_generation_prompt": True} | variables
-        found = tokenizer.apply_chat_template(filled, **options).split(mark)
+        with rendering(tokenizer, messages, "The conversation that is attacked"):
+            found = tokenizer.apply_chat_template(filled, **options).split(mark)
         if len(found) != 2:
             raise ValueError(
                 f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that "

@@ -174,9 +174,12 @@ def not_known(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
             The `"identity"` of headers.
 
     Returns:
-        `tuple[str, ...]`: The judge's hash, if a file was begun when judges were known by name alone.
+        `tuple[str, ...]`: The judge's hash, if a file was begun before there were such, and that of its code, if one of them has
+        none.
     """
-    return () if "judge_hash" in one and "judge_hash" in other else ("judge_hash",)
+    known = {"judge_hash": "judge_hash" in one and "judge_hash" in other}
+    known["judge_code"] = bool(one.get("judge_code") and other.get("judge_code"))
+    return tuple(name for name, both in known.items() if not both)
 
 
 def _flatten(identity: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def _parse(content: bytes, path: Path) -> tuple[dict[str, Any], list[dict[str, A
             raise ValueError(f"`{path}` has the schema {header['schema']!r}, not {SCHEMA!r}; use another file.")
         if not all(record["status"] in STATUSES and record["row"] >= 1 for record in records):
             raise KeyError
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"`{path}` is no file of attack results; use another file.") from error
     except ValueError as error:
         if "schema" in str(error):

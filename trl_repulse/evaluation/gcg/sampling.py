@@ -4,13 +4,11 @@ Responses of a model to one prompt, and the probability of a given one.
 Axis letters: L tokens of the prompt, T of the target, N samples, V vocabulary.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...generation._habits import end_tokens
+from ...generation._probe import repeats_cache
 
 
 @torch.no_grad()
@@ -97,24 +95,8 @@ def _read_prompt(model: PreTrainedModel, prompt: torch.Tensor, num_samples: int)
     Recurrent models keep states in place of keys and values, under other names or in a form that has no rows to repeat; of
     layers with both (Falcon-H1), transformers (5.23) repeats keys and values alone.
     """
-    try:
-        outputs = model(input_ids=prompt, use_cache=True)
-        cache = outputs.past_key_values
-        cache.batch_repeat_interleave(num_samples)
-        if cache.get_seq_length() != prompt.shape[1]:  # of states alone
-            raise ValueError("no keys and values")
-        if any(len(tensor) != num_samples for layer in cache.layers for tensor in _tensors(vars(layer))):
-            raise ValueError("states that are not repeated")
-    except (AttributeError, IndexError, NotImplementedError, TypeError, ValueError):
+    if not repeats_cache(model):
         return model(input_ids=prompt, use_cache=False).logits[:, -1], None
-    return outputs.logits[:, -1], cache
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors with rows in lists and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        if value.dim() > 1:
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(entry)
+    outputs = model(input_ids=prompt, use_cache=True)
+    outputs.past_key_values.batch_repeat_interleave(num_samples)
+    return outputs.logits[:, -1], outputs.past_key_values

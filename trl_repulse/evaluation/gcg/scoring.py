@@ -86,7 +86,7 @@ class SuffixScorer:
         """
         pair = torch.stack([ids, ids])
         pair[1, -1] = (ids[-1] + 1) % self._embedding.weight.shape[0]
-        plain = self.losses(pair)
+        plain = torch.cat([self.losses(row[None]) for row in pair])  # a cache can mix rows
         tolerance = _TOLERANCE.get(self.model.dtype, 1e-3)
         try:
             self._reuse, self._prefix = reuse_suffix_kv, self._compute_prefix()

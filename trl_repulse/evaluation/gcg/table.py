@@ -1,12 +1,13 @@
 """Tables of targets, as AdvBench has them: one row a target, with the columns `goal` and `target`."""
 
-import csv
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from ..._tables import read_csv
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,17 @@ def load_table(
         `list[TableRow]`
 
     Raises:
-        `ValueError`: If the file is missing, there is no row or no such column, or rows are refused.
+        `ValueError`: If the file is missing or cannot be read without doubt (a quote that is not balanced, two columns of one
+            name, a row with another number of fields than the header), there is no row or no such column, or rows are refused.
     """
     where = f"`{rows_or_csv}`" if isinstance(rows_or_csv, (str, Path)) else "The table"
-    rows = _read_csv(Path(rows_or_csv)) if isinstance(rows_or_csv, (str, Path)) else [dict(row) for row in rows_or_csv]
+    if isinstance(rows_or_csv, (str, Path)):
+        path = Path(rows_or_csv)
+        if not path.is_file():
+            raise ValueError(f"There is no file `{path}`; give a CSV file with a header, or rows.")
+        rows: list[dict[str, Any]] = [*read_csv(path)]
+    else:
+        rows = [dict(row) for row in rows_or_csv]
     columns = ["goal", "target"] if scenario == "behaviors" else ["target"]
     if not rows:
         raise ValueError(f"{where} has no rows; give it at least one, with {' and '.join(map(repr, columns))}.")
@@ -116,16 +124,3 @@ def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
     """
     digest = hashlib.sha256(json.dumps([seed, row.goal, row.target, purpose]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _read_csv(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"There is no file `{path}`; give a CSV file with a header, or rows.")
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for number, row in enumerate(rows, 1):
-        if None in row:
-            raise ValueError(
-                f"Row {number} of `{path}` has more fields than the header; put text that holds a comma in quotes."
-            )
-    return rows

@@ -21,6 +21,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..._causal import check_causal
 from ..._checks import as_dataset, check_prompt_lengths, check_prompts
 from .._generation import (
     Prompt,
@@ -112,7 +113,8 @@ def draw(
         [`Draws`]
 
     Raises:
-        `ValueError`: If arguments do not fit together, a prompt is empty or too long, or a reward is not a finite number.
+        `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a reward is not
+            a finite number.
     """
     temperatures = [1.0] * len(models) if temperatures is None else [float(value) for value in temperatures]
     if not models or not len(models) == len(counts) == len(temperatures):
@@ -132,6 +134,8 @@ def draw(
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
+    for k, model in enumerate(models):
+        check_causal(model, f"The proposal `models[{k}]`" if k else "The policy")
     end = end_tokens(models[0], tokenizer)
     engines = [
         transformers_engine(model, tokenizer, max_completion_length, batch_size, temperature=temperature, end=end)
@@ -251,7 +255,8 @@ def find_temperature(
         `float`: above 1, and 10 at most.
 
     Raises:
-        `ValueError`: If `divergence` is not a finite number above 0, a size is less than 1, or a prompt is empty or too long.
+        `ValueError`: If `divergence` is not a finite number above 0, a size is less than 1, a prompt is empty or too long, or the
+            model is not causal.
     """
     if not 0 < divergence < float("inf"):
         raise ValueError(f"`divergence={divergence}` must be above 0, and finite.")
@@ -259,6 +264,7 @@ def find_temperature(
                 batch_size=batch_size)  # fmt: skip
     check_prompts(prompts)
     chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
+    check_causal(model, "`model`")
     end, seeds = end_tokens(model, tokenizer), _seeds(seed)
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
     inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
@@ -289,7 +295,7 @@ def _tokens(
 ) -> list[list[int]]:
     check_prompts(prompts)
     check_template_kwargs(prompts, chat_template_kwargs)
-    prompt_ids = [prompt_tokens(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
+    prompt_ids = prompt_tokens(tokenizer, prompts, chat_template_kwargs)
     if not prompt_ids or not all(prompt_ids):
         raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
     for model in models:

@@ -1,0 +1,35 @@
+"""Tiny models of other architectures: what is sampled and scored is their own, or they are refused."""
+
+import pytest
+
+from benchmarks.architectures import NAMES, examine, sweep
+
+from .conftest import build_tokenizer
+
+
+pytestmark = pytest.mark.trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse", "expected"),
+    [
+        ("minimax", True, ("guarded", "sampled by length")),
+        ("nemotron_h", False, ("guarded", "no cache")),
+        ("bart", False, ("guarded", "scored by length, sampled by length")),
+        ("falcon_h1", False, ("agrees", "")),
+        ("roberta", False, ("refused", "RobertaForCausalLM predicts something else for a text in a batch")),
+    ],
+)
+def test_nothing_disagrees(name, reverse, expected):
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = "<unk>"
+    line = examine(name, tokenizer, reverse)
+    assert line["result"] == expected[0] and line["how"].startswith(expected[1])
+    assert line["noise"] in ("", "none", "off")
+
+
+@pytest.mark.slow
+def test_no_architecture_disagrees():
+    results = [line["result"] for line in sweep(NAMES)]
+    assert "**disagrees**" not in results
+    assert sum(result in ("agrees", "guarded") for result in results) > 140

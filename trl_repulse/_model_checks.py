@@ -1,0 +1,226 @@
+"""Models that cannot be what they are passed as: refused with one message, before they are loaded where that is possible."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import is_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+
+_HEADLESS = set(MODEL_MAPPING_NAMES.values())  # classes of models without a head
+
+
+def check_language_model(model: Any, label: str, revision: str | None = None, headless: bool = False) -> None:
+    """
+    Refuses what predicts no next token, or predicts it from a text that an encoder reads first.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            A path or Hub id, of which the configuration alone is read, or a model.
+        label (`str`):
+            What the message calls it.
+        revision (`str`, *optional*):
+            Branch, tag or commit of a Hub id.
+        headless (`bool`, *optional*, defaults to `False`):
+            Whether weights of a path may be without a head: of models whose head is the embedding they are enough.
+
+    Raises:
+        `ValueError`: If it is an encoder-decoder, has another head or none, or has no weights (device `"meta"`). A
+            configuration that cannot be read is left to the loading.
+    """
+    if isinstance(model, str):
+        try:
+            # As it is written: no code that comes with the model runs
+            config = PretrainedConfig.get_config_dict(model, revision=revision)[0]
+        except (OSError, ValueError):
+            return
+        architecture = (config.get("architectures") or [""])[0]
+        cls, is_encoder_decoder = getattr(transformers, architecture, None), config.get("is_encoder_decoder")
+        if headless and architecture.endswith("Model"):
+            cls = None
+    else:
+        base = _base(model)
+        cls, is_encoder_decoder = type(base), base.config.is_encoder_decoder
+        _check_weights(model, label)
+    if is_encoder_decoder:
+        raise ValueError(
+            f"{label} is an encoder-decoder, whose encoder reads the prompt; only models of one part are served: pass a causal "
+            "language model."
+        )
+    if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not cls.can_generate():
+        raise ValueError(
+            f"{label} is a {cls.__name__}, which predicts no next token; pass a causal language model, as "
+            "`AutoModelForCausalLM` loads it."
+        )
+
+
+def check_reward_model(model: nn.Module, label: str) -> None:
+    """
+    Refuses a reward model whose first logit is no reward.
+
+    Args:
+        model (`torch.nn.Module`):
+            Reward model as it was passed.
+        label (`str`):
+            What the message calls it.
+
+    Raises:
+        `ValueError`: If it is a language model, a model without a head, or a classifier of several labels, or has no weights.
+    """
+    base = _base(model)
+    _check_weights(model, label)
+    name = type(base).__name__
+    if type(base).__module__.startswith("transformers.") and (base.can_generate() or name in _HEADLESS):
+        raise ValueError(
+            f"{label} is a {name} and no classifier, so that it gives no reward; pass a sequence-classification model of one "
+            "label, or one of the classes in `trl_repulse.rewards`."
+        )
+    if name.endswith("ForSequenceClassification") and base.config.num_labels != 1:
+        raise ValueError(
+            f"{label} has {base.config.num_labels} labels, of which TRL reads the first; pass a classifier of one label, or "
+            "`ToxicityReward(path, label=...)` of `trl_repulse.rewards` with the one that is meant."
+        )
+
+
+def check_separate(
+    model: nn.Module, label: str, other: nn.Module, other_label: str, trained: tuple[bool, bool], remedy: str
+) -> None:
+    """
+    Refuses two models of which one would change as the other is trained: that share layers, or trained weights.
+
+    Weights that both leave as they are may be shared. Nothing is compared but where weights lie.
+
+    Args:
+        model, other (`torch.nn.Module`):
+            The models.
+        label, other_label (`str`):
+            What the message calls them.
+        trained (`tuple[bool, bool]`):
+            Whether `model` and `other` train those of their weights that require a gradient, and not an adapter yet to be made.
+        remedy (`str`):
+            End of the message.
+
+    Raises:
+        `ValueError`: If they share what they must not.
+    """
+    layers = {id(layer) for layer in other.modules() if list(layer.parameters(recurse=False))}
+    shared = next((name for name, layer in model.named_modules() if id(layer) in layers), None)
+    if shared is None:
+        places = {_place(p): p for p in other.parameters()}
+        for name, p in model.named_parameters():
+            twin = None if _place(p) is None else places.get(_place(p))
+            if twin is not None and (p.requires_grad and trained[0] or twin.requires_grad and trained[1]):
+                shared = name
+                break
+    if shared is not None:
+        raise ValueError(
+            f"{label} and {other_label} share weights (`{shared or type(model).__name__}`), so that training one changes the "
+            f"other; {remedy}"
+        )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
+    """
+    Refuses a tokenizer that a trainer cannot sample with.
+
+    More tokens than the model has embeddings are no fault by themselves: some models have a few that they never read.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The policy's.
+        config ([`~transformers.PretrainedConfig`]):
+            The policy's.
+
+    Raises:
+        `ValueError`: If it has no end token, or pads with a token that the model does not have.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer (`processing_class`) has no end token, so that no completion could end; set its `eos_token`, for "
+            "completions of a fixed length to a token that the policy never draws."
+        )
+    size = config.get_text_config().vocab_size
+    if tokenizer.pad_token_id >= size:
+        raise ValueError(
+            f"The tokenizer (`processing_class`) pads with {tokenizer.pad_token!r}, its token {tokenizer.pad_token_id}, but "
+            f"`model` has embeddings for {size} tokens; set `tokenizer.pad_token = tokenizer.eos_token`, or call "
+            "`model.resize_token_embeddings(len(tokenizer))`."
+        )
+
+
+def check_token_ids(
+    prompt_ids: Iterable[Sequence[int]], config: PretrainedConfig, prompts: Sequence[Any] | None = None
+) -> None:
+    """
+    Refuses prompts with tokens that a model does not have, as of a tokenizer to which some were added.
+
+    Args:
+        prompt_ids (`Iterable[Sequence[int]]`):
+            Tokens of each prompt.
+        config ([`~transformers.PretrainedConfig`]):
+            The model's configuration.
+        prompts (`Sequence`, *optional*):
+            The prompts, for the message.
+
+    Raises:
+        `ValueError`: If there is one.
+    """
+    size = config.get_text_config().vocab_size
+    for place, ids in enumerate(prompt_ids):
+        if max(ids, default=0) >= size:
+            text = "" if prompts is None else f", {str(prompts[place])[:60]!r},"
+            raise ValueError(
+                f"Prompt {place}{text} has the token {max(ids)}, but the model has embeddings for {size} tokens; use the model's "
+                "own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))`."
+            )
+
+
+def check_trained_tokens(configs: list[Any], config: PretrainedConfig) -> None:
+    """
+    Refuses adapters that train tokens of an embedding which is the head as well.
+
+    Args:
+        configs (`list[peft.PeftConfig | None]`):
+            Configurations of adapters.
+        config ([`~transformers.PretrainedConfig`]):
+            Their base's.
+
+    Raises:
+        `ValueError`: If one has `trainable_token_indices` and the embedding is tied to the head.
+    """
+    if getattr(config.get_text_config(), "tie_word_embeddings", False) or getattr(
+        config, "tie_word_embeddings", False
+    ):
+        if any(getattr(each, "trainable_token_indices", None) for each in configs):
+            raise ValueError(
+                "`trainable_token_indices` of the adapter's configuration trains an embedding that is the head as well "
+                "(`tie_word_embeddings`), and completions are scored without what it trains; leave it out, or untie the two."
+            )
+
+
+def _base(model: Any) -> Any:
+    """A model without adapters around it."""
+    model = getattr(model, "_orig_mod", model)  # compiled
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def _check_weights(model: nn.Module, label: str) -> None:
+    """Refuses a model on `"meta"`; weights that accelerate keeps elsewhere have a map, and FSDP's come from the first process."""
+    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not _follows():
+        raise ValueError(f"{label} has no weights (it is on the device 'meta'); load it with `from_pretrained`.")
+
+
+def _follows() -> bool:
+    """Whether this process is not the first of several."""
+    return torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
+
+
+def _place(p: nn.Parameter) -> int | None:
+    """Where a weight lies; `None` of one that is empty, as ZeRO-3 leaves it."""
+    local = p.to_local() if isinstance(p, DTensor) else p
+    return local.untyped_storage().data_ptr() or None

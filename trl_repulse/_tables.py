@@ -1,0 +1,192 @@
+"""Rows of the files that users write: CSV, and JSON as a list or as one object a line. What would be misread is refused."""
+
+import csv
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+_LINE_BREAK = re.compile(r"\r\n|[\r\n]")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """
+    Reads a CSV file with a header. Every field is text: nothing is taken for a number or for a missing value.
+
+    A field in quotes may span lines. Two stray quotes can therefore make one field of several rows; this cannot be told from
+    text that was meant so, and is warned of where the lines of a field look like rows.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `list[dict[str, str]]`: its rows, by the names in the header.
+
+    Raises:
+        `ValueError`: If the file is not UTF-8 text, a quote is not balanced, two columns share a name, or a row has another
+            number of fields than the header.
+    """
+    # Strict: pandas' default engine and pyarrow take text behind a closing quote for the field's, and rows with it
+    reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
+    header: list[str] = []
+    rows, doubtful = [], []
+    while True:
+        first = reader.line_num + 1
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            remedy = 'close it, and write a quote inside quotes as ""'
+            if "field limit" in str(error):
+                remedy += "; a field that is so long on purpose needs a file of JSON lines"
+            raise ValueError(
+                f"Line {reader.line_num} of `{path}`, in the row that begins at line {first}, has a quote that is not balanced "
+                f"({error}): {remedy}."
+            ) from error
+        if fields is None:
+            break
+        if not fields:  # an empty line
+            continue
+        if not header:
+            header = fields
+            check_names(header, path)
+        elif len(fields) != len(header):
+            than = "more" if len(fields) > len(header) else "fewer"
+            raise ValueError(
+                f"Row {len(rows) + 1} of `{path}`, at line {first}, has {than} fields than the header ({len(fields)}, not "
+                f"{len(header)}); put text that holds a comma in quotes, and leave no field out."
+            )
+        else:
+            rows.append(dict(zip(header, fields, strict=True)))
+            if any(_looks_like_rows(text, place, len(header)) for place, text in enumerate(fields)):
+                doubtful.append(f"{first} to {reader.line_num}")
+    if doubtful:
+        more = ", ..." if len(doubtful) > 3 else ""
+        warnings.warn(
+            f"`{path}` has fields that span lines which look like rows of their own (lines {', '.join(doubtful[:3])}{more}). If "
+            "they are rows, two quotes there are stray: remove them."
+        )
+    return rows
+
+
+def read_json(path: Path) -> list[dict[str, Any]]:
+    """
+    Reads a JSON file: a list of objects, or one object a line.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `list[dict]`: its rows.
+
+    Raises:
+        `ValueError`: If the file is not UTF-8 text or not JSON, is nested too deeply, names a key twice, or a row is no object.
+    """
+    text = _read_text(path)
+    rows = enumerate(_parse(text, f"`{path}`"), 1) if text.lstrip().startswith("[") else _json_lines(text, path)
+    found = []
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f'Row {number} of `{path}` is not an object; write each row as {{"prompt": ...}}.')
+        found.append(row)
+    return found
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """
+    Reads a file with one JSON value a line.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `Iterator[tuple[int, Any]]`: number of a line, and its value; empty lines are left out.
+
+    Raises:
+        `ValueError`: As [`read_json`], but for the kind of the values.
+    """
+    return _json_lines(_read_text(path), path)
+
+
+def check_names(columns: list[str], path: Path) -> None:
+    """
+    Refuses columns that share a name, of which a row would keep the last.
+
+    Args:
+        columns (`list[str]`):
+            Names of a file's columns.
+        path (`Path`):
+            The file, for the message.
+
+    Raises:
+        `ValueError`: If a name is there more than once.
+    """
+    for name in columns:
+        if columns.count(name) > 1:
+            raise ValueError(
+                f"`{path}` has {columns.count(name)} columns named '{name}'; rename or remove all but one."
+            )
+
+
+def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_LINE_BREAK.split(text), 1):  # JSON strings may hold other line separators
+        if line.strip():
+            yield number, _parse(line, f"Line {number} of `{path}`")
+
+
+def _read_text(path: Path) -> str:
+    """The file's text, line breaks as they are, without a mark of byte order."""
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"Line {line} of `{path}` is not UTF-8 text ({error}); save the file as UTF-8.") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise ValueError(f"Line {line} of `{path}` has a NUL byte, so it is not UTF-8 text; save the file as UTF-8.")
+    return text
+
+
+def _looks_like_rows(text: str, place: int, columns: int) -> bool:
+    """
+    Whether the lines of a field have as many parts as rows have fields, none of them empty or with a space in front.
+
+    Of one column, every line would: there it says nothing.
+    """
+    if columns == 1 or not _LINE_BREAK.search(text):
+        return False
+    lines = [line.split(",") for line in _LINE_BREAK.split(text)]
+    counts = [columns - place, *[columns] * (len(lines) - 2), place + 1]
+    parts = [part for line in lines for part in line]
+    return [len(line) for line in lines] == counts and all(part and not part[0].isspace() for part in parts)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except ValueError as error:  # that of a number of thousands of digits is no JSONDecodeError
+        raise ValueError(f"{where} is not valid JSON ({error}); write one object a line.") from error
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read; flatten it, or write the value as text.") from None
+    except _RepeatedKey as error:
+        raise ValueError(f"{where} has an object with {error}; keep one.") from None
+
+
+class _RepeatedKey(Exception):
+    """A key that an object has twice, of which JSON's own reader would keep the last."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _RepeatedKey(f"the key '{key}' twice ({found[key]!r:.40} and {value!r:.40})")
+        found[key] = value
+    return found

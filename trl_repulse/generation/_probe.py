@@ -1,0 +1,370 @@
+"""
+Whether a model's padded and cached passes are its unpadded, full ones.
+
+transformers runs unequal prompts behind masked padding, and generates with a cache. Not every architecture gets the same
+predictions that way: a state may read the padding, a cache may mix the rows of a batch. Whatever samples or scores asks
+[`probe`] once, at set-up.
+
+Axis letters: B rows, L tokens of a row, S sampled tokens, V vocabulary (or features of a hidden state).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import is_peft_model
+from accelerate.utils.memory import should_reduce_batch_size
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.utils import logging
+
+from ._habits import without_generation_habits
+from ._padding import padded_outputs, vocab_size
+
+
+logger = logging.get_logger(__name__)
+
+_PROMPTS = (3, 8, 6)  # tokens of each row's prompt, where they are unequal
+_EQUAL = (8, 8, 8)
+_WIDTH = 12  # tokens that they are padded to: each has padding
+_SAMPLED = 6  # S
+# Passes over the same tokens in other shapes are rounded otherwise. Where they are right they differ by up to 3 times what one
+# rounding of the embeddings does, where they are wrong by 13 times and more: all causal architectures of transformers (5.23),
+# tiny, in float32 and bfloat16. For models of 2 to 48 layers it is 1.2 times at most
+_ROUNDINGS = 8.0
+
+
+@dataclass(frozen=True)
+class Guard:
+    """
+    How a model can be sampled and scored so that the results are its own; [`probe`] finds out.
+
+    Args:
+        score_by_length (`bool`, *optional*, defaults to `False`):
+            Whether rows that are scored together must have prompts of one length, without padding before them.
+        sample_by_length (`bool`, *optional*, defaults to `False`):
+            The same of rows that are sampled together.
+        use_cache (`bool`, *optional*, defaults to `True`):
+            Whether `generate` may use its cache.
+    """
+
+    score_by_length: bool = False
+    sample_by_length: bool = False
+    use_cache: bool = True
+
+    def __or__(self, other: "Guard") -> "Guard":
+        """What serves both models."""
+        return Guard(
+            self.score_by_length or other.score_by_length,
+            self.sample_by_length or other.sample_by_length,
+            self.use_cache and other.use_cache,
+        )
+
+
+def probe(
+    model: nn.Module,
+    training: bool = False,
+    samples: bool = True,
+    generation_config: GenerationConfig | None = None,
+) -> Guard:
+    """
+    Compares passes as sampling and scoring make them with unpadded full passes of single rows; warns where they differ.
+
+    Three rows of a few tokens are run one by one; together; behind left padding; and through `generate`, made to draw the
+    same tokens, with prompts of one length and behind left padding. Log-probabilities agree if they differ by no more than
+    rounding does: by a multiple of what one rounding of the embeddings changes, in the model's own precision. A difference is
+    the root mean square over the vocabulary; its median over positions counts, since rounding can send single tokens to
+    another expert. What only shows after more tokens is not seen.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Causal language model, with the adapter active that it will run with. Mode, random states and gradients are left
+            as they are.
+        training (`bool`, *optional*, defaults to `False`):
+            Whether it will run in training mode, which must be free of dropout.
+        samples (`bool`, *optional*, defaults to `True`):
+            Whether `generate` will be used.
+        generation_config ([`~transformers.GenerationConfig`], *optional*):
+            What will be passed to `generate`; says whether and which cache is used.
+
+    Returns:
+        [`Guard`]: What keeps sampling and scoring right.
+
+    Raises:
+        `ValueError`: If passes of several rows are not those of each row, or generation without a cache and without padding
+            is not what full passes give.
+    """
+    model = getattr(model, "_orig_mod", model)  # compiled
+    config = generation_config or GenerationConfig()
+    cached = config.use_cache is not False
+
+    def log_probs(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        outputs = (
+            model(input_ids=ids, use_cache=False)
+            if mask is None
+            else padded_outputs(model, ids, mask, use_cache=False)
+        )
+        return outputs.logits.float().log_softmax(dim=-1)
+
+    with undisturbed(model, training):
+        passes = _Passes(model, log_probs)
+        guard = _scoring_guard(passes, model)
+        if samples:
+            guard |= _sampling_guard(passes, model, config)
+    remedies = ["without its cache"] * (cached and not guard.use_cache)
+    remedies += ["in batches of prompts of one length"] * guard.sample_by_length
+    if remedies:
+        logger.warning_once(
+            f"{describe(model)} generates from another distribution than its own "
+            f"{'with its cache' if cached and not guard.use_cache else 'behind padding'}: it is sampled "
+            f"{' and '.join(remedies)}, which takes longer."
+        )
+    return guard
+
+
+def probe_values(model: nn.Module) -> Guard:
+    """
+    As [`probe`], for a model that scores and does not generate: its hidden states are compared, in training mode.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Causal model with a head for values.
+
+    Returns:
+        [`Guard`]: What keeps values right.
+
+    Raises:
+        `ValueError`: If passes of several rows are not those of each row.
+    """
+    backbone = (model.get_base_model() if is_peft_model(model) else model).base_model
+
+    def states(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        outputs = backbone(input_ids=ids) if mask is None else padded_outputs(backbone, ids, mask)
+        return outputs.last_hidden_state.float()
+
+    with undisturbed(model, training=True):
+        return _scoring_guard(_Passes(model, states), model)
+
+
+def repeats_cache(model: nn.Module) -> bool:
+    """
+    Whether the cache of one prompt can be repeated for several completions of it, as [`probe`] finds it, in evaluation mode.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model.
+
+    Returns:
+        `bool`: If `False`, completions need full passes.
+
+    Raises:
+        `ValueError`: If passes of several rows are not those of each row.
+    """
+
+    def log_probs(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
+
+    with undisturbed(model, training=False):
+        passes = _Passes(model, log_probs)
+        _check_rows(passes, model)
+        return passes.agree(passes.repeated)
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Training or evaluation mode, without gradients; every submodule gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
+    """Context for passes in training or evaluation mode that leave no trace in random states, modes and gradients."""
+    device = next(model.parameters()).device
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type), in_mode(model, training):
+        yield
+
+
+def describe(model: nn.Module) -> str:
+    """Class of a model, and where it was loaded from."""
+    base = model.get_base_model() if is_peft_model(model) else model
+    path = base.config._name_or_path
+    return f"{type(base).__name__} ({path})" if path else type(base).__name__
+
+
+def _check_rows(passes: "_Passes", model: nn.Module) -> None:
+    if not passes.agree(passes.together):
+        raise ValueError(
+            f"{describe(model)} predicts something else for a text in a batch than for the text alone (rows that see each other, "
+            "or positions counted otherwise), so that batches cannot be sampled or scored; use another model."
+        )
+
+
+def _scoring_guard(passes: "_Passes", model: nn.Module) -> Guard:
+    _check_rows(passes, model)
+    guard = Guard(score_by_length=not passes.agree(passes.padded))
+    if guard.score_by_length:
+        logger.warning_once(
+            f"{describe(model)} reads the padding before a prompt: texts are scored in batches of prompts of one length, which "
+            "takes longer."
+        )
+    return guard
+
+
+def _sampling_guard(passes: "_Passes", model: nn.Module, config: GenerationConfig) -> Guard:
+    for use_cache in (False,) if config.use_cache is False else (True, False):
+        if passes.agree(lambda cache=use_cache: passes.generated(_EQUAL, config, cache)):
+            mixed = passes.agree(lambda cache=use_cache: passes.generated(_PROMPTS, config, cache))
+            return Guard(sample_by_length=not mixed, use_cache=use_cache)
+    raise ValueError(
+        f"{describe(model)} generates from another distribution than its full passes give, even without a cache and without "
+        "padding; use another model."
+    )
+
+
+class _Forced(LogitsProcessor):
+    """Keeps what `generate` draws from, and makes it draw given tokens."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self._tokens = tokens  # (B, S)
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = self._tokens[:, len(self.logits), None]
+        self.logits.append(scores.float())
+        return torch.full_like(scores, -math.inf).scatter(1, token, 0.0)
+
+
+class _Passes:
+    """
+    Passes over a few rows of tokens: predictions (B, S, V) of the same S tokens after each prompt, and where they should be.
+
+    Each method gives both. A row's prompt is its beginning, of one length or of another, and the S tokens go on with it.
+    """
+
+    def __init__(self, model: nn.Module, read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]):
+        self._model, self._read = model, read
+        size, device = vocab_size(model), next(model.parameters()).device
+        count, length = len(_EQUAL), max(_EQUAL) + _SAMPLED
+        # All different where the vocabulary allows; the first and the last tokens are often no words
+        ids = torch.arange(count * length, device=device) * max(1, size // 97) + size // 3
+        self._ids = (ids % size).view(count, length)  # (B, L)
+        self._alone = self._one_by_one(self._ids)  # (B, L, V)
+        self._tolerance = _ROUNDINGS * _distance(self._rounded(), self._alone)
+
+    def agree(self, passes: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether predictions are what they should be; a pass that fails gives none."""
+        try:
+            return _distance(*passes()) <= self._tolerance
+        except Exception as error:  # whatever a model makes of a mask or a cache
+            if should_reduce_batch_size(error):
+                raise
+            return False
+
+    def together(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows in one pass."""
+        return self._read(self._ids, torch.ones_like(self._ids)), self._alone
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows in one pass, with padding before their prompts and after one completion."""
+        ids, mask, tokens = self._behind_padding(_PROMPTS)
+        ids, mask = torch.cat([ids, tokens], dim=1), torch.cat([mask, torch.ones_like(tokens)], dim=1)
+        mask[0, -1] = 0
+        return self._read(ids, mask)[:, _WIDTH - 1 : -1], self._expected(_PROMPTS)
+
+    def generated(
+        self, lengths: tuple[int, ...], config: GenerationConfig, use_cache: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows through `generate`, with padding if their prompts are unequal."""
+        ids, mask, tokens = self._behind_padding(lengths)
+        forced = _Forced(tokens)
+        settings = GenerationConfig(
+            max_new_tokens=_SAMPLED,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=use_cache,
+            cache_implementation=config.cache_implementation,
+            disable_compile=True,
+        )
+        with without_generation_habits(self._model) as habits:
+            habits.eos_token_id = None  # nothing ends the rows
+            self._model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([forced]),
+                synced_gpus=False,  # one process may probe alone
+            )
+        return torch.stack(forced.logits, dim=1).log_softmax(dim=-1), self._expected(lengths)
+
+    def repeated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Several completions of the first row's prompt, which is read once."""
+        prompt, tokens = self._ids[:1, : _EQUAL[0]], self._after(self._ids, _EQUAL)
+        ids = torch.cat([prompt.expand(len(tokens), -1), tokens], dim=1)
+        alone = self._one_by_one(ids)
+        outputs = self._model(input_ids=prompt, use_cache=True)
+        cache, logits = outputs.past_key_values, [outputs.logits[:, -1].expand(len(tokens), -1)]
+        cache.batch_repeat_interleave(len(tokens))
+        for token in tokens[:, :-1].T:
+            outputs = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
+            logits.append(outputs.logits[:, -1])
+        found = torch.stack(logits, dim=1).float().log_softmax(dim=-1)
+        return found, self._after(alone, [length - 1 for length in _EQUAL])
+
+    def _rounded(self) -> torch.Tensor:
+        """All rows, one by one, with the embeddings rounded up or down."""
+        embedding = self._model.get_input_embeddings()
+
+        def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            sign = torch.arange(output.numel(), device=output.device).view_as(output) * 7 % 11 % 2 * 2 - 1
+            return output * (1 + sign * _rounding(self._model, output)).to(output.dtype)
+
+        handle = embedding.register_forward_hook(rounded)
+        try:
+            return self._one_by_one(self._ids)
+        finally:
+            handle.remove()
+
+    def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
+        """As the model reads a text by itself: without a mask, and at positions of its own."""
+        return torch.cat([self._read(row[None], None) for row in ids])
+
+    def _behind_padding(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Prompts and their mask, padded if they are unequal, and the S tokens after each."""
+        width = _WIDTH if len(set(lengths)) > 1 else lengths[0]
+        ids, mask = torch.full_like(self._ids[:, :1], 5).repeat(1, width), self._ids.new_zeros(len(lengths), width)
+        for row, length in enumerate(lengths):
+            ids[row, width - length :], mask[row, width - length :] = self._ids[row, :length], 1
+        return ids, mask, self._after(self._ids, lengths)
+
+    def _expected(self, lengths: tuple[int, ...]) -> torch.Tensor:
+        return self._after(self._alone, [length - 1 for length in lengths])
+
+    @staticmethod
+    def _after(rows: torch.Tensor, starts) -> torch.Tensor:
+        return torch.stack([row[start : start + _SAMPLED] for row, start in zip(rows, starts, strict=True)])
+
+
+def _rounding(model: nn.Module, values: torch.Tensor) -> float:
+    """By how much a model rounds numbers, relative to them."""
+    if getattr(model, "is_quantized", False):
+        return 2**-7  # activations may have 8 bits, scaled over a batch
+    if values.is_cuda and values.dtype == torch.float32:
+        return 2**-10  # TF32, which convolutions use by default
+    return torch.finfo(values.dtype).eps
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Median over positions of the root mean square over the vocabulary; infinite if numbers are missing there alone."""
+    gap = found.clamp(min=-1e4) - expected.clamp(min=-1e4)  # -inf where a token is ruled out
+    gap = gap.masked_fill(found.isnan() & expected.isnan(), 0.0).nan_to_num(nan=math.inf)
+    return gap.square().mean(dim=-1).sqrt().median().item()

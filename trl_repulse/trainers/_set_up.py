@@ -1,0 +1,214 @@
+"""What a trainer finds out about its models before it trains: how they can be sampled and scored, and noise in their passes."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import broadcast_object_list, is_peft_model
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..generation._padding import vocab_size
+from ..generation._probe import Guard, describe, probe, probe_values, undisturbed
+from ._deepspeed import gathered
+from ._peft_bridge import AdapterView
+from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
+
+
+if TYPE_CHECKING:
+    from .ppo_trainer import PPOTrainer
+    from .reinforce_trainer import ReinforceTrainer
+
+logger = logging.get_logger(__name__)
+
+VALUE_MODEL = "value model"
+_NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in their names
+
+
+def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any, quiet: bool) -> Guard:
+    """
+    Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it.
+
+    The first process does, and the others take over what it found: with FSDP it may be the only one that has the weights.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Trainer that samples from the model or scores with it.
+        name (`str`):
+            What the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from.
+        model ([`~transformers.PreTrainedModel`], `peft.PeftModel` or [`AdapterView`]):
+            The model.
+        quiet (`bool`):
+            Whether dropout is meant to be off; two passes in training mode must then agree.
+
+    Returns:
+        [`~trl_repulse.generation._probe.Guard`]
+
+    Raises:
+        `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
+    """
+    found: list[Any] = [None, True]
+    view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
+    module = model.model if isinstance(model, AdapterView) else model
+    with view, gathered(module):
+        if trainer.accelerator.is_main_process:
+            with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
+                try:
+                    found[0] = _find_out(trainer, name, module, quiet)
+                    found[1] = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
+                except ValueError as error:
+                    found[0] = error
+    broadcast_object_list(found)
+    if isinstance(found[0], ValueError):
+        raise found[0]
+    if not found[1]:
+        for scored in (module, trainer.ref_model) if name == "policy" else (module,):
+            if scored is not None:
+                scored = trainer.accelerator.unwrap_model(scored)
+                _use_own_head(scored.get_base_model() if is_peft_model(scored) else scored, trainer.temperature)
+    return found[0]
+
+
+def _find_out(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Module, quiet: bool) -> Guard:
+    if quiet:
+        check_noise(model, name)
+    if name == VALUE_MODEL:
+        return probe_values(model)
+    samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
+    return probe(model, quiet, samples, trainer.generation_config if samples else None)
+
+
+@torch.no_grad()
+def _head_fits(model: nn.Module, temperature: float) -> bool:
+    """Whether TRL's fused head gives the log-probabilities of the model's own logits; warns where it does not."""
+    ids = _tokens(model)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with undisturbed(model, training=False):
+        own = model(**inputs).logits
+        expected = (own[:, :-1].float() / temperature).log_softmax(dim=-1).gather(-1, ids[:, 1:, None])[:, :, 0]
+        try:
+            found = model(**inputs, labels=ids, fused_lm_head=True).log_probs
+            gap = (found - expected).square().mean().sqrt()
+            if bool(gap <= max(16 * torch.finfo(own.dtype).eps, 1e-5)) or bool(expected.isnan().any()):
+                return True
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # no head where TRL looks for it
+            pass
+    logger.warning_once(
+        f"TRL's fused head does not give the log-probabilities of {describe(model)}: they are taken from its logits, which "
+        "takes more memory."
+    )
+    return False
+
+
+def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
+    """
+    Scores with a model's own logits where TRL's fused head is asked for.
+
+    TRL (1.16) computes logits from the last hidden states and knows some of what a model may do to them; a cap under another
+    name (RecurrentGemma), or a head of several layers, it does not. Way out: TRL using the model's own logits there.
+    """
+    fused, own = model.forward, type(model).forward
+
+    @functools.wraps(own)
+    def forward(self, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any):
+        if not fused_lm_head:
+            return fused(*args, **kwargs) if labels is None else fused(*args, labels=labels, **kwargs)
+        outputs = own(self, *args, **kwargs | {"use_cache": False})
+        labels = labels[:, 1:]
+        log_p = (outputs.logits[:, -labels.size(1) - 1 : -1].float() / temperature).log_softmax(dim=-1)
+        chosen = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)
+        return FusedCausalLMOutput(
+            log_probs=chosen.masked_fill(labels == -100, 0.0),
+            entropy=entropy.masked_fill(labels == -100, 0.0),
+            aux_loss=getattr(outputs, "aux_loss", None),
+        )
+
+    model.forward = MethodType(forward, model)
+
+
+def _tokens(model: nn.Module) -> torch.Tensor:
+    """A few rows of tokens, neither the first nor the last of the vocabulary, which are often no words."""
+    size, device = vocab_size(model), next(model.parameters()).device
+    return (torch.arange(16, device=device) * max(1, size // 37) + size // 3).view(2, 8) % size
+
+
+def check_noise(model: nn.Module, name: str) -> None:
+    """
+    Refuses a model whose passes in training mode differ from one another though its dropout is off.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The model. Mode, random states and gradients are left as they are.
+        name (`str`):
+            What it is to the trainer, for the message.
+
+    Raises:
+        `ValueError`: If two passes differ; names the settings that make them so.
+    """
+    module = model
+    if name == VALUE_MODEL:  # whose head is 0 at first
+        module = (model.get_base_model() if is_peft_model(model) else model).base_model
+    ids = _tokens(model)
+
+    def is_noisy() -> bool:
+        passes = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            passes.append(module(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
+        rounding = max(4 * torch.finfo(passes[0].dtype).eps, 1e-4)  # kernels that add in any order
+        one, other = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)
+        return bool((one - other).norm() > rounding * one.norm())
+
+    with undisturbed(model, training=True):
+        if not is_noisy():
+            return
+        fields = _noisy_fields(model, is_noisy)
+    remedy = "train another model"
+    if fields:
+        listed = ", ".join(f"`{field}`" for field in fields)
+        remedy = f"set {listed} to 0 in the model's configuration, e.g. with `model_init_kwargs`"
+    raise ValueError(
+        f"Two passes of the {name}, {describe(model)}, differ in training mode: it makes noise that `disable_dropout=True` "
+        f"does not turn off, and log-probabilities would not be those of the samples; {remedy}."
+    )
+
+
+def _noisy_fields(model: nn.Module, is_noisy: Callable[[], bool]) -> list[str]:
+    """The settings that make noise, each on its own."""
+    settings = [
+        (owner, field)
+        for owner in {id(each): each for module in model.modules() for each in _configs(module)}.values()
+        for field, value in vars(owner).items()
+        if any(word in field for word in _NOISE) and isinstance(value, float) and value
+    ]
+    with contextlib.ExitStack() as stack:
+        values = [stack.enter_context(_zeroed(*setting)) for setting in settings]
+        found = []
+        for (owner, field), value in zip(settings, values, strict=True):
+            setattr(owner, field, value)
+            if is_noisy():
+                found.append(field)
+            setattr(owner, field, 0.0)
+        return [] if is_noisy() else list(dict.fromkeys(found))
+
+
+def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
+    config = vars(module).get("config")
+    if isinstance(config, PretrainedConfig):
+        yield config
+        yield from (part for part in vars(config).values() if isinstance(part, PretrainedConfig))
+
+
+@contextlib.contextmanager
+def _zeroed(owner: Any, field: str) -> Iterator[float]:
+    value = getattr(owner, field)
+    setattr(owner, field, 0.0)
+    try:
+        yield value
+    finally:
+        setattr(owner, field, value)
