@@ -8,8 +8,8 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from trl_repulse._loading import load_model, load_tokenizer
 from trl_repulse.evaluation._generation import hash_model
-from trl_repulse.evaluation._loading import load_model, load_tokenizer
 
 from .reward_models import build_tokenizer, save_model
 

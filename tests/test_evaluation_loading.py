@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from trl_repulse._loading import load_model, load_tokenizer
 from trl_repulse.cli import main
-from trl_repulse.evaluation._loading import load_model, load_tokenizer
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature

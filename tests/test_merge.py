@@ -6,9 +6,9 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_repulse import _loading
 from trl_repulse._commands import merge as command
 from trl_repulse.cli import main
-from trl_repulse.evaluation import _loading
 from trl_repulse.trainers._cards import write_proposal_card
 
 from .conftest import build_model, build_tokenizer

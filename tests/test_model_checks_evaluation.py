@@ -5,8 +5,8 @@ import torch
 from transformers import BertConfig, BertLMHeadModel
 
 from trl_repulse._causal import check_causal
+from trl_repulse._loading import load_model
 from trl_repulse.evaluation._generation import as_function, transformers_engine
-from trl_repulse.evaluation._loading import load_model
 from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg import GCGConfig, run_gcg

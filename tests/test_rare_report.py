@@ -188,7 +188,7 @@ def test_command_refuses(command, capsys, monkeypatch, change, message):
     def load(*_, **__):
         raise AssertionError("loaded first")
 
-    monkeypatch.setattr("trl_repulse.evaluation._loading.load_model", load)
+    monkeypatch.setattr("trl_repulse._loading.load_model", load)
     assert main([*command, *change]) == 1
     assert message in capsys.readouterr().err
 

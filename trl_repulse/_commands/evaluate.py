@@ -194,7 +194,7 @@ def _sample(args: argparse.Namespace) -> None:
 
 def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
     """Refuses a column of numbers that the samples will not have."""
-    from ..evaluation._loading import _adapter_config
+    from .._loading import _adapter_config
 
     known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
     known += ["return_transformed"] if transformed else []
@@ -237,8 +237,8 @@ def _load_rewards(args: argparse.Namespace) -> Any:
 def _score_negatives(args: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from .._loading import load_model, load_tokenizer
     from ..evaluation._generation import process_state
-    from ..evaluation._loading import load_model, load_tokenizer
     from ..evaluation.negatives import negative_log_probs
 
     loading = {"revision": getattr(args, "revision", None), "trust_remote_code": args.trust_remote_code}

@@ -80,7 +80,7 @@ def merge(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..evaluation._loading import load_adapter, load_model
+    from .._loading import load_adapter, load_model
 
     base_model = base_model or config.base_model_name_or_path
     if not base_model:

@@ -117,10 +117,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    from .._loading import load_model, load_tokenizer
+    from .._vocabulary import check_same_tokens
     from ..data import load_prompts
     from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
-    from ..evaluation._loading import load_model, load_tokenizer
-    from ..evaluation._vocabulary import check_same_tokens
     from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model
 from .._prompts import render
 from ..generation._habits import end_tokens, until_end
@@ -29,7 +30,6 @@ from ..generation._padding import batches, padding_token
 from ..generation._probe import probe
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable, without_generation_habits
-from ._loading import load_model, load_tokenizer
 from .exact import _evaluating, _reward_of_model
 
 

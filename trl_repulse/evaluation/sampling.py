@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
+from .._loading import load_model, load_tokenizer
+from .._vocabulary import check_reference
 from ..trainers._hooks import transform_rewards
 from . import records
 from ._generation import (
@@ -39,8 +41,6 @@ from ._generation import (
     vllm_version,
 )
 from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
-from ._loading import load_model, load_tokenizer
-from ._vocabulary import check_reference
 from .log_probs import completion_log_probs
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from ..evaluation._loading import count_labels
+from .._loading import count_labels
 from ._chat import ChatTemplate, check_context
 from ._texts import Messages, conversation_text, last_question, whole_text
 from .models import ModelReward, Row

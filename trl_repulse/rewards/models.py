@@ -13,7 +13,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluation._loading import is_adapter, load_model, load_tokenizer
+from .._loading import is_adapter, load_model, load_tokenizer
 from ._texts import Messages, whole_text
 
 

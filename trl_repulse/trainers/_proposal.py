@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
+from .._vocabulary import check_same_tokens
 from ..configs import RePULSeConfig
-from ..evaluation._vocabulary import check_same_tokens
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
 from ._deepspeed import gathered_by_layer, zero_stage
 from ._trl_bridge import (

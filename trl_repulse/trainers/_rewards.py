@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 from .._errors import RAISED_BY
+from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model, check_separate
-from ..evaluation._loading import load_model, load_tokenizer
 from ..rewards._numbers import as_number, as_values
 from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable

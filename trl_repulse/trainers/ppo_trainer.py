@@ -23,8 +23,8 @@ from .._checks import (
     check_rows,
 )
 from .._model_checks import check_language_model, check_separate
+from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
-from ..evaluation._vocabulary import check_same_tokens
 from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage

@@ -6,10 +6,10 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
+from ..._loading import load_model, load_tokenizer
+from ..._vocabulary import check_same_tokens
 from ...rewards.loading import load_reward
 from ...trainers._rewards import with_checks
-from .._loading import load_model, load_tokenizer
-from .._vocabulary import check_same_tokens
 from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg, read_table
 from .judges import Judge, RefusalJudge, RewardJudge

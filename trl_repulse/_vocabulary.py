@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..generation._padding import vocab_size
 from ._loading import load_tokenizer
+from .generation._padding import vocab_size
 
 
 def check_reference(

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file, is_peft_available
 
-from .._model_checks import check_language_model
+from ._model_checks import check_language_model
 
 
 if TYPE_CHECKING:
