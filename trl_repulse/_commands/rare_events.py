@@ -166,7 +166,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
             device
         )
-    tokenizer = load_tokenizer(args.policy, "policy", **code)
     for name in args.proposal:
         check_same_tokens(name, f"The proposal `{name}`", tokenizer, args.trust_remote_code)
     models = [
