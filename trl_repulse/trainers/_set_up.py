@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, undisturbed
-from ._deepspeed import gathered
+from ._deepspeed import gathered_by_layer, is_partitioned
 from ._peft_bridge import AdapterView
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
@@ -33,7 +33,8 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
     """
     Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it.
 
-    The first process does, and the others take over what it found: with FSDP it may be the only one that has the weights.
+    The first process does, and the others take over what it found: with FSDP it may be the only one that has the weights. With
+    ZeRO-3 all make the same passes, in which one layer at a time is whole.
 
     Args:
         trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
@@ -54,8 +55,9 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
     found: list[Any] = [None, True]
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
-    with view, gathered(module):
-        if trainer.accelerator.is_main_process:
+    everyone = is_partitioned(module)
+    with view, gathered_by_layer(module):
+        if everyone or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
                     found[0] = _find_out(trainer, name, module, quiet)
