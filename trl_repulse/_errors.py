@@ -18,10 +18,12 @@ CALLER = str(PACKAGE / "trainers" / "_rewards.py")
 EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
+    "fastapi": "serve",
     "flash_attn": "flash-attn",
     "matplotlib": "plots",
     "peft": "peft",
     "trackio": "trackio",
+    "uvicorn": "serve",
     "vllm": "vllm",
     "wandb": "wandb",
 }
