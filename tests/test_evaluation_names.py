@@ -5,6 +5,7 @@ import shutil
 import threading
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -44,7 +45,9 @@ def test_a_folder_is_finished_with_the_same_weights_of_another_path(tmp_path, mo
     records.shard_path(tmp_path / "s", 1).unlink()
     others = str(moved["gpt2"]), str(moved["llama"])
     found = sample(tmp_path / "s", others[0], ["the cat", "fish"], judges[1], others[1])
-    assert found.table == whole.table and found.header == whole.header
+    # Batches of another size are rounded otherwise on some processors
+    pd.testing.assert_frame_equal(found.table.to_pandas(), whole.table.to_pandas(), rtol=1e-5)
+    assert found.header == whole.header
     if kind == "classifier":
         with pytest.raises(ValueError, match=r"another `rewards.judge.arguments.dtype`"):
             sample(
