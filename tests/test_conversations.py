@@ -355,7 +355,9 @@ class TestCommands:
 def test_names_that_are_no_file(tmp_path, monkeypatch):
     """Offline, as the tests are, and where the Hub knows no such name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)  # folders of these names may have been loaded before
+    monkeypatch.setattr(
+        "datasets.config.HF_DATASETS_CACHE", tmp_path
+    )  # folders of these names may have been loaded before
     for name in ("p.jsonn", "data/prompts", "prompts", "a/b/c", "org/data-v1.2"):
         with pytest.raises(
             ValueError, match=f"no file or folder `{name}`, and no data set of that name could be loaded from"
