@@ -138,6 +138,7 @@ NO_ADDRESSES = (
         "http://hidden@",
         "http://hidden:hidden@[::1",
         "http://a?b=@c hidden",
+        "http://host/?\x01hidden",
     ),
 )
 
@@ -176,12 +177,22 @@ def test_a_token_is_kept_nowhere(serve, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [301, 303, 307])
-def test_redirects_are_not_followed(serve, status):
+def test_redirects_are_not_followed(serve, caplog, status):
+    """A server that redirects repeats the query in the address, which is a header of its answer."""
+    caplog.set_level(logging.DEBUG)
     elsewhere = serve()
     server = serve(lambda payload, handler: (status, b"", ("Location", f"http://{elsewhere.address}?{KEY}")))
     with pytest.raises(ValueError, match=f"status {status}, ''; redirects are not followed") as caught:
         ask(RemoteReward(f"http://{server.address}"))
-    assert not elsewhere.requests and len(server.requests) == 1 and KEY not in everything(caught.value)
+    assert not elsewhere.requests and len(server.requests) == 1
+    assert KEY not in everything(caught.value) + caplog.text
+
+
+def test_a_proxy_is_asked_for_the_whole_address(serve, monkeypatch):
+    proxy = serve()
+    monkeypatch.setenv("http_proxy", f"http://{proxy.address.partition('/')[0]}")
+    assert ask(RemoteReward("http://reward.example/get_reward?key=a%26b")) == LENGTHS
+    assert [path for path, _ in proxy.requests] == ["http://reward.example/get_reward?key=a%26b"]
 
 
 def test_connections_are_kept(serve):

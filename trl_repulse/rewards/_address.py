@@ -9,13 +9,13 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 @dataclass(frozen=True)
 class Address:
     """
-    An address whose user info and query stay out of messages, logs and the HTTP library.
+    An address whose user info and query stay out of messages and logs.
 
     Args:
         shown (`str`):
-            Scheme, host, port and path. This is also the URL that the HTTP library is given, which logs it.
-        target (`bytes`):
-            Path and query, as the request line has them.
+            Scheme, host, port and path.
+        url (`str`):
+            The same with the query, for the HTTP library.
         auth (`tuple[str, str]`, *optional*):
             User and password.
         secrets (`frozenset[str]`):
@@ -23,7 +23,7 @@ class Address:
     """
 
     shown: str
-    target: bytes = field(repr=False)
+    url: str = field(repr=False)
     auth: tuple[str, str] | None = field(repr=False)
     secrets: frozenset[str] = field(repr=False)
 
@@ -49,19 +49,19 @@ def parse_address(url: str) -> Address:
         port = "" if parts.port is None else f":{parts.port}"
     except ValueError:  # a port that is no number
         valid, port = False, ""
-    if not valid or not (parts.path + parts.query).isascii() or re.search(r"\s", url):
+    if not valid or not (parts.path + parts.query).isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
         # Where it cannot be taken apart, nothing says which part of it is a secret
         given = repr(url) if not re.search("[@?#]", url) else "another (not shown: it may hold a key)"
         raise ValueError(f"`url` must be like 'http://host:port/path', got {given}.")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     user = None
     if parts.username is not None:
         user = unquote(parts.username), unquote(parts.password or "")
     said = {parts.username, parts.password, parts.query, *(user or ())}
     said |= {value for _, value in parse_qsl(parts.query)}
     shown = f"{parts.scheme}://{host}{port}{parts.path or '/'}"
-    return Address(shown, target.encode(), user, frozenset(value for value in said if value))
+    url = shown + (f"?{parts.query}" if parts.query else "")
+    return Address(shown, url, user, frozenset(value for value in said if value))
 
 
 def hide(text: str, secrets: frozenset[str]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,16 @@ _MOST_BYTES = 2**24  # of an answer
 # Process -> the loop of its requests: a forked process begins its own, and leaves its parent's alone
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 _LOCKS: dict[int, threading.Lock] = {}
+_THREAD = "trl-repulse requests"
+
+
+def _not_of_a_reward(record: logging.LogRecord) -> bool:
+    return threading.current_thread().name != _THREAD
+
+
+# The HTTP library logs addresses with their queries, and the headers of answers, which may repeat them
+for _name in (httpx.__name__, httpx.__name__.replace("httpx", "httpcore") + ".http11"):
+    logging.getLogger(_name).addFilter(_not_of_a_reward)
 
 
 @dataclass(eq=False, repr=False)
@@ -202,10 +213,10 @@ class RemoteReward:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        options = {"content": body, "headers": headers, "auth": address.auth, "extensions": {"target": address.target}}
+        options = {"content": body, "headers": headers, "auth": address.auth}
         answer = bytearray()
         # The library's own limits are those of one read, which a server that sends a byte now and then never meets
-        async with asyncio.timeout(self.timeout), client.stream("POST", address.shown, **options) as response:
+        async with asyncio.timeout(self.timeout), client.stream("POST", address.url, **options) as response:
             try:
                 async for chunk in response.aiter_bytes():
                     answer += chunk
@@ -248,7 +259,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     with _LOCKS.setdefault(process, threading.Lock()):
         if process not in _LOOPS:
             _LOOPS[process] = asyncio.new_event_loop()
-            threading.Thread(target=_LOOPS[process].run_forever, name="trl-repulse requests", daemon=True).start()
+            threading.Thread(target=_LOOPS[process].run_forever, name=_THREAD, daemon=True).start()
         return _LOOPS[process]
 
 
