@@ -1,10 +1,12 @@
 """What a reward server does not put up with: idle, slow and too many clients, pages of the web, requests without its token."""
 
 import contextlib
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -70,6 +72,44 @@ def test_a_byte_now_and_then_does_not_prolong_a_request(serve, begin):
                 client.sendall(b" ")
                 time.sleep(0.05)
     assert 0.4 < time.monotonic() - start < 3
+
+
+def test_answers_that_nobody_reads_are_not_kept(serve):
+    server = serve(lambda completions, **columns: [1 / 3] * len(completions), timeout=0.5)
+    body = json.dumps({"query": ["a"] * 1000, "prompts": ["a"] * 1000}).encode()
+    head = HEAD.replace(b"100", str(len(body)).encode())
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((connect(server).host, connect(server).port))
+        client.settimeout(0.1)
+        with contextlib.suppress(TimeoutError):  # until the server takes in no more
+            for _ in range(1000):
+                client.sendall(head + b"\r\n" + body)
+        client.settimeout(10)
+        start = time.monotonic()
+        with pytest.raises(ConnectionError):
+            while time.monotonic() < start + 5:
+                client.send(b" ")
+                time.sleep(0.05)
+
+
+def test_a_closed_server_lets_the_reward_and_its_thread_go(serve):
+    class Reward:
+        def __call__(self, completions, **columns):
+            return [1.0] * len(completions)
+
+    def serve_once():
+        reward = Reward()
+        with RewardServer(reward, port=0) as server:
+            assert ask(server, PAYLOAD)[0] == 200
+        return weakref.ref(reward)
+
+    serve_once()
+    gc.collect()
+    before = threading.active_count()
+    rewards = [serve_once() for _ in range(3)]
+    gc.collect()
+    assert [reward() for reward in rewards] == [None] * 3 and threading.active_count() <= before
 
 
 def test_a_second_request_has_the_same_time(serve):
@@ -208,10 +248,16 @@ def test_pages_that_are_allowed(serve):
 
 def test_a_name_that_points_here_is_not_this_machines(standing):
     port = connect(standing).port
-    for host, status in (("evil.example", 400), (f"evil.example:{port}", 400), (f"localhost:{port}", 200)):
-        connection = connect(standing)
-        connection.request("POST", "/get_reward", json.dumps(PAYLOAD), JSON | {"Host": host})
-        assert connection.getresponse().status == status
+    for host in ("evil.example", f"evil.example:{port}", "[evil", "localhost.evil.example"):
+        status, answer = ask(standing, PAYLOAD, headers=JSON | {"Host": host})
+        assert status == 400 and "is reached as localhost alone" in answer["error"]
+    for host in (f"localhost:{port}", "LOCALHOST", f"[::1]:{port}"):
+        assert ask(standing, PAYLOAD, headers=JSON | {"Host": host})[0] == 200
+
+
+def test_an_address_that_ends_in_a_slash_is_not_redirected(standing):
+    status, answer = ask(standing, PAYLOAD, path="/get_reward/")
+    assert (status, answer) == (404, {"error": "There is no /get_reward/; POST to /get_reward or GET /health."})
 
 
 def test_a_token(serve, monkeypatch):

@@ -12,15 +12,15 @@ import math
 import socket
 from asyncio import TimerHandle, Transport
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -35,13 +35,17 @@ _PATHS = ("/get_reward", "/")  # of rewards; the first is OpenRLHF's
 _HEALTH = "/health"
 
 
-def build_app(owner: "RewardServer", host: str, allow_origins: Sequence[str], token: str | None) -> FastAPI:
+def build_app(
+    owner: "RewardServer", scorer: Executor, host: str, allow_origins: Sequence[str], token: str | None
+) -> FastAPI:
     """
     The routes of a reward server.
 
     Args:
         owner ([`RewardServer`]):
             Whose rewards and limits they are.
+        scorer (`concurrent.futures.Executor`):
+            One thread, which always has the model.
         host (`str`):
             Address that the server listens at, in numbers.
         allow_origins (`Sequence[str]`):
@@ -52,8 +56,17 @@ def build_app(owner: "RewardServer", host: str, allow_origins: Sequence[str], to
     Returns:
         `fastapi.FastAPI`
     """
-    turn, scorer = asyncio.Lock(), ThreadPoolExecutor(1)  # one request at a time has the model, always in one thread
-    room = asyncio.Semaphore(owner.max_connections)
+    turn, room = asyncio.Lock(), asyncio.Semaphore(owner.max_connections)  # one request at a time has the model
+    is_local = ipaddress.ip_address(host).is_loopback
+
+    async def check_host(request: Request) -> None:
+        # A request for another name can be that of a page of the web whose own name points to this machine
+        name = _host_name(request.headers.get("Host", ""))
+        if is_local and name not in ("localhost", "127.0.0.1", "::1", host):
+            raise HTTPException(
+                400,
+                f"This server is reached as localhost alone and not as {name!r:.100}; have a proxy send that name.",
+            )
 
     async def check_origin(request: Request) -> None:
         # A browser names the page's origin wherever it matters: with all that changes something, or is read elsewhere
@@ -71,13 +84,11 @@ def build_app(owner: "RewardServer", host: str, allow_origins: Sequence[str], to
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, f"The `Content-Type` must be application/json, got {kind!r:.60}.")
 
-    app = FastAPI(openapi_url=None, dependencies=[Depends(check_origin)])
+    checks = [Depends(check_host), Depends(check_origin)]
+    app = FastAPI(openapi_url=None, redirect_slashes=False, dependencies=checks)
     if allow_origins:
         methods, headers = ["GET", "POST"], ["Authorization", "Content-Type"]
         app.add_middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=methods, allow_headers=headers)
-    if ipaddress.ip_address(host).is_loopback:
-        # A request for another name can be that of a page of the web whose own name points to this machine
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", "[::1]", host])
 
     @app.get(_HEALTH)
     async def health() -> dict[str, str]:
@@ -119,6 +130,13 @@ def build_app(owner: "RewardServer", host: str, allow_origins: Sequence[str], to
         return JSONResponse({"error": said}, error.status_code, error.headers)
 
     return app
+
+
+def _host_name(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # brackets that are no address
+        return header
 
 
 async def _read_body(request: Request, most: int) -> bytes:
@@ -173,10 +191,10 @@ def build_server(app: FastAPI, timeout: float, max_connections: int) -> uvicorn.
 
 class _Connection(H11Protocol):
     """
-    A connection that is cut off unless its next request is there as a whole in time.
+    A connection that is cut off unless its next request is there as a whole in time, and its answers are taken in.
 
-    Depends on what uvicorn (0.54) keeps of a connection: `connections`, `transport`, `loop`, and of its request, `cycle`,
-    `more_body` and `response_complete`. Let it go once uvicorn has such limits (its issues 157 and 160).
+    Depends on what uvicorn (0.54) keeps of a connection: `connections`, `transport`, `loop`, `flow`, and of its request,
+    `cycle`, `more_body` and `response_complete`. Let it go once uvicorn has such limits (its issues 157 and 160).
     """
 
     seconds: float
@@ -185,8 +203,9 @@ class _Connection(H11Protocol):
 
     @property
     def has_request(self) -> bool:
-        """Whether a request is there as a whole, and not yet answered."""
-        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        """Whether a request is there as a whole and not yet answered, and its client takes in answers."""
+        asked = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        return asked and not self.flow.write_paused
 
     def connection_made(self, transport: Transport) -> None:
         super().connection_made(transport)
@@ -206,6 +225,15 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._wait()
         super().on_response_complete()  # takes up the next request, if that is there already
+        if self.has_request:
+            self._stop_waiting()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
         if self.has_request:
             self._stop_waiting()
 

@@ -6,6 +6,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -115,19 +116,22 @@ class RewardServer:
         self.max_batch_size = max_batch_size
         self.max_request_bytes = max_request_bytes
         self.max_connections = max_connections
-        self._reward = reward
+        self._reward: Callable[..., Any] | None = reward
+        self._name = getattr(reward, "__name__", type(reward).__name__)
         token = None if token_variable is None else read_token(token_variable)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
         self._address = self._socket.getsockname()[:2]
-        self._server = build_server(build_app(self, self._address[0], allow_origins, token), timeout, max_connections)
+        self._scorer = ThreadPoolExecutor(1)
+        app = build_app(self, self._scorer, self._address[0], allow_origins, token)
+        self._server = build_server(app, timeout, max_connections)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
 
     @property
     def name(self) -> str:
         """Name of the reward."""
-        return getattr(self._reward, "__name__", type(self._reward).__name__)
+        return self._name
 
     @property
     def url(self) -> str:
@@ -136,10 +140,12 @@ class RewardServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/get_reward"
 
     def close(self) -> None:
-        """Takes no more requests, answers those it has, and frees the port."""
+        """Takes no more requests, answers those it has, frees the port and lets the reward go."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+        self._scorer.shutdown(wait=False)
+        self._reward = None  # FastAPI keeps the routes, and this object with them
 
     def __enter__(self) -> "RewardServer":
         return self
