@@ -8,6 +8,7 @@ import linecache
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from trl_repulse.cli import main
 from trl_repulse.evaluation import records
@@ -339,8 +340,29 @@ def test_a_judge_stays_itself_while_it_works():
     assert _hash_judge(Judge(1)) == before  # that of the next process
 
 
-@pytest.mark.parametrize(
-    "judge", [len, make(JUDGE, has_file=False), functools.partial(len), functools.lru_cache(held(1))]
-)
+def of_no_module():
+    names = {}
+    exec("def f(goals, responses): return [0.0 for _ in responses]", names)
+    return names["f"]
+
+
+def held_by_itself():
+    values = []
+    values.append(values)
+    return held(values)
+
+
+UNKNOWN = {
+    "built in": len,
+    "no source": make(JUDGE, has_file=False),
+    "partial": functools.partial(len),
+    "cache": functools.lru_cache(held(1)),
+    "no module": of_no_module(),
+    "circle": held_by_itself(),
+    "weights that are not in memory": held(torch.nn.Linear(2, 2, device="meta")),
+}
+
+
+@pytest.mark.parametrize("judge", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_has_no_source_is_known_by_its_name_alone(judge):
     assert _hash_judge(judge) == {"judge_hash": None, "judge_code": None}

@@ -150,15 +150,23 @@ def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
     if seen() is owner:
         return found
     root = owner.func if isinstance(owner, partial) else owner
-    package = (root if isinstance(root, FunctionType) else type(root)).__module__.partition(".")[0]
+    package = _package(root if isinstance(root, FunctionType) else type(root))
     try:
         content = json.dumps(_describe(function, package, []), sort_keys=True)
         found = {"code": hashlib.sha256(content.encode()).hexdigest()}
-    except _NoSource:
+    except (
+        _NoSource,
+        RecursionError,
+        NotImplementedError,
+    ):  # values that hold themselves, weights that are not in memory
         found = {}
     with suppress(TypeError):  # not all objects can be referred to
         _SEEN[key] = weakref.ref(owner, lambda _: _SEEN.pop(key, None)), found
     return found
+
+
+def _package(defined: Any) -> str:
+    return (defined.__module__ or "").partition(".")[0]  # code that is run by `exec` may be of no module
 
 
 def _describe(value: Any, package: str, said: list[Any]) -> Any:
@@ -185,7 +193,7 @@ def _describe(value: Any, package: str, said: list[Any]) -> Any:
     if isinstance(value, FunctionReward | ModelReward | RemoteReward | TransformedReward):
         return identify_reward(value)
     kind = type(value)
-    if kind.__module__.partition(".")[0] == package or isinstance(value, nn.Module):
+    if _package(kind) == package or isinstance(value, nn.Module):
         return _describe_instance(value, package, said)
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -196,7 +204,7 @@ def _describe_named(values: dict[str, Any], package: str, said: list[Any]) -> di
 
 def _describe_function(function: FunctionType, said: list[Any]) -> dict[str, Any]:
     """Its source and defaults, what it has from the functions around it, and the constants and functions of its module."""
-    package, code = function.__module__.partition(".")[0], function.__code__
+    package, code = _package(function), function.__code__
     held = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -221,7 +229,7 @@ def _describe_instance(value: Any, package: str, said: list[Any]) -> dict[str, A
     """Source and plain values of its classes, as far as they are of one package, and its attributes."""
     kind, sources, members = type(value), {}, {}
     for cls in reversed(kind.__mro__):
-        if cls.__module__.partition(".")[0] != package or cls is object:
+        if _package(cls) != package or cls is object:
             continue
         for name, member in vars(cls).items():
             function = getattr(member, "__func__", getattr(member, "fget", member))
