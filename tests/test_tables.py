@@ -117,6 +117,12 @@ class TestFields:
         [
             ("prompt,prompt,tag\na,b,c\n", "has 2 columns named '(prompt|goal)'; rename or remove all but one"),
             ("prompt,tag,id,id\na,b,c,d\n", "has 2 columns named 'id'"),
+            ("prompt,tag,,\na,b,,\n", "has 2 columns without a name; name or remove them"),
+            (
+                'prompt;tag\n"a ""b"" c";d\n',
+                "has one column, named '(prompt;tag|goal;target)'; separate its fields with",
+            ),
+            ("prompt\ttag\na, b\tc\n", "has one column, named .*; separate its fields with commas"),
             ("prompt,tag\na,b\nc,d, e\n", r"Row 2 of .*, at line 3, has more fields than the header \(3, not 2\)"),
             ("prompt,tag\na,b\n\nc\n", r"Row 2 of .*, at line 4, has fewer fields than the header \(1, not 2\)"),
             ('prompt,tag\n"a\nb",c\nd\n', "Row 2 of .*, at line 4, has fewer fields"),

@@ -54,6 +54,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         if not header:
             header = fields
             check_names(header, path)
+            if len(header) == 1 and re.search(r"[;\t]", header[0]):
+                raise ValueError(
+                    f"`{path}` has one column, named {header[0]!r}; separate its fields with commas (a spreadsheet may write semicolons)."
+                )
         elif len(fields) != len(header):
             than = "more" if len(fields) > len(header) else "fewer"
             raise ValueError(
@@ -129,9 +133,8 @@ def check_names(columns: list[str], path: Path) -> None:
     """
     for name in columns:
         if columns.count(name) > 1:
-            raise ValueError(
-                f"`{path}` has {columns.count(name)} columns named '{name}'; rename or remove all but one."
-            )
+            which = f"named '{name}'; rename or remove all but one" if name else "without a name; name or remove them"
+            raise ValueError(f"`{path}` has {columns.count(name)} columns {which}.")
 
 
 def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
