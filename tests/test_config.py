@@ -275,3 +275,15 @@ def test_an_unknown_field_is_answered_with_the_nearest(make, config_cls):
     ):
         make(config_cls, learning_rat=1e-3)
     assert pickle.loads(pickle.dumps(make(config_cls))) == make(config_cls)
+
+
+def test_a_subclass_may_have_arguments_of_its_own(tmp_path):
+    class Own(RePULSeConfig):
+        def __init__(self, own, **kwargs):
+            super().__init__(**kwargs)
+            self.own = own
+
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    assert Own(own=3, **settings).own == 3
+    with pytest.raises(TypeError, match="learning_rat"):
+        Own(own=3, learning_rat=1e-3, **settings)
