@@ -232,7 +232,9 @@ def test_help_and_version(capsys):
     ("arguments", "words"),
     [
         (["evalute", "folder"], "there is no command `evalute`. Did you mean `evaluate`?"),
-        (["evaluate", "folder", "--modle", "m"], "unrecognized arguments: --modle m. Did you mean `--model`?"),
+        (["evaluate", "folder", "--modle", "m"], "unrecognized arguments: --modle. Did you mean `--model`?"),
+        (["evaluate", "folder", "--modle", "http://user:key@host"], "unrecognized arguments: --modle. Did you mean"),
+        (["evaluate", "folder", "--modle=http://user:key@host"], "unrecognized arguments: --modle. Did you mean"),
         (["evaluate", "folder", "--num-sample=3"], "Did you mean `--num_samples`?"),
         (["gcg", "--serach_width", "3"], "Did you mean `--search_width`?"),
         (["zzz"], "there is no command `zzz`. The commands are evaluate, "),
@@ -267,6 +269,8 @@ def test_extras_that_messages_name_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(EXTRAS.values()) <= set(project["optional-dependencies"])
     error = ModuleNotFoundError("No module named 'yours'", name="yours")
-    assert describe_error(error) == "No module named 'yours'. Run `pip install yours`."
+    assert describe_error(error) == (
+        "No module named 'yours'. Install the package that has it, or put its folder on `PYTHONPATH`."
+    )
     told = ModuleNotFoundError("it needs peft: pip install peft", name="peft")
     assert describe_error(told) == "it needs peft: pip install peft"

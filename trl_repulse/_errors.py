@@ -46,8 +46,8 @@ def describe_error(error: BaseException) -> str:
     said = [message or type(error).__name__, *getattr(error, "__notes__", ())]
     if isinstance(error, ModuleNotFoundError) and error.name and "pip install" not in message:
         module = error.name.partition(".")[0]
-        package = f'"trl-repulse[{EXTRAS[module]}]"' if module in EXTRAS else module
-        said.append(f"Run `pip install {package}`.")
+        remedy = "Install the package that has it, or put its folder on `PYTHONPATH`."
+        said.append(f'Run `pip install "trl-repulse[{EXTRAS[module]}]"`.' if module in EXTRAS else remedy)
     place = _place(error) if from_reward(error) else None
     if place is not None:
         said.append(f"In {place}.")

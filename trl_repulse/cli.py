@@ -44,9 +44,10 @@ class Parser(argparse.ArgumentParser):
         """As [`argparse.ArgumentParser.parse_known_args`], but unknown options end with a message here too."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+            # Not their values: one may be an address with a key
+            flags = [text.partition("=")[0] for text in unknown if text.startswith("-")] or unknown
             known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(flag, known)}")
+            self.error(f"unrecognized arguments: {' '.join(flags)}.{did_you_mean(flags[0], known)}")
         return namespace, unknown
 
 
