@@ -73,7 +73,9 @@ def reads_ahead(model: nn.Module) -> bool:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), torch.no_grad():
+        states = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+        # A compiled `forward` would not run hooks
+        with states, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             one, other = model(input_ids=ids, attention_mask=torch.ones_like(ids))[0].float()  # (5, V) each
     finally:
         for module, mode in modes:

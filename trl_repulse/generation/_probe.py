@@ -190,7 +190,9 @@ def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
     """Context for passes in training or evaluation mode that leave no trace in random states, modes and gradients."""
     device = next(model.parameters()).device
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type), in_mode(model, training):
+    # A compiled `forward` does not run hooks, and is compiled anew for each shape
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices, device_type=device.type), in_mode(model, training), eager:
         yield
 
 
@@ -359,8 +361,13 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
     if getattr(model, "is_quantized", False):
         return 2**-7  # activations may have 8 bits, scaled over a batch
     if values.is_cuda and values.dtype == torch.float32:
-        return 2**-10  # TF32, which convolutions use by default
-    return torch.finfo(values.dtype).eps
+        eps = 2**-10  # TF32, which convolutions use by default
+    else:
+        eps = torch.finfo(values.dtype).eps
+    device = values.device.type
+    if torch.is_autocast_enabled(device):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    return eps
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -39,7 +39,7 @@ from ._resume import (
     save_position,
 )
 from ._rewards import all_with_checks
-from ._set_up import guard_model
+from ._set_up import as_trained, guard_model
 from ._trl_bridge import (
     disable_dropout,
     prepare_scoring,
@@ -118,7 +118,7 @@ class TrainerHooks(PooledMetrics):
         own = policy.peft_config.values() if is_peft_model(policy) else ()
         check_tokenizer(self._tokenizer, policy.config)
         check_trained_tokens([*own, *adapters], policy.config)
-        with gathered_by_layer(policy):
+        with gathered_by_layer(policy), as_trained(self, policy):
             check_causal(policy, "`model`")
 
     def _prepare_scoring(self) -> None:

@@ -31,8 +31,9 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
         `ValueError`: If one cannot be loaded.
     """
     policy = models["model"]
-    loading = {"trust_remote_code": args.trust_remote_code}
-    revision = (args.model_init_kwargs or {}).get("revision")
+    options = args.model_init_kwargs or {}
+    loading = {"trust_remote_code": options.get("trust_remote_code", args.trust_remote_code)}
+    revision = options.get("revision")
     for argument, given in models.items():
         for name in given if isinstance(given, list | tuple) else [given]:
             if isinstance(name, str):

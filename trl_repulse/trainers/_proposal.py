@@ -17,6 +17,7 @@ from .._vocabulary import check_same_tokens
 from ..configs import RePULSeConfig
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
 from ._deepspeed import gathered_by_layer, zero_stage
+from ._set_up import as_trained
 from ._trl_bridge import (
     add_fused_lm_head,
     copy_unpatched,
@@ -231,7 +232,7 @@ def build_proposal(
     config = None if saved is not None else proposal_peft_config or peft_config
     module = _ready(model, trainer, config, quantization_config)
     proposal = SecondModel(module, trainer.accelerator, learning_rate)
-    with gathered_by_layer(proposal.module):
+    with gathered_by_layer(proposal.module), as_trained(trainer, proposal.module):
         check_causal(proposal.module, "`proposal_model`")
     return proposal
 

@@ -56,7 +56,7 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     everyone = is_partitioned(module)
-    with view, gathered_by_layer(module):
+    with view, gathered_by_layer(module), as_trained(trainer, module):
         if everyone or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
@@ -73,6 +73,33 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
                 scored = trainer.accelerator.unwrap_model(scored)
                 _use_own_head(scored.get_base_model() if is_peft_model(scored) else scored, trainer.temperature)
     return found[0]
+
+
+@contextlib.contextmanager
+def as_trained(trainer: "ReinforceTrainer | PPOTrainer", model: nn.Module) -> Iterator[None]:
+    """
+    Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device.
+
+    With FSDP and DeepSpeed models are on the CPU until training begins, and FlashAttention has no kernel there; nor has it
+    one for float32, which weights are in that run under autocast.
+
+    Args:
+        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+            Trainer that will wrap the model.
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The model.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    chosen = base.config._attn_implementation
+    elsewhere = next(base.parameters()).device.type != trainer.accelerator.device.type
+    if elsewhere and chosen not in ("eager", "sdpa"):
+        base.set_attn_implementation("eager")
+    try:
+        with trainer.accelerator.autocast():
+            yield
+    finally:
+        if base.config._attn_implementation != chosen:
+            base.set_attn_implementation(chosen)
 
 
 def _find_out(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Module, quiet: bool) -> Guard:
@@ -159,8 +186,7 @@ def check_noise(model: nn.Module, name: str) -> None:
 
     def is_noisy() -> bool:
         passes = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
+        for _ in range(2):  # not seeded, which would seed accelerators too, where a model may not be yet
             passes.append(module(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
         rounding = max(4 * torch.finfo(passes[0].dtype).eps, 1e-4)  # kernels that add in any order
         one, other = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)

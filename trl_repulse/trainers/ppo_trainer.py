@@ -35,7 +35,7 @@ from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
 from ._rewards import check_separate_rewards, load_reward_models
-from ._set_up import VALUE_MODEL
+from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -173,7 +173,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, value_model=value_model)
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
         check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
-        check_separate_rewards(reward_funcs, value_model, "`value_model`", trained=value_peft_config is None)
         if reward_funcs is not None:
             reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -186,6 +185,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         # Before TRL wraps or patches the policy; a new adapter is drawn from the seed, as TRL draws the policy's
         set_seed(args.seed)
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
+        check_separate_rewards(reward_funcs, value, "`value_model`", trained=True)  # it may be a copy of one
         if not isinstance(model, str) and value_model is not None:
             remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
             check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
@@ -213,7 +213,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self._check_reward_functions()
         self._prepare_scoring()
         self._guard_model(VALUE_MODEL, value)
-        check_value_model(value, self.model)
+        with as_trained(self, value):
+            check_value_model(value, self.model)
         if isinstance(value_model, str) and value_model != model:
             check_same_tokens(value_model, "`value_model`", self._tokenizer, args.trust_remote_code)
         if value_is_adapter and self.args.activation_checkpointing:
