@@ -59,20 +59,21 @@ class CollapseWatch:
         trainer = self._trainer
         mode = "train" if trainer.model.training else "eval"
         size, proposals = trainer._num_generations(mode), trainer._num_proposals(mode)
+        scored = ~trainer._to_prompts(batch["proposal_rewards"], proposals).isnan()  # (P, K)
+        known = scored.any(dim=1)  # (P,); other prompts may only fill up a batch
         distinct = distinct_share(trainer._to_prompts(batch["proposal_completion_ids"], proposals), mask)
-        distinct = trainer._everyones(distinct)
+        distinct = trainer._everyones(distinct[known])
         trainer._record({"proposal/distinct": mean}, distinct)
 
         log_potential = trainer._to_prompts(trainer._log_potential(batch["rewards"]), size)  # (P, N)
-        scored = ~log_potential.isnan()
-        bound = log_z_estimate(torch.where(scored, log_potential, -torch.inf), scored)
-        gap = bound - log_z_estimate(log_w, ~trainer._to_prompts(batch["proposal_rewards"], proposals).isnan())
+        bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
+        gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
         gap = trainer._everyones(torch.where(gap.isinf(), torch.nan, gap))
         trainer._record({"proposal/log_z_gap": mean}, gap)
 
         if "old_log_p" in batch:
             others = trainer._to_prompts(sequence_log_prob(batch["old_log_p"], batch["completion_mask"]), size)
-            trainer._log_mean("proposal/log_p_rank", rank_among(sequence_log_prob(log_p, mask), others))
+            trainer._log_mean("proposal/log_p_rank", rank_among(sequence_log_prob(log_p, mask), others)[known])
         if mode == "train" and gap.count:
             self._warn(gap.mean, distinct.mean * proposals)
 
