@@ -229,3 +229,43 @@ def log_z_estimate(log_w: torch.Tensor, scored: torch.Tensor | None = None) -> t
         return log_w.logsumexp(dim=-1) - math.log(log_w.shape[-1])
     require_shape("scored", scored, tuple(log_w.shape))
     return log_w.logsumexp(dim=-1) - scored.sum(dim=-1).clamp(min=1).log()
+
+
+def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """
+    How many of a prompt's completions are distinct, as a share of all of them.
+
+    Args:
+        ids (`torch.Tensor`):
+            Tokens of shape (P, N, T).
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+
+    Returns:
+        `torch.Tensor`:
+            Of shape (P,), a share from 1/N (all are the same) to 1.
+    """
+    require_shape("mask", mask, tuple(ids.shape))
+    rows = ids.masked_fill(mask == 0, -1)
+    same = (rows[:, :, None] == rows[:, None]).all(dim=-1)  # (P, N, N)
+    return 1.0 - same.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
+
+
+def rank_among(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """
+    Where a prompt's values stand among others of the same prompt.
+
+    Args:
+        values (`torch.Tensor`):
+            Of shape (P, N).
+        others (`torch.Tensor`):
+            Of shape (P, M).
+
+    Returns:
+        `torch.Tensor`:
+            Of shape (P,), the mean share of the others that lie below a value, ties counting half: 0.5 on average if both are
+            drawn alike, 0 if every value is below all others.
+    """
+    require_shape("others", others, (values.shape[0], -1))
+    below = (values[:, :, None] > others[:, None]).float() + 0.5 * (values[:, :, None] == others[:, None]).float()
+    return below.mean(dim=(1, 2))

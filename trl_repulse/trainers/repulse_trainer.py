@@ -23,6 +23,7 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._cards import write_proposal_card
+from ._collapse import CollapseWatch
 from ._hub import ProposalUploads
 from ._peft_bridge import BaseView
 from ._proposal import (
@@ -169,6 +170,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             serve_proposal(self)
         self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
+        self._watch = CollapseWatch(self)
         if self.args.proposal_update_order == "after":
             self.add_callback(UpdateProposalAfterPolicy(self))
 
@@ -317,6 +319,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         log_importance(self, PROPOSAL_FOLDER, log_w, self._to_prompts(~rewards.isnan(), size))
         weights = {"proposal_w": self._to_units(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
+            self._watch.look(batch, log_w, samples[0], samples[2])
             negative_log_w = log_w if self.args.reweighting_beta is None else log_weights(self.args.reweighting_beta)
             returns = [None, None]
             if self.args.negative_loss == "reinforce":
@@ -368,7 +371,8 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             if "coefficients" not in inputs:
                 inputs = inputs | self._credit(inputs, old_log_p)
             if "negative_coefficients" not in inputs:
-                inputs = inputs | self._weigh(inputs, sampled_log_p, sampled_log_q)
+                weighed = self._weigh(inputs | {"old_log_p": old_log_p}, sampled_log_p, sampled_log_q)
+                inputs = inputs | weighed
 
             # Proposal loss
             if learn:

@@ -1,0 +1,97 @@
+"""What is logged of a proposal that draws the wrong things, made to on purpose; and that a sound one gives no warning."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from trl_repulse.importance import distinct_share, rank_among
+from trl_repulse.trainers import _collapse
+
+from .conftest import BAD
+
+
+pytestmark = pytest.mark.trainer
+FROZEN = {"learning_rate": 0.0, "proposal_learning_rate": 0.0, "target_dist_beta": -5.0}
+EOS = 1
+
+
+def say(trainer, token):
+    """Makes the proposal say one token whatever it reads."""
+    head = torch.nn.Linear(trainer.proposal.module.config.hidden_size, 19)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.fill_(-100.0)[token] = 100.0
+    trainer.proposal.module.lm_head = head
+
+
+@pytest.fixture
+def warnings(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(_collapse.__name__), "propagate", True)
+    return lambda: [r.message for r in caplog.records if "does not draw the policy's bad outputs" in r.message]
+
+
+@pytest.mark.parametrize("steps", [1, 2])  # with 2 the policy's log-probabilities are those of sampling time
+def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, steps):
+    tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
+    trainer = make(**FROZEN, max_steps=25 * steps, num_iterations=steps)
+    say(trainer, EOS)
+    trainer.train()
+    log = [log for log in trainer.state.log_history if "proposal/log_z_gap" in log][-1]
+    assert log["proposal/ess"] == pytest.approx(4) and log["proposal/max_weight"] == pytest.approx(
+        0.25
+    )  # the blind spot
+    assert log["proposal/distinct"] == pytest.approx(0.25)
+    # By hand: each weight is p(end) · φ(0), and the policy's samples have their rewards
+    with torch.no_grad():
+        log_p_end = [
+            trainer.model(input_ids=torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0, -1].log_softmax(-1)[EOS]
+            for prompt in list(trainer._logs["prompt"])[-16::4]
+        ]
+    rewards = torch.tensor(list(trainer._logs["rewards"]["word_reward"])[-16:]).view(4, 4)
+    bound = (-5.0 * rewards).logsumexp(dim=1) - torch.tensor(4.0).log()
+    gap = (bound - torch.stack(log_p_end)).mean().item()
+    assert log["proposal/log_z_gap"] == pytest.approx(gap, abs=1e-4) and gap > 2
+    assert 0 <= log["proposal/log_p_rank"] <= 1
+    [message] = warnings()
+    assert "and in the last one 1.0 of a prompt's samples were distinct" in message
+
+
+def test_a_sound_proposal_gives_no_warning(make, warnings):
+    trainer = make(**FROZEN, max_steps=25)  # a copy of the policy
+    trainer.train()
+    logs = trainer.state.log_history[:25]
+    gap, rank = (sum(log[name] for log in logs) / 25 for name in ("proposal/log_z_gap", "proposal/log_p_rank"))
+    assert abs(gap) < 1.5 and rank == pytest.approx(0.5, abs=0.1)
+    assert not warnings()
+    trainer = make(**FROZEN, max_steps=25)
+    say(trainer, BAD)  # what it is for: the gap is far below 0
+    trainer.train()
+    assert trainer.state.log_history[24]["proposal/log_z_gap"] < 0
+    assert not warnings()
+
+
+def test_prompts_that_are_cut_apart(make):
+    """The same gap and share where a micro-batch holds no whole prompt, without the rank."""
+    logs = []
+    for settings in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}):
+        trainer = make(**FROZEN, max_steps=1, **settings)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    for name in ("proposal/log_z_gap", "proposal/distinct"):
+        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-4), name
+    assert "proposal/log_p_rank" in logs[0] and "proposal/log_p_rank" not in logs[1]
+
+
+def test_distinct_share():
+    ids = torch.tensor([[[1, 2], [1, 2], [1, 3], [4, 2]], [[1, 9], [1, 8], [1, 7], [1, 6]]])
+    mask = torch.tensor([[[1, 1]] * 4, [[1, 0]] * 4])
+    assert distinct_share(ids, mask).tolist() == [0.75, 0.25]  # padding does not tell completions apart
+    with pytest.raises(ValueError, match="`mask` has shape"):
+        distinct_share(ids, mask[:1])
+
+
+def test_rank_among():
+    values, others = torch.tensor([[0.0, 5.0], [-9.0, -9.0]]), torch.tensor([[-1.0, 1.0, 5.0], [1.0, 2.0, 3.0]])
+    assert rank_among(values, others).tolist() == pytest.approx([(1 / 3 + 2.5 / 3) / 2, 0.0])
