@@ -167,7 +167,7 @@ def gathered_by_layer(model: nn.Module) -> Iterator[None]:
         return
     import deepspeed
 
-    layers = list(_layers(model))
+    layers = list(dict.fromkeys(_layers(model)))  # one that stands twice is gathered once
     inside = {id(p) for layer in layers for p in layer.parameters()}
     outside = [p for p in model.parameters() if id(p) not in inside]
 
