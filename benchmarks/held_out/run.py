@@ -1,0 +1,182 @@
+"""
+Trains and evaluates many runs in a held-out world, several at a time, and keeps one file of results a run.
+
+    python -m benchmarks.held_out.run benchmarks/held_out/plans/baselines.yaml --world runs/held_out/shop \
+        --output_dir runs/held_out/shop-baselines --seeds 0 1 2
+
+A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
+completions, of the same number of prompts an update. Finished runs are not repeated.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import multiprocessing
+import shutil
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+
+PROMPTS_PER_UPDATE = 10
+COMPLETIONS_PER_PROMPT = 10  # policy's and proposal's together
+SAMPLES = 2500  # evaluated completions a prompt
+KL_SAMPLES = 200  # of these, scored by the reference as well
+COMMON = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_completion_length": 24,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 20,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 10,
+    "dataloader_pin_memory": False,
+}
+
+
+def trainer_of(name: str) -> tuple[type, type]:
+    """Trainer and configuration of a method."""
+    import trl
+
+    import trl_repulse
+
+    trainers = {
+        "repulse": (trl_repulse.RePULSeTrainer, trl_repulse.RePULSeConfig),
+        "reinforce": (trl_repulse.ReinforceTrainer, trl_repulse.ReinforceConfig),
+        "ppo": (trl_repulse.PPOTrainer, trl_repulse.PPOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    }
+    return trainers[name]
+
+
+def train(world: Any, method: dict[str, Any], seed: int, completions: int, folder: Path) -> tuple[Any, list[dict]]:
+    """One run of a method; its trainer, and what it logged."""
+    from datasets import Dataset
+
+    trainer_class, config_class = trainer_of(method["trainer"])
+    drawn_by = 2 if method.get("draws_twice") else 1  # from a proposal too
+    size = COMPLETIONS_PER_PROMPT // drawn_by
+    fields = COMMON | {
+        "output_dir": str(folder / "trainer"),
+        "seed": seed,
+        "num_generations": size,
+        "per_device_train_batch_size": PROMPTS_PER_UPDATE * size,
+        "max_steps": math.ceil(completions / (PROMPTS_PER_UPDATE * COMPLETIONS_PER_PROMPT)),
+    }
+    trainer = trainer_class(
+        model=world.policy_path,
+        reward_funcs=world.reward_model_path,
+        args=config_class(**(fields | method["config"])),
+        train_dataset=Dataset.from_dict({"prompt": world.prompts("train")}),
+        processing_class=world.tokenizer,
+    )
+    trainer.train()
+    return trainer, trainer.state.log_history
+
+
+def evaluate(world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPLES) -> dict[str, Any]:
+    """Figures of a model on the unseen prompts, prompt by prompt; see `table.py`."""
+    from .evaluate import CVAR_LEVELS, draw, log_probs, score
+
+    model.eval()
+    prompts, tokenizer = world.prompts("unseen"), world.tokenizer
+    completions = draw(model, tokenizer, prompts, samples, 10_000 + seed)
+    rewards = score(world.load_reward_model(), tokenizer, prompts, completions)
+    some = completions[:, :KL_SAMPLES]
+    log_ratio = log_probs(model, tokenizer, prompts, some) - log_probs(world.load_policy(), tokenizer, prompts, some)
+    bad = rewards < world.threshold
+    kinds: dict[str, int] = {}
+    for place, sample in zip(*np.nonzero(bad), strict=True):
+        text = tokenizer.decode(completions[place, sample], skip_special_tokens=True)
+        kind = world.grammar.construction_of(text)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    lengths = (completions != tokenizer.pad_token_id).sum(dim=-1)
+    return {
+        "samples": samples,
+        "bad": bad.sum(axis=1).tolist(),
+        "reward": rewards.mean(axis=1, dtype=np.float64).tolist(),
+        "kl": log_ratio.mean(axis=1).tolist(),
+        "cvar": {str(a): float(np.sort(rewards.ravel())[: math.floor(a * rewards.size)].mean()) for a in CVAR_LEVELS},
+        "kinds": dict(sorted(kinds.items())),
+        "length": float(lengths.float().mean()),
+        "distinct": float(np.mean([len(rows.unique(dim=0)) / len(rows) for rows in some])),
+    }
+
+
+def run(world_folder: Path, name: str, method: dict[str, Any], seed: int, completions: int, folder: Path) -> None:
+    """Trains and evaluates one run; `results.json` appears when it is done."""
+    from .evaluate import HeldOutWorld
+
+    running = folder.with_name(f"{folder.name}.running")
+    shutil.rmtree(running, ignore_errors=True)
+    running.mkdir(parents=True)
+    world = HeldOutWorld(world_folder)
+    start = time.perf_counter()
+    with open(running / "log.txt", "w", encoding="utf-8") as log:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            trainer, history = train(world, method, seed, completions, running)
+            trained = time.perf_counter()
+            results = {
+                "world": world.grammar.name,
+                "method": name,
+                "seed": seed,
+                "completions": completions,
+                "definition": method,
+                "policy": evaluate(world, trainer.model, seed),
+            }
+            proposal = getattr(trainer, "proposal", None)
+            if proposal is not None:
+                results["proposal"] = evaluate(world, proposal.module, seed, samples=200)
+    results |= {"seconds": [round(trained - start), round(time.perf_counter() - trained)], "history": history}
+    shutil.rmtree(running / "trainer", ignore_errors=True)
+    (running / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    running.rename(folder)
+
+
+def prepare_worker() -> None:
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--world", type=Path, required=True)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", nargs="+", help="some of the plan's methods; by default all")
+    parser.add_argument("--completions", type=int, default=16_000)
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
+    if unknown := set(options.methods or ()) - set(plan):
+        sys.exit(f"error: {options.plan} has no method {sorted(unknown)}; it has {', '.join(plan)}.")
+    jobs = []
+    for seed in options.seeds:
+        for name in options.methods or plan:
+            digest = hashlib.sha256(json.dumps(plan[name], sort_keys=True).encode()).hexdigest()[:8]
+            label = "".join(letter if letter.isalnum() else "-" for letter in name)
+            folder = options.output_dir / f"{options.completions}-{label}-{digest}-seed{seed}"
+            if not (folder / "results.json").exists():
+                jobs.append((options.world, name, plan[name], seed, options.completions, folder))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:
+        waiting = {pool.submit(run, *job): job[-1].name for job in jobs}
+        for done, future in enumerate(as_completed(waiting), 1):
+            error = future.exception()
+            said = f"failed: {error!r}" if error else "done"
+            print(f"{done} of {len(jobs)}: {waiting[future]} {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
