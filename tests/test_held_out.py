@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
 from benchmarks.held_out.grammar import split_tokens
 from benchmarks.held_out.worlds import WORLDS

@@ -45,12 +45,13 @@ class CollapseWatch:
         self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, log_p: torch.Tensor, mask: torch.Tensor
     ) -> None:
         """
-        Logs `distinct`, `log_z_gap` and, where the policy's log-probabilities are at hand, `log_p_rank`. A collective call.
+        Logs `distinct`, `log_z_gap` and `log_p_rank`. A collective call.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
                 Units with `rewards` of shape `(U, n)`, `proposal_rewards` of shape `(U, m)`, `proposal_completion_ids` of shape
-                `(U, m, T)` and, if it has been computed, `old_log_p` of shape `(U, n, T)` with its `completion_mask`.
+                `(U, m, T)`, and `old_log_p`, the policy's log-probabilities (nats) of its own samples, of shape `(U, n, T)` with
+                their `completion_mask`.
             log_w (`torch.Tensor` of shape `(P, K)`):
                 Log-weights of the proposal's samples, −inf for those without a reward.
             log_p, mask (`torch.Tensor` of shape `(P, K, T)`):
@@ -71,9 +72,8 @@ class CollapseWatch:
         gap = trainer._everyones(torch.where(gap.isinf(), torch.nan, gap))
         trainer._record({"proposal/log_z_gap": mean}, gap)
 
-        if "old_log_p" in batch:
-            others = trainer._to_prompts(sequence_log_prob(batch["old_log_p"], batch["completion_mask"]), size)
-            trainer._log_mean("proposal/log_p_rank", rank_among(sequence_log_prob(log_p, mask), others)[known])
+        others = trainer._to_prompts(sequence_log_prob(batch["old_log_p"], batch["completion_mask"]), size)
+        trainer._log_mean("proposal/log_p_rank", rank_among(sequence_log_prob(log_p, mask), others)[known])
         if mode == "train" and gap.count:
             self._warn(gap.mean, distinct.mean * proposals)
 

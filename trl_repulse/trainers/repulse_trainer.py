@@ -191,10 +191,11 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         batch |= self._draw_proposals(inputs, batch)
         off_policy = mode == "train" and not self._on_policy
         if off_policy or not self._whole(mode):
-            log_p = self._score(self.model, batch, ("proposal_completion",), gradient=False)[0]
+            names = ("proposal_completion",) if "old_log_p" in batch else ("proposal_completion", "completion")
+            log_p, own_log_p, *_ = self._score(self.model, batch, names, gradient=False)
             log_q = self._score(self.proposal.module, batch, ("proposal_completion",), gradient=False)[0]
             batch |= {"proposal_old_log_p": log_p, "proposal_old_log_q": log_q}  # (U, m, T)
-            batch |= self._weigh(batch, log_p, log_q)
+            batch |= self._weigh(batch | {"old_log_p": batch.get("old_log_p", own_log_p)}, log_p, log_q)
             if not self._whole(mode):
                 batch |= self._contrast(batch, log_p, log_q, log_q)
         return batch
