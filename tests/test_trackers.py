@@ -35,7 +35,7 @@ SAMPLES = {
 }
 POLICY = SAMPLES | {"reward_transformed", "return", "return_transformed", "kl", "entropy", "num_tokens"}
 WEIGHTS = {"ess", "ess_min", "max_weight", "log_z"}
-PROPOSAL = {f"proposal/{name}" for name in SAMPLES | WEIGHTS}
+PROPOSAL = {f"proposal/{name}" for name in SAMPLES | WEIGHTS | {"log_z_gap", "distinct", "log_p_rank"}}
 NEGATIVE = {f"negative/{name}" for name in WEIGHTS}
 CLIPPED = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 VALUE = {"approx_kl", *(f"value/{name}" for name in ("loss", "mean", "explained_variance", "clip_fraction"))}
