@@ -4,19 +4,21 @@ Samples of a model on the unseen prompts of a held-out world: rewards, P(bad), C
 Everything is drawn at temperature 1 from the whole vocabulary. Rewards are those of the texts, as a trainer computes them:
 without end, padding or unknown tokens.
 
-Axis letters: P prompts, S samples a prompt, T completion tokens.
+Axis letters: D distinct completions of a prompt, T completion tokens.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
+    DynamicCache,
 )
 
 from .worlds import WORLDS
@@ -56,68 +58,92 @@ class HeldOutWorld:
         return AutoModelForSequenceClassification.from_pretrained(self.reward_model_path).eval()
 
 
-@torch.no_grad()
-def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, rows: int = 256) -> torch.Tensor:
-    """
-    Completions, shape (P, S, T): tokens up to the first end token, padding behind it.
+@dataclass
+class Samples:
+    """Samples of one prompt: distinct completions (D, T), how often each was drawn (D,), their log-probabilities (D,)."""
 
-    Prompts are drawn for one after another, so that none is padded and all samples of a prompt share its length.
+    completions: torch.Tensor
+    counts: np.ndarray
+    log_probs: np.ndarray
+
+    def mean(self, values: np.ndarray) -> float:
+        """Mean over the samples of a value (D,) of each distinct completion."""
+        return float(np.average(values, weights=self.counts))
+
+
+@torch.no_grad()
+def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, temperature: float = 1.0) -> list[Samples]:
     """
-    config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=MAX_COMPLETION_LENGTH,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    drawn = torch.full((len(prompts), per_prompt, MAX_COMPLETION_LENGTH), tokenizer.pad_token_id)
-    for place, prompt in enumerate(prompts):
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        for start in range(0, per_prompt, rows):
-            count = min(rows, per_prompt - start)
-            batch = ids.expand(count, -1)
-            output = model.generate(input_ids=batch, attention_mask=torch.ones_like(batch), generation_config=config)
-            completions = output[:, ids.size(1) :]
-            drawn[place, start : start + count, : completions.size(1)] = completions
+    Independent samples of each prompt: tokens up to the first end token, padding behind it.
+
+    A prefix that several samples share is read once: a multinomial draw splits their number among its next tokens. The
+    numbers are distributed as those of samples drawn one by one, and a trained policy, whose samples repeat themselves,
+    is sampled some twenty times as fast.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for prompt in prompts:
+        cache = DynamicCache(config=model.config)
+        tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
+        counts, scores = np.array([per_prompt]), np.zeros(1)
+        prefixes, done = torch.empty((1, 0), dtype=torch.long), []
+        for step in range(1, MAX_COMPLETION_LENGTH + 1):
+            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+            log_probs = logits.double().log_softmax(dim=-1)
+            probs = (log_probs / temperature).softmax(dim=-1).numpy()
+            split = rng.multinomial(counts, probs)
+            rows, chosen = np.nonzero(split)
+            counts, scores = split[rows, chosen], scores[rows] + log_probs.numpy()[rows, chosen]
+            prefixes = torch.cat([prefixes[rows], torch.from_numpy(chosen)[:, None]], dim=1)
+            ended = chosen == tokenizer.eos_token_id if step < MAX_COMPLETION_LENGTH else np.full(len(chosen), True)
+            padding = (0, MAX_COMPLETION_LENGTH - step)
+            ends = torch.from_numpy(ended)
+            done.append(
+                (functional.pad(prefixes[ends], padding, value=tokenizer.pad_token_id), counts[ended], scores[ended])
+            )
+            counts, scores, prefixes = counts[~ended], scores[~ended], prefixes[~ends]
+            if not len(counts):
+                break
+            cache.batch_select_indices(torch.from_numpy(rows)[~ends])
+            tokens = prefixes[:, -1:]
+        drawn.append(
+            Samples(
+                *(
+                    np.concatenate(part) if isinstance(part[0], np.ndarray) else torch.cat(part)
+                    for part in zip(*done, strict=True)
+                )
+            )
+        )
     return drawn
 
 
 @torch.no_grad()
-def score(reward_model, tokenizer, prompts: list[str], completions: torch.Tensor, rows: int = 512) -> np.ndarray:
-    """Rewards of shape (P, S); equal completions of a prompt are scored once."""
+def score(reward_model, tokenizer, prompt: str, completions: torch.Tensor, rows: int = 512) -> np.ndarray:
+    """Rewards of a prompt's completions (D, T), shape (D,)."""
     special = torch.tensor([tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id])
-    rewards = np.empty(completions.shape[:2], dtype=np.float32)
-    for place, prompt in enumerate(prompts):
-        lead = tokenizer(prompt)["input_ids"]
-        distinct, inverse = completions[place].unique(dim=0, return_inverse=True)
-        texts = [[*lead, *row[~torch.isin(row, special)].tolist()] for row in distinct]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        found = torch.empty(len(texts))
-        for start in range(0, len(order), rows):
-            chosen = order[start : start + rows]
-            width = max(len(texts[i]) for i in chosen)
-            ids = torch.tensor([texts[i] + [tokenizer.pad_token_id] * (width - len(texts[i])) for i in chosen])
-            mask = (ids != tokenizer.pad_token_id).long()
-            found[chosen] = reward_model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
-        rewards[place] = found[inverse].numpy()
-    return rewards
+    lead = tokenizer(prompt)["input_ids"]
+    texts = [[*lead, *row[~torch.isin(row, special)].tolist()] for row in completions]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found = torch.empty(len(texts))
+    for start in range(0, len(order), rows):
+        chosen = order[start : start + rows]
+        width = max(len(texts[i]) for i in chosen)
+        ids = torch.tensor([texts[i] + [tokenizer.pad_token_id] * (width - len(texts[i])) for i in chosen])
+        mask = (ids != tokenizer.pad_token_id).long()
+        found[chosen] = reward_model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
+    return found.numpy()
 
 
 @torch.no_grad()
-def log_probs(model, tokenizer, prompts: list[str], completions: torch.Tensor, rows: int = 256) -> np.ndarray:
-    """Log-probabilities of whole completions, end token included, shape (P, S), nats."""
-    values = np.empty(completions.shape[:2], dtype=np.float64)
-    for place, prompt in enumerate(prompts):
-        lead = torch.tensor(tokenizer(prompt)["input_ids"])
-        for start in range(0, completions.shape[1], rows):
-            drawn = completions[place, start : start + rows]
-            ended = (drawn == tokenizer.eos_token_id).long()
-            counts = ended.cumsum(dim=1) - ended == 0  # up to the first end token
-            ids = torch.cat([lead.expand(len(drawn), -1), drawn], dim=1)
-            logits = model(input_ids=ids).logits[:, len(lead) - 1 : -1].float()
-            chosen = logits.log_softmax(dim=-1).gather(2, drawn.unsqueeze(2)).squeeze(2)
-            values[place, start : start + rows] = (chosen * counts).sum(dim=1).double().numpy()
-    return values
+def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: int = 512) -> np.ndarray:
+    """Log-probabilities of a prompt's completions (D, T), end token included, shape (D,), nats."""
+    lead = torch.tensor(tokenizer(prompt)["input_ids"])
+    values = []
+    for part in completions.split(rows):
+        ended = (part == tokenizer.eos_token_id).long()
+        counts = ended.cumsum(dim=1) - ended == 0  # up to the first end token
+        ids = torch.cat([lead.expand(len(part), -1), part], dim=1)
+        logits = model(input_ids=ids).logits[:, len(lead) - 1 : -1].double()
+        chosen = logits.log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
+        values.append((chosen * counts).sum(dim=1))
+    return torch.cat(values).numpy()

@@ -29,7 +29,7 @@ import yaml
 PROMPTS_PER_UPDATE = 10
 COMPLETIONS_PER_PROMPT = 10  # policy's and proposal's together
 SAMPLES = 2500  # evaluated completions a prompt
-KL_SAMPLES = 200  # of these, scored by the reference as well
+PROPOSAL_SAMPLES = 200
 COMMON = {
     "use_cpu": True,
     "bf16": False,
@@ -91,26 +91,28 @@ def evaluate(world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPL
 
     model.eval()
     prompts, tokenizer = world.prompts("unseen"), world.tokenizer
-    completions = draw(model, tokenizer, prompts, samples, 10_000 + seed)
-    rewards = score(world.load_reward_model(), tokenizer, prompts, completions)
-    some = completions[:, :KL_SAMPLES]
-    log_ratio = log_probs(model, tokenizer, prompts, some) - log_probs(world.load_policy(), tokenizer, prompts, some)
-    bad = rewards < world.threshold
+    reference, reward_model = world.load_policy(), world.load_reward_model()
+    drawn = draw(model, tokenizer, prompts, samples, 10_000 + seed)
+    figures: dict[str, list] = {name: [] for name in ("bad", "reward", "kl", "length", "distinct")}
     kinds: dict[str, int] = {}
-    for place, sample in zip(*np.nonzero(bad), strict=True):
-        text = tokenizer.decode(completions[place, sample], skip_special_tokens=True)
-        kind = world.grammar.construction_of(text)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    lengths = (completions != tokenizer.pad_token_id).sum(dim=-1)
-    return {
+    rewards = []
+    for prompt, found in zip(prompts, drawn, strict=True):
+        values = score(reward_model, tokenizer, prompt, found.completions)
+        rewards.append(np.repeat(values, found.counts))
+        bad = values < world.threshold
+        for completion, count in zip(found.completions[bad], found.counts[bad], strict=True):
+            kind = world.grammar.construction_of(tokenizer.decode(completion, skip_special_tokens=True))
+            kinds[kind] = kinds.get(kind, 0) + int(count)
+        figures["bad"].append(int(found.counts[bad].sum()))
+        figures["reward"].append(found.mean(values))
+        figures["kl"].append(found.mean(found.log_probs - log_probs(reference, tokenizer, prompt, found.completions)))
+        figures["length"].append(found.mean((found.completions != tokenizer.pad_token_id).sum(dim=-1).numpy()))
+        figures["distinct"].append(len(found.counts) / samples)
+    lowest = np.sort(np.concatenate(rewards))
+    return figures | {
         "samples": samples,
-        "bad": bad.sum(axis=1).tolist(),
-        "reward": rewards.mean(axis=1, dtype=np.float64).tolist(),
-        "kl": log_ratio.mean(axis=1).tolist(),
-        "cvar": {str(a): float(np.sort(rewards.ravel())[: math.floor(a * rewards.size)].mean()) for a in CVAR_LEVELS},
+        "cvar": {str(a): float(lowest[: math.floor(a * lowest.size)].mean()) for a in CVAR_LEVELS},
         "kinds": dict(sorted(kinds.items())),
-        "length": float(lengths.float().mean()),
-        "distinct": float(np.mean([len(rows.unique(dim=0)) / len(rows) for rows in some])),
     }
 
 
@@ -137,7 +139,7 @@ def run(world_folder: Path, name: str, method: dict[str, Any], seed: int, comple
             }
             proposal = getattr(trainer, "proposal", None)
             if proposal is not None:
-                results["proposal"] = evaluate(world, proposal.module, seed, samples=200)
+                results["proposal"] = evaluate(world, proposal.module, seed, PROPOSAL_SAMPLES)
     results |= {"seconds": [round(trained - start), round(time.perf_counter() - trained)], "history": history}
     shutil.rmtree(running / "trainer", ignore_errors=True)
     (running / "results.json").write_text(json.dumps(results), encoding="utf-8")
