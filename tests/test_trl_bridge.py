@@ -13,6 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
 from trl_repulse.trainers import _trl_bridge as bridge
+from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
 from .conftest import build_model
 
@@ -67,21 +68,21 @@ def test_scores_do_not_depend_on_padding(tokenizer, architecture):
             labels = input_ids.masked_fill(mask == 0, -100)
             wrong = model(input_ids=input_ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
             assert (wrong[:, -3:] - expected[:, -3:]).abs().max() > 1e-2
-        bridge.prepare_scoring(model)
+        prepare_scoring(model)
         for padding in (0, 3):
             for width in (1, 3):
-                log_p, _, _ = bridge.token_log_probs(model, Accelerator(cpu=True), *padded(padding), width)
+                log_p, _, _ = token_log_probs(model, Accelerator(cpu=True), *padded(padding), width)
                 torch.testing.assert_close(log_p, expected[:, -width:], atol=1e-5, rtol=0)
 
 
 def test_only_the_scored_tokens_reach_the_head(tokenizer, architecture):
     model = build_model(architecture, len(tokenizer)).eval()
     bridge.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    bridge.prepare_scoring(model)
+    prepare_scoring(model)
     rows = []
     model.base_model.register_forward_hook(lambda module, args, output: rows.append(output.last_hidden_state.shape[1]))
     ids, mask = torch.randint(3, len(tokenizer), (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    log_p, entropy, _ = bridge.token_log_probs(model, Accelerator(cpu=True), ids, mask, 3)
+    log_p, entropy, _ = token_log_probs(model, Accelerator(cpu=True), ids, mask, 3)
     assert log_p.shape == entropy.shape == (2, 3)
     assert model(input_ids=ids, attention_mask=mask).logits.shape[1] == 9  # an ordinary pass is left alone
     assert rows == [4, 9]
@@ -105,13 +106,18 @@ def test_copies_run_their_own_weights(tokenizer, architecture):
 def test_sampling_from_restores_after_an_error():
     metrics = {"train": defaultdict(list, reward=[1.0])}
     model = SimpleNamespace(training=True)
-    trainer = SimpleNamespace(model=model, model_wrapped="policy", _metrics=metrics, use_vllm=False)
-    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "engine", "proposal", 4):
-        assert trainer.model_wrapped == "engine"
+    config = SimpleNamespace(temperature=1.0)
+    trainer = SimpleNamespace(
+        model=model, model_wrapped="policy", _metrics=metrics, use_vllm=False, generation_config=config
+    )
+    with bridge.sampling_from(trainer, None, "proposal", 4):
+        assert trainer.model_wrapped == "policy" and config.temperature == 1.0
+    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "engine", "proposal", 4, temperature=1.7):
+        assert trainer.model_wrapped == "engine" and config.temperature == 1.7
         trainer._metrics["train"]["reward"].append(-5.0)
         trainer._metrics["train"]["num_tokens"] = [7]
         raise RuntimeError
-    assert trainer.model_wrapped == "policy"
+    assert trainer.model_wrapped == "policy" and config.temperature == 1.0
     assert dict(trainer._metrics["train"]) == {"reward": [1.0], "num_tokens": [7], "proposal/reward": [-5.0]}
 
 
@@ -136,3 +142,18 @@ def test_withheld_from_uploads(monkeypatch):
     assert transformers.trainer.hf_api is Api
     kept = filter_repo_objects(["config.json", "proposal/a/b.json"], ignore_patterns=["proposal/*"])
     assert list(kept) == ["config.json"]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_scores_at_another_temperature(tokenizer, architecture, temperature):
+    model = build_model(architecture, len(tokenizer)).eval()
+    bridge.add_fused_lm_head(model)
+    prepare_scoring(model)
+    ids = torch.randint(3, len(tokenizer), (2, 5))
+    input_ids = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids, torch.zeros(2, 1, dtype=torch.long)], dim=1)
+    mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 0]).expand(2, -1)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1] / temperature
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -3:]
+    log_p = tempered_log_probs(model, Accelerator(cpu=True), input_ids, mask, 4, temperature)
+    torch.testing.assert_close(log_p, torch.cat([expected, torch.zeros(2, 1)], dim=1), atol=1e-5, rtol=0)

@@ -137,6 +137,43 @@ def log_importance_weights(
     return torch.where(log_potential.isnan() | (log_potential == -torch.inf), -torch.inf, log_w)
 
 
+def log_mixture_weights(
+    log_p: torch.Tensor, log_q: torch.Tensor, log_potential: torch.Tensor, num_p: int, num_q: int
+) -> torch.Tensor:
+    """
+    Log-weights of samples of two samplers against both at once: log p + log φ − log m, m = (n·p + k·q) / (n + k).
+
+    This is the balance heuristic of multiple importance sampling ([Veach and Guibas,
+    1995](https://doi.org/10.1145/218380.218498)). A prompt's n samples of the policy p and k of another sampler q count as
+    n + k samples of their mixture m. No weight exceeds φ·(n + k)/n, however far q is from p, and the mean weight over all
+    n + k samples estimates Z = E_p[φ] without bias.
+
+    Args:
+        log_p (`torch.Tensor`):
+            Log-probabilities of all of a prompt's completions under the policy, of shape (P, n + k), in nats.
+        log_q (`torch.Tensor`):
+            The same under the other sampler, of shape (P, n + k), in nats.
+        log_potential (`torch.Tensor`):
+            log φ of each completion, of shape (P, n + k), in nats. NaN marks a sample without a reward.
+        num_p, num_q (`int`):
+            n and k, at least 1.
+
+    Returns:
+        `torch.Tensor`:
+            `log_w` of shape (P, n + k), in nats, detached; −inf where `log_potential` is NaN or −inf.
+
+    Raises:
+        `ValueError`: If the shapes do not fit together.
+    """
+    require_shape("log_p", log_p, (-1, num_p + num_q))
+    require_shape("log_q", log_q, tuple(log_p.shape))
+    require_shape("log_potential", log_potential, tuple(log_p.shape))
+    total = num_p + num_q
+    log_m = torch.logaddexp(log_p + math.log(num_p / total), log_q + math.log(num_q / total))
+    log_w = (log_p + log_potential - log_m).detach()
+    return torch.where(log_potential.isnan() | (log_potential == -torch.inf), -torch.inf, log_w)
+
+
 def _check_log_w(log_w: torch.Tensor) -> None:
     require_shape("log_w", log_w, (-1, -1))
     if bool((log_w.isnan() | (log_w == torch.inf)).any()):

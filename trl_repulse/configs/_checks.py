@@ -258,8 +258,9 @@ def _check_second_schedule(args: "RePULSeConfig | PPOConfig") -> None:
 def _check_proposal(args: "RePULSeConfig") -> None:
     check_uploads(args)
     _check_second_schedule(args)
-    remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
-    require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
+    remedy = "acts on the policy as its own proposal; set `use_policy_as_proposal=True`, or leave it at 1.0"
+    require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)
+    _check_number_of_proposals(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
     if args.proposal_updates_per_step > 1:
         # Within an update of the policy, a step would take the gradient that is still being accumulated
@@ -288,16 +289,25 @@ def _check_proposal(args: "RePULSeConfig") -> None:
             f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
             f"`num_generations={args.num_generations}`"
         )
-        same = args.num_proposal_generations in (None, args.num_generations)
-        require(args, same, "num_proposal_generations", whole)
         require(args, args.proposal_updates_per_step == 1, "proposal_updates_per_step", whole)
         require(args, args.proposal_update_order == "before", "proposal_update_order", whole)
         require(args, args.proposal_loss != "dpg", "proposal_loss", whole)
 
 
+def _check_number_of_proposals(args: "RePULSeConfig") -> None:
+    remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
+    require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
+    if args.per_device_train_batch_size % args.num_generations:
+        remedy = (
+            f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
+            f"`num_generations={args.num_generations}`"
+        )
+        same = args.num_proposal_generations in (None, args.num_generations)
+        require(args, same, "num_proposal_generations", remedy)
+
+
 def _check_no_proposal(args: "RePULSeConfig") -> None:
     unset = {
-        "num_proposal_generations": None,
         "proposal_updates_per_step": 1,
         "proposal_update_order": "before",
         "proposal_loss": "ctl",
@@ -310,3 +320,19 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
     for name, default in unset.items():
         remedy = f"contradicts `use_policy_as_proposal=True`, which builds no second model; leave it at {default!r}"
         require(args, getattr(args, name) == default, name, remedy)
+    if args.proposal_temperature == 1.0:
+        remedy = "needs samples of their own; set `proposal_temperature` above 1, or leave it unset"
+        require(args, args.num_proposal_generations is None, "num_proposal_generations", remedy)
+    else:
+        _check_hot_policy(args)
+
+
+def _check_hot_policy(args: "RePULSeConfig") -> None:
+    remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
+    require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
+    remedy = "is needed by `proposal_temperature` above 1; set the reward under which a completion counts as bad"
+    require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+    remedy = "does not go with `proposal_temperature` above 1; leave it at "
+    require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
+    require(args, not args.uniform_weights, "uniform_weights", f"{remedy}False")
+    _check_number_of_proposals(args)

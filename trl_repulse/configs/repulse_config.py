@@ -62,6 +62,10 @@ class RePULSeConfig(ReinforceConfig):
         use_policy_as_proposal (`bool`, *optional*, defaults to `False`):
             Whether the policy's own samples, weighted by the potential alone, serve the negative term: no second
             model, no second sampling.
+        proposal_temperature (`float`, *optional*, defaults to `1.0`):
+            With `use_policy_as_proposal=True`, above 1: the policy draws `num_proposal_generations` more completions a prompt
+            at this temperature, and these *hot* samples and its own serve the negative term together, weighed against
+            their mixture. Only samples with a reward under `bad_reward_threshold` are pushed down.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
@@ -133,6 +137,13 @@ class RePULSeConfig(ReinforceConfig):
     use_policy_as_proposal: bool = field(
         default=False, metadata={"help": "Whether the policy's own samples, reweighted, serve the negative term."}
     )
+    proposal_temperature: float = field(
+        default=1.0,
+        metadata={
+            "help": "With `use_policy_as_proposal`, above 1: the temperature of the policy's extra, hot samples, which serve "
+            "the negative term."
+        },
+    )
     proposal_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the proposal. If `None`, `learning_rate`."}
     )
@@ -178,3 +189,8 @@ class RePULSeConfig(ReinforceConfig):
     def has_proposal(self) -> bool:
         """Whether a second model is built: α above 0 and the policy not its own proposal."""
         return self.alpha > 0 and not self.use_policy_as_proposal
+
+    @property
+    def draws_hot(self) -> bool:
+        """Whether the policy is drawn at a higher temperature in the place of a proposal."""
+        return self.alpha > 0 and self.use_policy_as_proposal and self.proposal_temperature != 1.0

@@ -115,6 +115,7 @@ class VLLMGenerator:
         self._requests = itertools.count(1)
         self._current = next(iter(models))
         self._num_generations: int | None = None
+        self._temperature = 1.0
         self._folder = Path(tempfile.mkdtemp(prefix="trl-repulse-adapters-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         for name, model in models.items():
@@ -169,22 +170,24 @@ class VLLMGenerator:
             self._served[name].version += 1
 
     @contextlib.contextmanager
-    def using(self, name: str, num_generations: int | None = None) -> Iterator[None]:
+    def using(self, name: str, num_generations: int | None = None, temperature: float = 1.0) -> Iterator[None]:
         """
-        Context in which [`generate`] samples from another model.
+        Context in which [`generate`] samples from another model, or at another temperature.
 
         Args:
             name (`str`):
                 Name of the model.
             num_generations (`int`, *optional*):
                 Completions a prompt, where [`generate`] is told another number by a trainer that does not know better.
+            temperature (`float`, *optional*, defaults to `1.0`):
+                What the engine's own temperature is multiplied with.
         """
-        before = self._current, self._num_generations
-        self._current, self._num_generations = name, num_generations
+        before = self._current, self._num_generations, self._temperature
+        self._current, self._num_generations, self._temperature = name, num_generations, temperature
         try:
             yield
         finally:
-            self._current, self._num_generations = before
+            self._current, self._num_generations, self._temperature = before
 
     @property
     def version(self) -> int:
@@ -235,7 +238,11 @@ class VLLMGenerator:
         """
         self.sync_weights()
         engine = self._served[self._current].engine
-        result = engine.generate(prompts, images, self._num_generations or num_generations, profiler)
+        own, engine.temperature = engine.temperature, engine.temperature * self._temperature
+        try:
+            result = engine.generate(prompts, images, self._num_generations or num_generations, profiler)
+        finally:
+            engine.temperature = own
         if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
             self._resident[id(engine)] = None
         self.log_probs = _of_the_drawn(*result[1:4])

@@ -39,10 +39,10 @@ from ._resume import (
     save_position,
 )
 from ._rewards import all_with_checks
+from ._scoring import prepare_scoring
 from ._set_up import as_trained, guard_model
 from ._trl_bridge import (
     disable_dropout,
-    prepare_scoring,
     withheld_from_uploads,
     without_generation_habits,
     without_lasting_changes,

@@ -17,13 +17,13 @@ from .._vocabulary import check_same_tokens
 from ..configs import RePULSeConfig
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
 from ._deepspeed import gathered_by_layer, zero_stage
+from ._scoring import prepare_scoring
 from ._set_up import as_trained
 from ._trl_bridge import (
     add_fused_lm_head,
     copy_unpatched,
     create_model_from_path,
     disable_dropout,
-    prepare_scoring,
     validate_quantization_for_training,
 )
 from .second_adapter import POLICY_ADAPTER, Adapter, SecondAdapter, add_adapter
@@ -378,6 +378,34 @@ def proposal_coefficients(
         parameterization=args.proposal_parameterization,
         scored=scored,
     )
+
+
+def contrast(
+    trainer: "RePULSeTrainer",
+    batch: dict[str, torch.Tensor],
+    log_p: torch.Tensor,
+    log_q: torch.Tensor,
+    log_q_now: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """
+    [`proposal_coefficients`] of units of samples, which may be parts of a prompt's.
+
+    Args:
+        trainer ([`RePULSeTrainer`]):
+            Trainer of both models.
+        batch (`dict[str, torch.Tensor]`):
+            Units with `proposal_w`, `proposal_completion_mask` and `proposal_rewards`.
+        log_p, log_q, log_q_now (`torch.Tensor` of shape `(U, m, T)`):
+            Log-probabilities (nats) under the policy, and under the proposal as it was sampled and as it is; detached.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `proposal_coefficients` of shape `(U, m, T)`, or `(U, m)` for SIXO and DPG.
+    """
+    size = trainer._num_proposals("train" if trainer.model.training else "eval")
+    rewards, weights = batch["proposal_rewards"], batch["proposal_w"]
+    units = (log_q_now, log_q, log_p, weights, batch["proposal_completion_mask"], ~rewards.isnan())
+    coefficients = proposal_coefficients(trainer.args, *(trainer._to_prompts(x, size) for x in units))
+    return {"proposal_coefficients": trainer._to_units(coefficients, rewards)}
 
 
 def proposal_loss(

@@ -47,7 +47,13 @@ _LAYOUT = (
 _OBJECTIVE = (
     *("alpha", "alpha_start", "alpha_normalization", "target_dist_beta", "target_dist_beta_start", "potential"),
     *("target_class", "reward_cap", "negative_loss", "negative_baseline", "reweighting_beta", "uniform_weights"),
-    *("use_policy_as_proposal", "proposal_loss", "proposal_parameterization", "proposal_update_order"),
+    *(
+        "use_policy_as_proposal",
+        "proposal_temperature",
+        "proposal_loss",
+        "proposal_parameterization",
+        "proposal_update_order",
+    ),
     *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
     *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
     *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),

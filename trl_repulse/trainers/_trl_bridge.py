@@ -15,9 +15,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-import torch
 import transformers.trainer
-from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import validate_quantization_for_training
@@ -56,12 +54,10 @@ __all__ = [
     "no_reference_built",
     "is_async_callable",
     "pad",
-    "prepare_scoring",
     "require_pinned",
     "print_prompt_completions_sample",
     "sampling_from",
     "split_tensor_dict",
-    "token_log_probs",
     "unwrap_model_for_generation",
     "use_reference",
     "validate_quantization_for_training",
@@ -239,35 +235,48 @@ def no_reference_built(args: TrainingArguments) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sampling_from(trainer: RLOOTrainer, engine: nn.Module, name: str, num_generations: int) -> Iterator[None]:
+def sampling_from(
+    trainer: RLOOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
+) -> Iterator[None]:
     """Lets TRL's generation and reward hooks work on another model, with its name before their metrics.
 
-    TRL (1.16) generates from `trainer.model_wrapped` and logs to `trainer._metrics[mode]`. Both are swapped inside the
-    context and restored whatever happens; an adapter of the trainer's own model is made the active one instead, and a
-    vLLM engine is told the name. Way out: a `model` argument on TRL's generation hook.
+    TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
+    `trainer._metrics[mode]`. All are swapped inside the context and restored whatever happens; an adapter of the trainer's
+    own model is made the active one instead, and a vLLM engine is told name and temperature. Way out: arguments `model` and
+    `temperature` on TRL's generation hook.
 
     Args:
         trainer ([`~trl.RLOOTrainer`]):
             Trainer whose hooks are called inside the context.
-        engine (`torch.nn.Module` or [`AdapterView`]):
-            Model to sample from, wrapped as it was prepared.
+        engine (`torch.nn.Module` or [`AdapterView`], *optional*):
+            Model to sample from, wrapped as it was prepared. If `None`, the policy.
         name (`str`):
             Name of the model, e.g. `"proposal"`; metrics logged inside are called `"proposal/..."`.
         num_generations (`int`):
             Completions a prompt that are drawn inside.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            What the trainer's own temperature is multiplied with.
     """
     mode = "train" if trainer.model.training else "eval"
     policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
+    config = None if trainer.use_vllm else trainer.generation_config
+    own_temperature = None if config is None else config.temperature
     is_adapter = isinstance(engine, AdapterView)
-    trainer.model_wrapped, trainer._metrics[mode] = policy if is_adapter else engine, defaultdict(list)
+    other = engine is not None and not is_adapter
+    trainer.model_wrapped, trainer._metrics[mode] = engine if other else policy, defaultdict(list)
     try:
         with contextlib.ExitStack() as stack:
             if is_adapter:
                 stack.enter_context(engine.active())
-            if trainer.use_vllm:
-                stack.enter_context(trainer.vllm_generation.using(name, num_generations))
+            if config is None:
+                served = "policy" if engine is None else name
+                stack.enter_context(trainer.vllm_generation.using(served, num_generations, temperature))
+            else:
+                config.temperature = own_temperature * temperature
             yield
     finally:
+        if config is not None:
+            config.temperature = own_temperature
         inner = trainer._metrics[mode]
         trainer.model_wrapped, trainer._metrics[mode] = policy, metrics
         # A running total over both models, not a mean: it keeps its own name.
@@ -325,81 +334,6 @@ def without_kl_in_loss(trainer: GRPOTrainer) -> Iterator[None]:
         yield
     finally:
         trainer.beta = beta
-
-
-def prepare_scoring(model: PreTrainedModel) -> None:
-    """Readies a model that has TRL's fused head for [`token_log_probs`].
-
-    Two things are put right on scoring passes (`fused_lm_head=True`), and on no others:
-
-    - Positions count from the first token that is not padding, as in generation. TRL (1.16) scores left-padded rows
-      without `position_ids`; models with absolute positions (GPT-2) then give log-probabilities that depend on the
-      padding and are not those the completions were drawn with, which importance weights do not forgive.
-    - Labels may be shorter than the input: only the last hidden states, which predict them, go through the LM head.
-      Without Triton, TRL's head projects every position of the prompt onto the vocabulary.
-
-    Way out: TRL passing `position_ids`, and its fused head skipping ignored positions on every device.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model, not wrapped by PEFT, with `add_fused_lm_head` called on it. Hooks are registered on
-            it and on its backbone.
-    """
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    kept: dict[str, int | None] = {"last": None}
-
-    def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        kept["last"] = None
-        if kwargs.get("fused_lm_head"):
-            mask, labels = kwargs["attention_mask"], kwargs["labels"]
-            if takes_positions and kwargs.get("position_ids") is None:
-                kwargs = kwargs | {"position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
-            if labels.size(1) < mask.size(1):
-                kept["last"] = labels.size(1)
-        return args, kwargs
-
-    def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
-        if kept["last"] is not None:
-            output.last_hidden_state = output.last_hidden_state[:, -kept["last"] :]
-        return output
-
-    model.register_forward_pre_hook(before_model, with_kwargs=True)
-    if model.base_model is not model:
-        model.base_model.register_forward_hook(after_backbone)
-
-
-def token_log_probs(
-    model: nn.Module,
-    accelerator: Accelerator,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    width: int,
-    compute_aux_loss: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Log-probabilities of the last tokens of each row, in one pass.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model that [`prepare_scoring`] readied, wrapped or not.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gives the autocast context.
-        input_ids, attention_mask (`torch.Tensor` of shape `(B, L + T)`):
-            Left-padded prompts followed by right-padded completions.
-        width (`int`):
-            T, number of tokens to score.
-        compute_aux_loss (`bool`, *optional*, defaults to `False`):
-            Whether to ask a mixture-of-experts model for its load-balancing loss.
-
-    Returns:
-        Log-probabilities (nats) and entropies (nats; `None` if the head does not compute them), each of shape
-        `(B, T)` and 0 where masked, and the auxiliary loss or `None`.
-    """
-    labels = input_ids.masked_fill(attention_mask == 0, -100)[:, -width - 1 :].clone()
-    labels[:, 0] = -100  # the prompt's last token
-    extra = {"output_router_logits": True} if compute_aux_loss else {}
-    with accelerator.autocast():
-        outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **extra)
-    return outputs.log_probs, outputs.entropy, outputs.aux_loss
 
 
 def disable_dropout(model: nn.Module) -> None:

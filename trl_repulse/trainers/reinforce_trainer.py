@@ -35,12 +35,12 @@ from ._metrics import Moments, mean
 from ._naming import check_loadable
 from ._records import record_advantages, record_samples
 from ._rewards import check_separate_rewards, load_reward_models
+from ._scoring import tempered_log_probs, token_log_probs
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
     pad,
     require_pinned,
-    token_log_probs,
     use_reference,
 )
 
@@ -315,6 +315,7 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         batch: dict[str, torch.Tensor],
         names: tuple[str, ...] = ("completion",),
         gradient: bool = True,
+        temperature: float | None = None,
     ) -> tuple[list[torch.Tensor] | torch.Tensor, ...]:
         """
         Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
@@ -329,6 +330,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
                 Sets of completions to score.
             gradient (`bool`):
                 Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size.
+            temperature (`float`, *optional*):
+                Another temperature than that of training, for a pass without gradient.
 
         Returns:
             A `(U, n, T)` tensor of log-probabilities (nats) for each name, then the entropies (nats) of the first
@@ -347,6 +350,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(n, 0), mask.flatten(0, 1)], dim=1)
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            if temperature is not None:
+                return (tempered_log_probs(model, self.accelerator, ids, mask, width, temperature),)
             return token_log_probs(model, self.accelerator, ids, mask, width, gradient and self.aux_loss_enabled)
 
         if gradient:

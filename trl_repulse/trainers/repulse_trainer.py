@@ -24,6 +24,7 @@ from ..rewards.transforms import (
 )
 from ._cards import write_proposal_card
 from ._collapse import CollapseWatch
+from ._hot_policy import HotPolicy
 from ._hub import ProposalUploads
 from ._peft_bridge import BaseView
 from ._proposal import (
@@ -31,8 +32,8 @@ from ._proposal import (
     UpdateProposalAfterPolicy,
     adapter_config,
     build_proposal,
+    contrast,
     lends_reference,
-    proposal_coefficients,
     proposal_loss,
     serve_proposal,
     starting_point,
@@ -160,6 +161,8 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             )
 
         self.proposal: SecondModel | None = None
+        self._hot = HotPolicy(self) if self.args.draws_hot else None
+        self._proposal_logs = new_logs(self.args.generation_batch_size)
         if not self.args.has_proposal:
             return
         self.proposal = build_proposal(proposal_model, self, peft_config, proposal_peft_config, quantization_config)
@@ -168,7 +171,6 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
         if self.use_vllm:
             serve_proposal(self)
-        self._proposal_logs = new_logs(self.args.generation_batch_size)
         self._pending: list[dict[str, torch.Tensor]] = []
         self._watch = CollapseWatch(self)
         if self.args.proposal_update_order == "after":
@@ -181,7 +183,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super()._generate_and_score_completions(inputs)
-        if self.proposal is None:
+        if not self._draws_twice:
             return batch
         mode = "train" if self.model.training else "eval"
         if mode == "train":
@@ -193,12 +195,21 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         if off_policy or not self._whole(mode):
             names = ("proposal_completion",) if "old_log_p" in batch else ("proposal_completion", "completion")
             log_p, own_log_p, *_ = self._score(self.model, batch, names, gradient=False)
+            own_log_p = batch.get("old_log_p", own_log_p)
+            batch |= {"proposal_old_log_p": log_p}  # (U, m, T)
+            if self._hot is not None:
+                return batch | self._hot.weigh(batch, own_log_p, log_p)
             log_q = self._score(self.proposal.module, batch, ("proposal_completion",), gradient=False)[0]
-            batch |= {"proposal_old_log_p": log_p, "proposal_old_log_q": log_q}  # (U, m, T)
-            batch |= self._weigh(batch | {"old_log_p": batch.get("old_log_p", own_log_p)}, log_p, log_q)
+            batch |= {"proposal_old_log_q": log_q}  # (U, m, T)
+            batch |= self._weigh(batch | {"old_log_p": own_log_p}, log_p, log_q)
             if not self._whole(mode):
-                batch |= self._contrast(batch, log_p, log_q, log_q)
+                batch |= contrast(self, batch, log_p, log_q, log_q)
         return batch
+
+    @property
+    def _draws_twice(self) -> bool:
+        """Whether a second set of completions is drawn, from a proposal or from the policy drawn hotter."""
+        return self.proposal is not None or self._hot is not None
 
     def _draw_proposals(self, inputs: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Proposal samples for the prompts of a generation batch, in the units of its policy samples."""
@@ -207,7 +218,8 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         rows = inputs
         if m > 1 and m != self._num_generations(mode):
             rows = [row for row in inputs[:: self._num_generations(mode)] for _ in range(m)]
-        with sampling_from(self, self.proposal.engine, PROPOSAL_FOLDER, self._num_proposals(mode)):
+        engine, temperature = (self.proposal.engine, 1.0) if self._hot is None else (None, self._hot.temperature)
+        with sampling_from(self, engine, PROPOSAL_FOLDER, self._num_proposals(mode), temperature):
             samples = self._draw(rows)
         record_samples(self, samples, self._proposal_logs, "proposal")
         width = samples.completion_ids.size(1)  # T
@@ -220,6 +232,8 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         }
         if samples.engine_log_p is not None:
             drawn["proposal_completion_engine_log_p"] = samples.engine_log_p.view(-1, m, width)  # (U, m, T)
+        if self._hot is not None:
+            drawn |= self._hot.score(batch | drawn)
         if self.args.negative_loss == "reinforce" and self.beta != 0.0:
             drawn["proposal_ref_log_prob"] = self._reference_log_prob(drawn, "proposal_completion")
         return drawn
@@ -254,7 +268,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
 
     def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
         credit = super()._credit(batch, log_p)
-        if self.args.use_policy_as_proposal and self.args.alpha > 0:
+        if self.args.use_policy_as_proposal and self.args.alpha > 0 and self._hot is None:
             mode = "train" if self.model.training else "eval"
             rewards, size = batch["rewards"], self._num_generations(mode)
             log_w = self._to_prompts(self._log_potential(rewards, self.args.reweighting_beta), size)  # (P, N)
@@ -334,25 +348,13 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             weights["negative_coefficients"] = self._to_units(negative, rewards)
         return weights
 
-    def _contrast(self, batch, log_p, log_q, log_q_now) -> dict[str, torch.Tensor]:
-        """What the proposal's loss needs of whole prompts, in units, from detached log-probabilities."""
-        mode = "train" if self.model.training else "eval"
-        size = self._num_proposals(mode)
-        whole = [
-            self._to_prompts(x, size)
-            for x in (
-                *(log_q_now, log_q, log_p, batch["proposal_w"], batch["proposal_completion_mask"]),
-                ~batch["proposal_rewards"].isnan(),
-            )
-        ]
-        coefficients = proposal_coefficients(self.args, *whole)
-        return {"proposal_coefficients": self._to_units(coefficients, batch["proposal_rewards"])}
-
     # Losses
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        if self.proposal is None:
+        if not self._draws_twice:
             return super()._compute_loss(model, inputs)
+        if self._hot is not None:
+            return self._hot.loss(model, inputs)
         learn = self.model.training and self.args.proposal_update_order == "before"
         name = "proposal_completion"
 
@@ -378,7 +380,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             # Proposal loss
             if learn:
                 if "proposal_coefficients" not in inputs:
-                    inputs = inputs | self._contrast(inputs, sampled_log_p, sampled_log_q, log_q_now.detach())
+                    inputs = inputs | contrast(self, inputs, sampled_log_p, sampled_log_q, log_q_now.detach())
                 self._learn(inputs, log_q_now, sampled_log_p, self.current_gradient_accumulation_steps)
         if self.model.training and not learn:
             self._pending.append({key: inputs[key] for key in _DRAWN if key in inputs})
@@ -420,7 +422,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
                 log_q_now = self._score(self.proposal.engine, chunk, (name,))[0]
                 log_q = chunk.get("proposal_old_log_q", log_q_now.detach())
                 batch = chunk | self._weigh(chunk, log_p, log_q)
-                batch |= self._contrast(batch, log_p, log_q, log_q_now.detach())
+                batch |= contrast(self, batch, log_p, log_q, log_q_now.detach())
                 self._learn(batch, log_q_now, log_p, len(chunks))
         self._step_proposal(advance_schedule)
 
@@ -452,7 +454,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        if self.proposal is not None:
+        if self._draws_twice:
             show_completions(self, self._proposal_logs, "proposal_completions")
 
     # Saving, loading, pushing

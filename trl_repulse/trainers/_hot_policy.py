@@ -1,0 +1,114 @@
+"""The policy drawn hotter, in the place of a proposal.
+
+Axis letters: U units of n policy samples and m hot ones, P prompts, N policy samples and K hot ones of a prompt, T
+completion tokens.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
+from ._records import log_importance
+
+
+if TYPE_CHECKING:
+    from .repulse_trainer import RePULSeTrainer
+
+OWN, HOT = "completion", "proposal_completion"
+
+
+class HotPolicy:
+    """
+    Finds the policy's bad outputs by drawing from the policy itself at a higher temperature, and weighs them.
+
+    A hot sample's probability is known exactly, at both temperatures: a prompt's N samples and its K hot ones are weighed
+    together against their mixture ([`~trl_repulse.importance.log_mixture_weights`]). Only what is bad has a weight, so that a
+    prompt for which nothing bad was drawn is not pushed at all.
+
+    Args:
+        trainer ([`RePULSeTrainer`]):
+            Trainer of the policy.
+    """
+
+    def __init__(self, trainer: "RePULSeTrainer"):
+        self._trainer = trainer
+        self.temperature = trainer.args.proposal_temperature
+
+    def score(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        How probable samples are at the higher temperature, under the policy as it is now. A pass without gradient.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units of policy samples and hot ones.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `hot_log_p` of shape `(U, n)` and `proposal_hot_log_p` of shape `(U, m, T)`, nats.
+        """
+        trainer = self._trainer
+        scored = trainer._score(trainer.model, batch, (OWN, HOT), gradient=False, temperature=self.temperature)
+        own, hot = scored[:2]
+        return {"hot_log_p": sequence_log_prob(own, batch[f"{OWN}_mask"]), "proposal_hot_log_p": hot}
+
+    def weigh(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """
+        What the policy makes of the bad ones among its samples and the hot ones.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with their rewards and what [`score`] gave.
+            log_p (`torch.Tensor` of shape `(U, n, T)`), log_p_hot (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) of samples and hot samples under the sampling-time policy, detached.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape
+            `(U, m)`, for the policy loss.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        mode = "train" if trainer.model.training else "eval"
+        sizes = trainer._num_generations(mode), trainer._num_proposals(mode)
+
+        def whole(own: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
+            return torch.cat([trainer._to_prompts(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
+
+        rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
+        at_1 = [sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in ((log_p, OWN), (log_p_hot, HOT))]
+        hot = batch["hot_log_p"], sequence_log_prob(batch["proposal_hot_log_p"], batch[f"{HOT}_mask"])
+        log_potential = trainer._log_potential(rewards, args.reweighting_beta)
+        log_potential = log_potential.masked_fill(rewards >= args.bad_reward_threshold, -torch.inf)
+        log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
+
+        scored = ~rewards.isnan()
+        found = (log_w > -torch.inf).any(dim=1)
+        log_importance(trainer, "negative", log_w[found], scored[found])
+        p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
+        trainer._log_mean("negative/p_bad", p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)])
+        alpha = trainer._scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
+        # The policy loss divides by the number of each kind
+        own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
+        return {
+            "own_negative_coefficients": trainer._to_units(own, batch["rewards"]),
+            "negative_coefficients": trainer._to_units(hot, batch["proposal_rewards"]),
+        }
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The policy's loss on a micro-batch: one pass over samples and hot samples, which are pushed down where bad."""
+        trainer = self._trainer
+        log_p, log_p_hot, entropy, aux_loss = trainer._score(model, inputs, (OWN, HOT))
+        old_log_p = inputs.get("old_log_p", log_p.detach())
+        trainer._log_engine(inputs, OWN, old_log_p)
+        trainer._log_engine(inputs, HOT, inputs["proposal_hot_log_p"], "proposal/")
+        if "coefficients" not in inputs:
+            inputs = inputs | trainer._credit(inputs, old_log_p)
+        if "negative_coefficients" not in inputs:
+            inputs = inputs | self.weigh(inputs, old_log_p, log_p_hot.detach())
+        own = inputs["coefficients"] + inputs["own_negative_coefficients"]
+        loss = trainer._policy_loss(log_p, inputs[f"{OWN}_mask"], own, inputs.get("old_log_p"))
+        loss = loss + trainer._policy_loss(
+            *(log_p_hot, inputs[f"{HOT}_mask"], inputs["negative_coefficients"]),
+            None if trainer._on_policy else inputs.get("proposal_old_log_p"),
+        )
+        return trainer._finish_policy_loss(loss, entropy, aux_loss, inputs)
