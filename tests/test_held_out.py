@@ -1,9 +1,15 @@
-"""The grammars of the held-out worlds: what `benchmarks/held_out` promises of prompts, replies and constructions."""
+"""What `benchmarks/held_out` promises: prompts, replies and constructions of its worlds, and samples of its evaluation."""
 
+import itertools
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import DynamicCache, GPT2Config
 
+from benchmarks.held_out import evaluate
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
 from benchmarks.held_out.grammar import split_tokens
 from benchmarks.held_out.worlds import WORLDS
@@ -59,3 +65,51 @@ def test_harmless_insults(world):
     replies = [world.draw_reply(rng.choice(prompts), rng, 0.0) for _ in range(2000)]
     words = [reply for reply in replies if world.insults & set(reply.text.strip(" .").replace(",", "").split())]
     assert 0.01 < len(words) / 2000 < 0.2 and all(reply.score > -4.5 for reply in words)
+
+
+class Chain(torch.nn.Module):
+    """A language model of four tokens, the second of which ends; each token's distribution depends on the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = GPT2Config(vocab_size=4, n_embd=4, n_layer=1, n_head=1)
+        self.table = torch.tensor([[0.0, 1, 2, -3], [0, 0, 0, 0], [1, 0, 1, -2], [2, 2, 0, 0]])
+
+    def forward(self, input_ids, past_key_values=None, use_cache=None):
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def test_samples_as_counts(monkeypatch):
+    """Counts over distinct completions are distributed as samples drawn one by one, and together with hot ones they give P."""
+    monkeypatch.setattr(evaluate, "MAX_COMPLETION_LENGTH", 3)
+    monkeypatch.setattr(DynamicCache, "batch_select_indices", lambda self, rows: None)
+
+    class Tokenizer:
+        eos_token_id, pad_token_id = 1, 0
+
+        def __call__(self, text):
+            return {"input_ids": [2]}
+
+    model = Chain()
+    log_p = model.table.log_softmax(-1)
+    exact = {}
+    for tokens in itertools.product(range(4), repeat=3):
+        end = tokens.index(1) + 1 if 1 in tokens else 3
+        key = tokens[:end] + (0,) * (3 - end)
+        exact[key] = sum(log_p[a, b].item() for a, b in zip((2, *tokens), tokens[:end], strict=False))
+    own, hot = (
+        evaluate.draw(model, Tokenizer(), ["x"], 20_000, seed, hot)[0] for seed, hot in ((1, False), (2, True))
+    )
+    assert own.counts.sum() == hot.counts.sum() == 20_000
+    keys = [tuple(row.tolist()) for row in own.completions]
+    assert len(set(keys)) == len(keys)
+    for key, count, value in zip(keys, own.counts, own.log_probs, strict=True):
+        assert value == pytest.approx(exact[key], abs=1e-5)
+        p = math.exp(exact[key])
+        assert abs(count - 20_000 * p) < 5 * math.sqrt(20_000 * p) + 1
+    rare = [key for key, value in exact.items() if value < -7]
+    expected, found = sum(math.exp(exact[key]) for key in rare), 0.0
+    for samples in (own, hot):
+        weights = evaluate.mixture_weights(samples, 20_000, 20_000)
+        found += sum(w for row, w in zip(samples.completions, weights, strict=True) if tuple(row.tolist()) in rare)
+    assert 1e-4 < expected < 2e-2 and found == pytest.approx(expected, rel=0.1)

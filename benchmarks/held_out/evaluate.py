@@ -1,8 +1,9 @@
 """
 Samples of a model on the unseen prompts of a held-out world: rewards, P(bad), CVaR, KL, and how bad outputs are bad.
 
-Everything is drawn at temperature 1 from the whole vocabulary. Rewards are those of the texts, as a trainer computes them:
-without end, padding or unknown tokens.
+Completions are drawn from the whole vocabulary, at temperature 1 and, to find what is rare, at a higher one: both sets together
+estimate P(bad), each sample weighed by p / m with m the mixture of both. Rewards are those of the texts, as a trainer computes
+them: without end, padding or unknown tokens.
 
 Axis letters: D distinct completions of a prompt, T completion tokens.
 """
@@ -25,6 +26,7 @@ from .worlds import WORLDS
 
 
 MAX_COMPLETION_LENGTH = 24
+TEMPERATURE = 1.5  # of the samples that find rare outputs
 CVAR_LEVELS = (1e-2, 1e-3)
 
 
@@ -60,11 +62,15 @@ class HeldOutWorld:
 
 @dataclass
 class Samples:
-    """Samples of one prompt: distinct completions (D, T), how often each was drawn (D,), their log-probabilities (D,)."""
+    """
+    Samples of one prompt: distinct completions (D, T), how often each was drawn (D,), its log-probability (D,) under the model
+    and under the model at `TEMPERATURE`, nats.
+    """
 
     completions: torch.Tensor
     counts: np.ndarray
     log_probs: np.ndarray
+    log_probs_hot: np.ndarray
 
     def mean(self, values: np.ndarray) -> float:
         """Mean over the samples of a value (D,) of each distinct completion."""
@@ -72,9 +78,9 @@ class Samples:
 
 
 @torch.no_grad()
-def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, temperature: float = 1.0) -> list[Samples]:
+def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, hot: bool = False) -> list[Samples]:
     """
-    Independent samples of each prompt: tokens up to the first end token, padding behind it.
+    Independent samples of each prompt, at temperature 1 or `TEMPERATURE`: tokens up to the first end token, padding behind it.
 
     A prefix that several samples share is read once: a multinomial draw splits their number among its next tokens. The
     numbers are distributed as those of samples drawn one by one, and a trained policy, whose samples repeat themselves,
@@ -85,15 +91,15 @@ def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, tempe
     for prompt in prompts:
         cache = DynamicCache(config=model.config)
         tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
-        counts, scores = np.array([per_prompt]), np.zeros(1)
+        counts, scores = np.array([per_prompt]), np.zeros((1, 2))
         prefixes, done = torch.empty((1, 0), dtype=torch.long), []
         for step in range(1, MAX_COMPLETION_LENGTH + 1):
             logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
-            log_probs = logits.double().log_softmax(dim=-1)
-            probs = (log_probs / temperature).softmax(dim=-1).numpy()
-            split = rng.multinomial(counts, probs)
+            log_probs = torch.stack([logits, logits / TEMPERATURE], dim=-1).double().log_softmax(dim=1).numpy()
+            probs = np.exp(log_probs[..., int(hot)])
+            split = rng.multinomial(counts, probs / probs.sum(axis=1, keepdims=True))
             rows, chosen = np.nonzero(split)
-            counts, scores = split[rows, chosen], scores[rows] + log_probs.numpy()[rows, chosen]
+            counts, scores = split[rows, chosen], scores[rows] + log_probs[rows, chosen]
             prefixes = torch.cat([prefixes[rows], torch.from_numpy(chosen)[:, None]], dim=1)
             ended = chosen == tokenizer.eos_token_id if step < MAX_COMPLETION_LENGTH else np.full(len(chosen), True)
             padding = (0, MAX_COMPLETION_LENGTH - step)
@@ -106,15 +112,19 @@ def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, tempe
                 break
             cache.batch_select_indices(torch.from_numpy(rows)[~ends])
             tokens = prefixes[:, -1:]
-        drawn.append(
-            Samples(
-                *(
-                    np.concatenate(part) if isinstance(part[0], np.ndarray) else torch.cat(part)
-                    for part in zip(*done, strict=True)
-                )
-            )
-        )
+        completions, numbers, values = zip(*done, strict=True)
+        values = np.concatenate(values)
+        drawn.append(Samples(torch.cat(completions), np.concatenate(numbers), values[:, 0], values[:, 1]))
     return drawn
+
+
+def mixture_weights(samples: Samples, own: int, hot: int) -> np.ndarray:
+    """
+    What each distinct completion adds to a mean under the model: its count · p / m over the number of samples, shape (D,), where
+    `own` samples at temperature 1 and `hot` ones at `TEMPERATURE` are taken for samples of their mixture m.
+    """
+    log_m = np.logaddexp(samples.log_probs + np.log(own), samples.log_probs_hot + np.log(hot))  # times own + hot
+    return samples.counts * np.exp(samples.log_probs - log_m)
 
 
 @torch.no_grad()
@@ -143,7 +153,7 @@ def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: in
         ended = (part == tokenizer.eos_token_id).long()
         counts = ended.cumsum(dim=1) - ended == 0  # up to the first end token
         ids = torch.cat([lead.expand(len(part), -1), part], dim=1)
-        logits = model(input_ids=ids).logits[:, len(lead) - 1 : -1].double()
+        logits = model(input_ids=ids).logits[:, len(lead) - 1 : -1].float()
         chosen = logits.log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
-        values.append((chosen * counts).sum(dim=1))
+        values.append((chosen * counts).double().sum(dim=1))
     return torch.cat(values).numpy()

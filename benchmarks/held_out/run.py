@@ -29,6 +29,7 @@ import yaml
 PROMPTS_PER_UPDATE = 10
 COMPLETIONS_PER_PROMPT = 10  # policy's and proposal's together
 SAMPLES = 2500  # evaluated completions a prompt
+HOT_SAMPLES = 500  # more of them at a higher temperature, for P(bad) alone
 PROPOSAL_SAMPLES = 200
 COMMON = {
     "use_cpu": True,
@@ -85,25 +86,33 @@ def train(world: Any, method: dict[str, Any], seed: int, completions: int, folde
     return trainer, trainer.state.log_history
 
 
-def evaluate(world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPLES) -> dict[str, Any]:
+def evaluate(
+    world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPLES, hot_samples: int = HOT_SAMPLES
+) -> dict[str, Any]:
     """Figures of a model on the unseen prompts, prompt by prompt; see `table.py`."""
-    from .evaluate import CVAR_LEVELS, draw, log_probs, score
+    from .evaluate import CVAR_LEVELS, draw, log_probs, mixture_weights, score
 
     model.eval()
     prompts, tokenizer = world.prompts("unseen"), world.tokenizer
     reference, reward_model = world.load_policy(), world.load_reward_model()
     drawn = draw(model, tokenizer, prompts, samples, 10_000 + seed)
-    figures: dict[str, list] = {name: [] for name in ("bad", "reward", "kl", "length", "distinct")}
-    kinds: dict[str, int] = {}
+    drawn_hot = draw(model, tokenizer, prompts, hot_samples, 20_000 + seed, hot=True)
+    figures: dict[str, list] = {name: [] for name in ("bad", "p_bad", "reward", "kl", "length", "distinct")}
+    kinds: dict[str, float] = {}  # share of P(bad)
     rewards = []
-    for prompt, found in zip(prompts, drawn, strict=True):
+    for prompt, found, hot in zip(prompts, drawn, drawn_hot, strict=True):
         values = score(reward_model, tokenizer, prompt, found.completions)
         rewards.append(np.repeat(values, found.counts))
-        bad = values < world.threshold
-        for completion, count in zip(found.completions[bad], found.counts[bad], strict=True):
-            kind = world.grammar.construction_of(tokenizer.decode(completion, skip_special_tokens=True))
-            kinds[kind] = kinds.get(kind, 0) + int(count)
-        figures["bad"].append(int(found.counts[bad].sum()))
+        figures["bad"].append(int(found.counts[values < world.threshold].sum()))
+        figures["p_bad"].append(0.0)
+        values_hot = score(reward_model, tokenizer, prompt, hot.completions)
+        for part, rewarded in ((found, values), (hot, values_hot)):
+            weights = mixture_weights(part, samples, hot_samples)
+            for place in np.flatnonzero(rewarded < world.threshold):
+                text = tokenizer.decode(part.completions[place], skip_special_tokens=True)
+                kind = world.grammar.construction_of(text)
+                kinds[kind] = kinds.get(kind, 0.0) + float(weights[place])
+                figures["p_bad"][-1] += float(weights[place])
         figures["reward"].append(found.mean(values))
         figures["kl"].append(found.mean(found.log_probs - log_probs(reference, tokenizer, prompt, found.completions)))
         figures["length"].append(found.mean((found.completions != tokenizer.pad_token_id).sum(dim=-1).numpy()))
@@ -112,7 +121,7 @@ def evaluate(world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPL
     return figures | {
         "samples": samples,
         "cvar": {str(a): float(lowest[: math.floor(a * lowest.size)].mean()) for a in CVAR_LEVELS},
-        "kinds": dict(sorted(kinds.items())),
+        "kinds": {kind: share / len(prompts) for kind, share in sorted(kinds.items())},
     }
 
 
@@ -139,7 +148,7 @@ def run(world_folder: Path, name: str, method: dict[str, Any], seed: int, comple
             }
             proposal = getattr(trainer, "proposal", None)
             if proposal is not None:
-                results["proposal"] = evaluate(world, proposal.module, seed, PROPOSAL_SAMPLES)
+                results["proposal"] = evaluate(world, proposal.module, seed, PROPOSAL_SAMPLES, PROPOSAL_SAMPLES)
     results |= {"seconds": [round(trained - start), round(time.perf_counter() - trained)], "history": history}
     shutil.rmtree(running / "trainer", ignore_errors=True)
     (running / "results.json").write_text(json.dumps(results), encoding="utf-8")

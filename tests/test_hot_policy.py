@@ -1,0 +1,166 @@
+"""The policy drawn hotter in the proposal's place: weights against brute force, its loss by hand, what it does to P(bad)."""
+
+import math
+
+import pytest
+import torch
+from accelerate.utils import is_peft_model
+from peft import LoraConfig
+from transformers import AutoTokenizer
+
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse.importance import log_mixture_weights
+from trl_repulse.trainers._hot_policy import HotPolicy
+
+from .test_exact import World
+from .test_variants import SETTINGS
+
+
+pytestmark = pytest.mark.trainer
+HOT = {
+    "use_policy_as_proposal": True,
+    "proposal_temperature": 2.0,
+    "bad_reward_threshold": -1.0,
+    "alpha_normalization": "none",
+}
+CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+
+
+@pytest.mark.exact
+def test_mixture_weights_average_to_z():
+    """Over all strings of a toy language, each as often as two samplers draw it, the mean weight is Z."""
+    world = World(ending=True)
+    p, q = world.string_prob(world.policy), world.string_prob(world.proposal)  # (P, S)
+    log_potential = -1.3 * world.reward
+    n, k = 9, p.shape[1] - 9
+    log_w = log_mixture_weights(p.log(), q.log(), log_potential, n, k)
+    drawn = (n * p + k * q) / (n + k)
+    found = torch.where(drawn > 0, drawn * log_w.exp(), 0.0).sum(dim=1)
+    torch.testing.assert_close(found, (p * log_potential.exp()).sum(dim=1), atol=1e-12, rtol=1e-9)
+    strings = p > 0
+    assert (log_w <= log_potential + math.log((n + k) / n) + 1e-12)[strings].all()
+    far = log_mixture_weights(p.log(), q.log() - 1000, log_potential, n, k)  # a sampler that never draws these
+    torch.testing.assert_close(far[strings], (log_potential + math.log((n + k) / n))[strings])
+
+
+def test_mixture_weights_of_samples_without_weight():
+    zeros = torch.zeros(1, 3)
+    log_w = log_mixture_weights(zeros, zeros, torch.tensor([[0.0, -math.inf, math.nan]]), 1, 2)
+    assert log_w.tolist() == [[0.0, -math.inf, -math.inf]]
+    with pytest.raises(ValueError, match="`log_p` has shape"):
+        log_mixture_weights(zeros, zeros, zeros, 2, 2)
+
+
+def log_prob(trainer, prompt_ids, completion_ids, mask, temperature):
+    """log p of completions (n, T) after one prompt without padding, from the model's own logits."""
+    ids = torch.cat([prompt_ids.expand(len(completion_ids), -1), completion_ids], dim=1)
+    model = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, len(prompt_ids) - 1 : -1] / temperature
+    return (logits.log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0] * mask).sum(dim=1)
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("settings", [{}, {"num_proposal_generations": 6}, {"num_iterations": 2}, CUT], ids=str)
+def test_coefficients_by_hand(make, monkeypatch, settings, peft):
+    seen, weigh = [], HotPolicy.weigh
+
+    def spy(self, batch, log_p, log_p_hot):
+        seen.append((batch, weigh(self, batch, log_p, log_p_hot)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(HotPolicy, "weigh", spy)
+    extra = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if peft else None
+    trainer = make(
+        **(HOT | {"max_steps": 1, "alpha": 0.7, "target_dist_beta": -0.4} | settings), extra=extra, learning_rate=0.0
+    )
+    trainer.train()
+    names = ("completion", "proposal_completion")
+    n, k = 4, settings.get("num_proposal_generations", 4)
+    parts = {}  # of each prompt
+    for batch, made in seen:
+        for unit in range(len(batch["prompt_ids"])):
+            lead = tuple(batch["prompt_ids"][unit][batch["prompt_mask"][unit] == 1].tolist())
+            rows = {name: batch[name][unit] for name in batch if name.endswith("rewards") or "completion" in name}
+            rows |= {name: made[name][unit] for name in made}
+            parts.setdefault(lead, []).append(rows)
+    assert len(parts) == 4
+    found = 0.0
+    for lead, units in parts.items():
+        log_p, log_m, rewards, got = [], [], [], []
+        for name, coefficients in zip(names, ("own_negative_coefficients", "negative_coefficients"), strict=True):
+            ids = torch.cat([unit[f"{name}_ids"] for unit in units])
+            mask = torch.cat([unit[f"{name}_mask"] for unit in units])
+            p, hot = (log_prob(trainer, torch.tensor(lead), ids, mask, t) for t in (1.0, 2.0))
+            log_p.append(p)
+            log_m.append(torch.logaddexp(p + math.log(n / (n + k)), hot + math.log(k / (n + k))))
+            rewards.append(
+                torch.cat([unit["rewards" if name == "completion" else "proposal_rewards"] for unit in units])
+            )
+            got.append(torch.cat([unit[coefficients] for unit in units]))
+        log_p, log_m, rewards = torch.cat(log_p), torch.cat(log_m), torch.cat(rewards)
+        bad = rewards < -1.0
+        w = torch.where(bad, (log_p - log_m - 0.4 * rewards).exp(), 0.0)
+        share = 0.7 * w / w.sum().clamp(min=1e-30)
+        torch.testing.assert_close(got[0], -share[:n] * n, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(got[1], -share[n:] * k, atol=1e-5, rtol=1e-4)
+        found += torch.where(bad, (log_p - log_m).exp(), 0.0).sum().item() / (n + k)
+    assert found > 0
+    if settings != {"num_iterations": 2}:
+        assert trainer.state.log_history[0]["negative/p_bad"] == pytest.approx(found / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_nothing_bad_nothing_pushed(make, settings):
+    """Where no sample is bad the update is REINFORCE's own."""
+    ends = []
+    for trainer_cls, own in ((RePULSeTrainer, HOT | {"bad_reward_threshold": -99.0}), (ReinforceTrainer, {})):
+        trainer = make(trainer_cls, max_steps=1, optim="sgd", **own, **settings)
+        trainer.train()
+        ends.append(trainer.model.parameters())
+    for hot, plain in zip(*ends, strict=True):
+        torch.testing.assert_close(hot, plain, atol=1e-6, rtol=0)
+
+
+def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
+    """Against REINFORCE and against the policy's own samples, at the same number of completions."""
+    ends = {}
+    for name, settings in {
+        "REINFORCE": {"alpha": 0.0, "num_generations": 16, "per_device_train_batch_size": 64},
+        "policy": {"use_policy_as_proposal": True, "num_generations": 16, "per_device_train_batch_size": 64},
+        "hot": {**HOT, "num_generations": 8, "per_device_train_batch_size": 32},
+    }.items():
+        trainer = make(**(SETTINGS | settings | {"max_steps": 60}))
+        trainer.train()
+        ends[name] = evaluator.evaluate(trainer.model).log_prob_bad
+    assert ends["hot"] < min(ends["REINFORCE"], ends["policy"]) - 0.5, ends
+
+
+def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
+    """As often as the tempered distribution says; the policy's own as often as the policy says."""
+    trainer = make(
+        **HOT,
+        max_steps=1,
+        num_generations=500,
+        per_device_train_batch_size=2000,
+        max_completion_length=1,
+        learning_rate=0.0,
+        log_completions=True,
+    )
+    trainer.train()
+    tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
+    for logs, temperature in ((trainer._logs, 1.0), (trainer._proposal_logs, 2.0)):
+        counts = torch.zeros(len(tokenizer))
+        for prompt, completion in zip(logs["prompt"], logs["completion"], strict=True):
+            if prompt == "fish":
+                counts[(tokenizer(completion)["input_ids"] or [tokenizer.eos_token_id])[0]] += 1
+        ids = torch.tensor([tokenizer("fish")["input_ids"]])
+        with torch.no_grad():
+            p = (trainer.model(input_ids=ids).logits[0, -1] / temperature).softmax(-1)
+        special = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
+        p[tokenizer.eos_token_id] += p[special].sum()  # which are left out of the text
+        p[special] = 0
+        chi = ((counts - 500 * p) ** 2 / (500 * p).clamp(min=1e-9))[p * 500 > 3].sum().item()
+        assert chi < 50, (temperature, chi)  # 16 degrees of freedom
+    assert counts.sum() == 500
+    assert trainer.generation_config.temperature == 1.0
