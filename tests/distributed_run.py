@@ -30,6 +30,8 @@ class RecordedByRow(RecordedRePULSe):
         return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
 
     def _sampling_proposal(self):
+        if self.proposal is None:
+            return self.generation_config.temperature != 1.0
         if isinstance(self.proposal, SecondAdapter):
             return adapter_layers(self.model)[0].active_adapters == ["proposal"]
         return super()._sampling_proposal()
@@ -100,13 +102,16 @@ METHODS = {
     "adapters, checkpoints in bf16": CHECKPOINTS | {"bf16": True},
     "adapters, checkpoints in fp16": CHECKPOINTS | {"fp16": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
+    "hot": {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
 }
 
 
 def models_of(method: str, tokenizer) -> dict:
-    """What makes the proposal: a model of its own, or an adapter beside the policy's."""
+    """What makes the proposal: a model of its own, or an adapter beside the policy's; nothing for the hot policy."""
+    if method == "hot":
+        return {}
     if not method.startswith("adapters"):
         return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
     # ZeRO-3 cuts apart what is larger than ten times the hidden size, hence the rank
@@ -159,7 +164,9 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     trainer.train(resume_from_checkpoint=checkpoint)
     if "checkpoints" in method:
         trainer.save_model()
-    models = {"policy": policy, "proposal": trainer.proposal.module}
+    models = {"policy": policy}
+    if trainer.proposal is not None:
+        models["proposal"] = trainer.proposal.module
     if method.startswith("adapters"):
         own = [p for name, p in trainer.model.named_parameters() if "default" in name.split(".")]
         models["adapter"] = torch.nn.ParameterList(own)

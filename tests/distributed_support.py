@@ -87,7 +87,8 @@ def train(
     assert result["world_size"] == processes
     sharded = (config or "").removeprefix("multi_node_")
     sharded = sharded if sharded.startswith(("zero", "fsdp")) else None
-    assert result["engines"] == [sharded, None if variant.startswith("adapters") else sharded]
+    second = [] if variant == "hot" else [None if variant.startswith("adapters") else sharded]
+    assert result["engines"] == [sharded, *second]
     return result
 
 
@@ -139,7 +140,10 @@ def engine_name(engine: torch.nn.Module) -> str | None:
 
 def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
     """Writes world size, logs and all parameters of the trained models, then leaves the process group."""
-    engines = [trainer.model_wrapped, next(vars(trainer)[name].engine for name in models if name != "policy")]
+    engines = [
+        trainer.model_wrapped,
+        *(vars(trainer)[name].engine for name in models if name in ("proposal", "value")),
+    ]
     flat = {}
     for name, model in models.items():
         with gathered(model):

@@ -34,6 +34,7 @@ def test_configurations_without_a_second_model(make, kwargs):
     assert not make(**kwargs).has_proposal
 
 
+HOT = {"use_policy_as_proposal": True, "proposal_temperature": 1.5, "bad_reward_threshold": 0.0}
 REFUSED = [
     ("target_dist_beta", {"target_dist_beta": 1.0}),
     ("target_dist_beta", {"target_dist_beta": 0.0}),
@@ -65,6 +66,17 @@ REFUSED = [
     ),
     ("num_proposal_generations", {"num_proposal_generations": 1}),
     ("num_proposal_generations", {"use_policy_as_proposal": True, "num_proposal_generations": 4}),
+    ("num_proposal_generations", HOT | {"num_proposal_generations": 1}),
+    (
+        "num_proposal_generations",
+        HOT | {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
+    ),
+    ("proposal_temperature", {"proposal_temperature": 1.5}),
+    ("proposal_temperature", HOT | {"proposal_temperature": 0.9}),
+    ("proposal_temperature", HOT | {"proposal_temperature": float("nan")}),
+    ("bad_reward_threshold", HOT | {"bad_reward_threshold": None}),
+    ("negative_loss", HOT | {"negative_loss": "reinforce"}),
+    ("uniform_weights", HOT | {"uniform_weights": True}),
     (
         "num_proposal_generations",
         {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},

@@ -32,6 +32,7 @@ METRICS = (
     "proposal/ess",
     "proposal/log_z",
 )
+HOT_METRICS = ("loss", "grad_norm", "kl", "return", "negative/p_bad", "negative/ess", "negative/log_z")
 PPO_METRICS = (
     "loss",
     "grad_norm",
@@ -76,13 +77,26 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
     [
         (4, 1, "leave one out"),
         (2, 2, "REINFORCE++-baseline"),
+        (2, 2, "hot"),
+        pytest.param(4, 1, "hot", marks=pytest.mark.slow),
         pytest.param(2, 2, "leave one out", marks=pytest.mark.slow),
         pytest.param(4, 1, "REINFORCE++", marks=pytest.mark.slow),
         pytest.param(4, 1, "REINFORCE++-baseline", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(launch, batch_size, accumulation, method):
-    assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
+    metrics = HOT_METRICS if method == "hot" else METRICS
+    assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), metrics)
+
+
+@pytest.mark.invariant
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(name, marks=[needs_deepspeed, pytest.mark.slow]) for name in ("zero2", "zero3")]
+    + [pytest.param("fsdp2", marks=pytest.mark.slow)],
+)
+def test_the_hot_policy_cut_apart_equals_one_process(launch, config):
+    assert_equal(launch(1, 8, 1, "hot"), launch(2, 1, 4, "hot", config=config), HOT_METRICS)
 
 
 @needs_deepspeed

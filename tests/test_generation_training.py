@@ -24,6 +24,7 @@ class DrawingLLM(LLM):
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
         size = {"max_new_tokens": sampling_params.max_tokens, "do_sample": True, "top_k": 0}
+        size["temperature"] = getattr(sampling_params, "temperature", 1.0)
         drawn = self.model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **size)
         log_p = torch.stack(drawn.logits, 1).log_softmax(-1)
         outputs = []
@@ -38,10 +39,15 @@ class DrawingLLM(LLM):
         return outputs
 
 
+HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+
+
 @pytest.mark.trainer
 @pytest.mark.parametrize("forgets", [False, True])
-@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer])
-def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_path, trainer_cls, forgets):
+@pytest.mark.parametrize(
+    ("trainer_cls", "method"), [(RePULSeTrainer, {}), (RePULSeTrainer, HOT), (ReinforceTrainer, {})]
+)
+def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_path, trainer_cls, method, forgets):
     """Bit for bit: what training with an engine does otherwise than without is to draw other random numbers."""
 
     class Start(TrainerCallback):
@@ -62,13 +68,18 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
     monkeypatch.setattr(_engine, "check_vllm", lambda: None)
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
-    settings = {"model": "llama", "max_steps": 6, "max_completion_length": 4, "extra": {"callbacks": [Start()]}}
+    settings = {
+        "model": "llama",
+        "max_steps": 6,
+        "max_completion_length": 4,
+        "extra": {"callbacks": [Start()]},
+    } | method
     plain = make(trainer_cls, output_dir=str(tmp_path / "plain"), **settings)
     plain.train()
     served = make(trainer_cls, output_dir=str(tmp_path / "served"), use_vllm=True, **settings)
     served.train()
     models = [(plain.model, served.model)]
-    if trainer_cls is RePULSeTrainer:
+    if trainer_cls is RePULSeTrainer and plain.proposal is not None:
         models.append((plain.proposal.module, served.proposal.module))
     for ours, theirs in models:
         same = [torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]

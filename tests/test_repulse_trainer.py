@@ -52,8 +52,13 @@ def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
     assert end.log_prob_bad > start.log_prob_bad
 
 
+HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 VARIANTS = {
     "policy as proposal": {"use_policy_as_proposal": True},
+    "hot policy": HOT,
+    "hot policy, reused": HOT | {"num_iterations": 2},
+    "hot policy, cut prompts": HOT | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    "hot policy, bf16": HOT | {"bf16": True},
     "indicator": {"potential": "indicator", "bad_reward_threshold": -1.0},
     "class": {"potential": "class", "target_dist_beta": 4.0, "target_class": 0},
     "prefix": {"proposal_parameterization": "prefix"},
@@ -93,7 +98,7 @@ def test_variants_train_both_models(make, model_dirs, name):
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(losses) == 2 and all(torch.isfinite(torch.tensor(losses)))
     if trainer.proposal is None:
-        assert name == "policy as proposal"
+        assert name == "policy as proposal" or name.startswith("hot policy")
     else:
         assert not same_parameters(trainer.proposal.module, initial)
         assert all(torch.isfinite(p).all() for p in trainer.proposal.module.parameters())

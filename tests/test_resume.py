@@ -31,6 +31,7 @@ CASES = {
     "cut prompts": (RePULSeTrainer, ONE_BLOCK | {"per_device_train_batch_size": 2, "steps_per_generation": 8}),
     "proposal after": (RePULSeTrainer, ONE_BLOCK | {"proposal_update_order": "after", "beta": 0.1}),
     "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
+    "hot policy": (RePULSeTrainer, ONE_BLOCK | {"use_policy_as_proposal": True, "proposal_temperature": 2.0}),
     "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
     "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
     "PPO, adapters": (PPOTrainer, ONE_BLOCK | {"beta": 0.1}),

@@ -81,6 +81,7 @@ def keys(report):
         {},
         {"alpha": 0.0},
         {"use_policy_as_proposal": True},
+        {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": 0.0},
         {"num_proposal_generations": 6, "proposal_updates_per_step": 2},
         {"proposal_update_order": "after"},
         {"gradient_accumulation_steps": 2},

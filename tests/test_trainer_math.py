@@ -83,7 +83,7 @@ class Recorded:
     """Mixin that replaces sampling by the recorded completions."""
 
     def _generate(self, prompts):
-        table = PROPOSAL if getattr(self, "proposal", None) is not None and self._sampling_proposal() else POLICY
+        table = PROPOSAL if isinstance(self, RePULSeTrainer) and self._sampling_proposal() else POLICY
         seen = dict.fromkeys(PROMPTS, 0)
         completions = []
         for prompt in prompts:
@@ -93,7 +93,7 @@ class Recorded:
         return [self.processing_class(p)["input_ids"] for p in prompts], completions, texts
 
     def _sampling_proposal(self):
-        return self.model_wrapped is self.proposal.engine
+        return self.proposal is not None and self.model_wrapped is self.proposal.engine
 
 
 class RecordedRePULSe(Recorded, RePULSeTrainer):

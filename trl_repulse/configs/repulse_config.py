@@ -194,3 +194,8 @@ class RePULSeConfig(ReinforceConfig):
     def draws_hot(self) -> bool:
         """Whether the policy is drawn at a higher temperature in the place of a proposal."""
         return self.alpha > 0 and self.use_policy_as_proposal and self.proposal_temperature != 1.0
+
+    @property
+    def draws_twice(self) -> bool:
+        """Whether a second set of completions is drawn, from a proposal or from the policy drawn hotter."""
+        return self.has_proposal or self.draws_hot

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
+from ..configs import RePULSeConfig
 from ..trainers import RePULSeTrainer
 from ..trainers._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
@@ -54,7 +55,7 @@ class TrackingCallback(TrainerCallback):
         args = self.trainer.args
         rounds = math.ceil(self._micro_batches / (args.steps_per_generation * args.num_iterations))
         a_round = args.generation_batch_size
-        if self._proposal is not None:
+        if isinstance(args, RePULSeConfig) and args.draws_twice:
             prompts = args.generation_batch_size // args.num_generations
             draws = args.num_proposal_generations or args.num_generations
             a_round += prompts * draws * args.proposal_updates_per_step

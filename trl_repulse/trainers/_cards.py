@@ -27,6 +27,7 @@ _SHOWN = (
     "alpha_normalization",
     "target_dist_beta",
     "potential",
+    "proposal_temperature",
     "proposal_loss",
     "proposal_learning_rate",
     "num_generations",

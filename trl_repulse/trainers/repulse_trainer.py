@@ -74,6 +74,9 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
     The proposal is saved to `output_dir/proposal` with a card that warns of it, is part of each checkpoint, and is
     never uploaded with the policy; `push_proposal_to_hub` gives it a private repository of its own.
 
+    With `use_policy_as_proposal=True` there is none: the policy's own samples take its place, or, with
+    `proposal_temperature` above 1, samples that the policy draws at that temperature.
+
     Example:
 
     ```python
@@ -183,7 +186,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super()._generate_and_score_completions(inputs)
-        if not self._draws_twice:
+        if not self.args.draws_twice:
             return batch
         mode = "train" if self.model.training else "eval"
         if mode == "train":
@@ -205,11 +208,6 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             if not self._whole(mode):
                 batch |= contrast(self, batch, log_p, log_q, log_q)
         return batch
-
-    @property
-    def _draws_twice(self) -> bool:
-        """Whether a second set of completions is drawn, from a proposal or from the policy drawn hotter."""
-        return self.proposal is not None or self._hot is not None
 
     def _draw_proposals(self, inputs: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Proposal samples for the prompts of a generation batch, in the units of its policy samples."""
@@ -351,7 +349,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
     # Losses
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        if not self._draws_twice:
+        if not self.args.draws_twice:
             return super()._compute_loss(model, inputs)
         if self._hot is not None:
             return self._hot.loss(model, inputs)
@@ -454,7 +452,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        if self._draws_twice:
+        if self.args.draws_twice:
             show_completions(self, self._proposal_logs, "proposal_completions")
 
     # Saving, loading, pushing
