@@ -111,9 +111,10 @@ def table_of(output):
         ([], "RePULSe", 512),
         (["--alpha", "0"], "REINFORCE", 256),
         (["--use_policy_as_proposal", "true"], "RePULSe (policy as proposal)", 256),
+        (["--use_policy_as_proposal", "true", "--proposal_temperature", "2"], "RePULSe (hot policy)", 512),
         (["--num_proposal_generations", "4", "--proposal_updates_per_step", "2"], "RePULSe", 320),
     ],
-    ids=["repulse", "reinforce", "policy_as_proposal", "proposal_draws"],
+    ids=["repulse", "reinforce", "policy_as_proposal", "hot_policy", "proposal_draws"],
 )
 def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, samples):
     example.main([*QUICK, "--seed", "3", "--output_dir", str(tmp_path), *flags])

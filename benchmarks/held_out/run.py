@@ -118,6 +118,7 @@ def evaluate(
         figures["length"].append(found.mean((found.completions != tokenizer.pad_token_id).sum(dim=-1).numpy()))
         figures["distinct"].append(len(found.counts) / samples)
     lowest = np.sort(np.concatenate(rewards))
+    figures = {name: [float(f"{value:.5g}") for value in values] for name, values in figures.items()}
     return figures | {
         "samples": samples,
         "cvar": {str(a): float(lowest[: math.floor(a * lowest.size)].mean()) for a in CVAR_LEVELS},
@@ -149,7 +150,8 @@ def run(world_folder: Path, name: str, method: dict[str, Any], seed: int, comple
             proposal = getattr(trainer, "proposal", None)
             if proposal is not None:
                 results["proposal"] = evaluate(world, proposal.module, seed, PROPOSAL_SAMPLES, PROPOSAL_SAMPLES)
-    results |= {"seconds": [round(trained - start), round(time.perf_counter() - trained)], "history": history}
+    results["seconds"] = [round(trained - start), round(time.perf_counter() - trained)]
+    (running / "history.json").write_text(json.dumps(history), encoding="utf-8")
     shutil.rmtree(running / "trainer", ignore_errors=True)
     (running / "results.json").write_text(json.dumps(results), encoding="utf-8")
     running.rename(folder)

@@ -3,8 +3,9 @@ A table of finished runs in a held-out world: one row a method, means over seeds
 
     python -m benchmarks.held_out.table runs/held_out/shop-baselines [--kinds]
 
-Reward and KL have intervals over prompts and seeds. That of P(bad) contains Clopper and Pearson's for all samples, since bad
-outputs may be too few to show how seeds differ.
+P(bad) is estimated from samples at two temperatures, each weighed by the mixture of both; `bad` counts those at temperature 1 alone.
+All have intervals over prompts and seeds. Where none of the samples was bad, P(bad) has Clopper and Pearson's upper bound for the
+samples at temperature 1.
 """
 
 import argparse
@@ -35,19 +36,21 @@ def interval(cells: np.ndarray) -> tuple[float, float]:
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Means and intervals of one method's runs, one a seed."""
-    cells = {name: np.array([run["policy"][name] for run in runs], dtype=float) for name in ("reward", "kl", "bad")}
+    names = ("reward", "kl", "bad", "p_bad")
+    cells = {name: np.array([run["policy"][name] for run in runs], dtype=float) for name in names}
     bad, samples = int(cells["bad"].sum()), cells["bad"].size * runs[0]["policy"]["samples"]
+    p_bad = cells["p_bad"].mean()
     exact = binomtest(bad, samples).proportion_ci(method="exact")
-    low, high = interval(cells["bad"] / runs[0]["policy"]["samples"]) if bad else (exact.low, exact.high)
-    kinds: dict[str, int] = defaultdict(int)
+    low, high = interval(cells["p_bad"]) if p_bad else (0.0, exact.high)
+    kinds: dict[str, float] = defaultdict(float)
     for run in runs:
         for kind, count in run["policy"]["kinds"].items():
-            kinds[kind] += count
+            kinds[kind] += count / len(runs)
     return {
         "seeds": len(runs),
         "reward": (cells["reward"].mean(), *interval(cells["reward"])),
         "kl": (cells["kl"].mean(), *interval(cells["kl"])),
-        "bad": (bad / samples, max(0.0, min(low, exact.low)), max(high, exact.high)),
+        "bad": (p_bad, max(0.0, low), high),
         "counts": f"{bad} of {samples:,}",
         "cvar": {level: float(np.mean([run["policy"]["cvar"][level] for run in runs])) for level in ("0.01", "0.001")},
         "kinds": dict(kinds),
@@ -60,13 +63,13 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--kinds", action="store_true", help="also how the bad outputs are bad")
     options = parser.parse_args()
-    print("| completions | method | seeds | reward | P(bad) / 1e-4 | bad | CVaR 1e-2, 1e-3 | KL, nats | s a run |")
+    print("| completions | method | seeds | reward | P(bad) / 1e-6 | bad | CVaR 1e-2, 1e-3 | KL, nats | s a run |")
     print("|---|---|---|---|---|---|---|---|---|")
     runs = load(options.folders)
     for (method, completions), found in runs.items():
         row = summarize(found)
         reward, kl = ("{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in ("reward", "kl"))
-        bad = "{:.2f} ({:.2f} to {:.2f})".format(*(1e4 * x for x in row["bad"]))
+        bad = "{:.3g} ({:.3g} to {:.3g})".format(*(1e6 * x for x in row["bad"]))
         cvar = ", ".join(f"{value:.2f}" for value in row["cvar"].values())
         cells = (
             f"{completions:,}",
@@ -83,7 +86,7 @@ def main() -> None:
     if options.kinds:
         for (method, completions), found in runs.items():
             kinds = sorted(summarize(found)["kinds"].items(), key=lambda item: -item[1])
-            print(f"\n{method}, {completions:,}: " + ", ".join(f"{kind} {count}" for kind, count in kinds))
+            print(f"\n{method}, {completions:,}: " + ", ".join(f"{kind} {share:.1e}" for kind, share in kinds))
 
 
 if __name__ == "__main__":
