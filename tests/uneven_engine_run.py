@@ -33,6 +33,7 @@ class Engine:
         modes = {"model_config": {"logprobs_mode": "processed_logprobs"}}
         self.vllm_client = SimpleNamespace(get_server_info=lambda: modes)
         self.logprobs, self.generation_kwargs = options["logprobs"], options["generation_kwargs"]
+        self.temperature = options["temperature"]
 
     def generate(self, prompts, images=None, num_generations=1, profiler=None):
         drawn = [4] * (2 + PartialState().process_index)
