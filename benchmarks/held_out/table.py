@@ -4,7 +4,7 @@ A table of finished runs in a held-out world: one row a method, means over seeds
     python -m benchmarks.held_out.table runs/held_out/shop-baselines [--kinds]
 
 P(bad) is estimated from samples at two temperatures, each weighed by the mixture of both; `bad` counts those at temperature 1 alone.
-All have intervals over prompts and seeds. Where none of the samples was bad, P(bad) has Clopper and Pearson's upper bound for the
+All have intervals over prompts and seeds, log10 P(bad) over seeds alone. Where none of the samples was bad, P(bad) has Clopper and Pearson's upper bound for the
 samples at temperature 1.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
+from scipy.stats import t as student_t
 
 from trl_repulse.evaluation.bootstrap import crossed_interval
 
@@ -42,6 +43,10 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     p_bad = cells["p_bad"].mean()
     exact = binomtest(bad, samples).proportion_ci(method="exact")
     low, high = interval(cells["p_bad"]) if p_bad else (0.0, exact.high)
+    by_seed = cells["p_bad"].mean(axis=1)
+    with np.errstate(divide="ignore"):
+        logs = np.log10(by_seed)
+    spread = student_t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else np.nan
     kinds: dict[str, float] = defaultdict(float)
     for run in runs:
         for kind, count in run["policy"]["kinds"].items():
@@ -51,6 +56,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "reward": (cells["reward"].mean(), *interval(cells["reward"])),
         "kl": (cells["kl"].mean(), *interval(cells["kl"])),
         "bad": (p_bad, max(0.0, low), high),
+        "log": (logs.mean(), logs.mean() - spread, logs.mean() + spread) if by_seed.all() else None,
         "counts": f"{bad} of {samples:,}",
         "cvar": {level: float(np.mean([run["policy"]["cvar"][level] for run in runs])) for level in ("0.01", "0.001")},
         "kinds": dict(kinds),
@@ -63,8 +69,10 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--kinds", action="store_true", help="also how the bad outputs are bad")
     options = parser.parse_args()
-    print("| completions | method | seeds | reward | P(bad) / 1e-6 | bad | CVaR 1e-2, 1e-3 | KL, nats | s a run |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| completions | method | seeds | reward | P(bad) / 1e-6 | log10 P(bad) | bad | CVaR 1e-2, 1e-3 | KL, nats | s a run |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     runs = load(options.folders)
     for (method, completions), found in runs.items():
         row = summarize(found)
@@ -77,6 +85,7 @@ def main() -> None:
             row["seeds"],
             reward,
             bad,
+            "{:.2f} ({:.2f} to {:.2f})".format(*row["log"]) if row["log"] else "",
             row["counts"],
             cvar,
             kl,
