@@ -83,8 +83,7 @@ def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, hot: 
     Independent samples of each prompt, at temperature 1 or `TEMPERATURE`: tokens up to the first end token, padding behind it.
 
     A prefix that several samples share is read once: a multinomial draw splits their number among its next tokens. The
-    numbers are distributed as those of samples drawn one by one, and a trained policy, whose samples repeat themselves,
-    is sampled some twenty times as fast.
+    numbers are distributed as those of samples drawn one by one.
     """
     rng = np.random.default_rng(seed)
     drawn = []
