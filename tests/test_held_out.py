@@ -98,7 +98,8 @@ def test_samples_as_counts(monkeypatch):
         key = tokens[:end] + (0,) * (3 - end)
         exact[key] = sum(log_p[a, b].item() for a, b in zip((2, *tokens), tokens[:end], strict=False))
     own, hot = (
-        evaluate.draw(model, Tokenizer(), ["x"], 20_000, seed, hot)[0] for seed, hot in ((1, False), (2, True))
+        evaluate.draw(model, Tokenizer(), ["x"], 20_000, seed, temperature)[0]
+        for seed, temperature in ((1, 1.0), (2, evaluate.TEMPERATURE))
     )
     assert own.counts.sum() == hot.counts.sum() == 20_000
     keys = [tuple(row.tolist()) for row in own.completions]

@@ -78,9 +78,9 @@ class Samples:
 
 
 @torch.no_grad()
-def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, hot: bool = False) -> list[Samples]:
+def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, temperature: float = 1.0) -> list[Samples]:
     """
-    Independent samples of each prompt, at temperature 1 or `TEMPERATURE`: tokens up to the first end token, padding behind it.
+    Independent samples of each prompt at a temperature: tokens up to the first end token, padding behind it.
 
     A prefix that several samples share is read once: a multinomial draw splits their number among its next tokens. The
     numbers are distributed as those of samples drawn one by one.
@@ -95,7 +95,7 @@ def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, hot: 
         for step in range(1, MAX_COMPLETION_LENGTH + 1):
             logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
             log_probs = torch.stack([logits, logits / TEMPERATURE], dim=-1).double().log_softmax(dim=1).numpy()
-            probs = np.exp(log_probs[..., int(hot)])
+            probs = (logits / temperature).double().softmax(dim=-1).numpy()
             split = rng.multinomial(counts, probs / probs.sum(axis=1, keepdims=True))
             rows, chosen = np.nonzero(split)
             counts, scores = split[rows, chosen], scores[rows] + log_probs[rows, chosen]

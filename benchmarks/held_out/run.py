@@ -90,13 +90,13 @@ def evaluate(
     world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPLES, hot_samples: int = HOT_SAMPLES
 ) -> dict[str, Any]:
     """Figures of a model on the unseen prompts, prompt by prompt; see `table.py`."""
-    from .evaluate import CVAR_LEVELS, draw, log_probs, mixture_weights, score
+    from .evaluate import CVAR_LEVELS, TEMPERATURE, draw, log_probs, mixture_weights, score
 
     model.eval()
     prompts, tokenizer = world.prompts("unseen"), world.tokenizer
     reference, reward_model = world.load_policy(), world.load_reward_model()
     drawn = draw(model, tokenizer, prompts, samples, 10_000 + seed)
-    drawn_hot = draw(model, tokenizer, prompts, hot_samples, 20_000 + seed, hot=True)
+    drawn_hot = draw(model, tokenizer, prompts, hot_samples, 20_000 + seed, TEMPERATURE)
     figures: dict[str, list] = {name: [] for name in ("bad", "p_bad", "reward", "kl", "length", "distinct")}
     kinds: dict[str, float] = {}  # share of P(bad)
     rewards = []
@@ -126,7 +126,26 @@ def evaluate(
     }
 
 
-def run(world_folder: Path, name: str, method: dict[str, Any], seed: int, completions: int, folder: Path) -> None:
+def proposed(world: Any, model: torch.nn.Module, seed: int, temperature: float) -> dict[str, Any]:
+    """How many of a proposal's samples of the unseen prompts are bad, and each construction's share of all of them."""
+    from .evaluate import draw, score
+
+    model.eval()
+    prompts, tokenizer, reward_model = world.prompts("unseen"), world.tokenizer, world.load_reward_model()
+    kinds: dict[str, float] = {}
+    for prompt, found in zip(
+        prompts, draw(model, tokenizer, prompts, PROPOSAL_SAMPLES, 30_000 + seed, temperature), strict=True
+    ):
+        values = score(reward_model, tokenizer, prompt, found.completions)
+        for place in np.flatnonzero(values < world.threshold):
+            kind = world.grammar.construction_of(tokenizer.decode(found.completions[place], skip_special_tokens=True))
+            kinds[kind] = kinds.get(kind, 0.0) + found.counts[place] / PROPOSAL_SAMPLES / len(prompts)
+    return {"temperature": temperature, "bad": sum(kinds.values()), "kinds": dict(sorted(kinds.items()))}
+
+
+def run(
+    world_folder: Path, name: str, method: dict[str, Any], seed: int, completions: int, folder: Path, samples: int
+) -> None:
     """Trains and evaluates one run; `results.json` appears when it is done."""
     from .evaluate import HeldOutWorld
 
@@ -145,11 +164,12 @@ def run(world_folder: Path, name: str, method: dict[str, Any], seed: int, comple
                 "seed": seed,
                 "completions": completions,
                 "definition": method,
-                "policy": evaluate(world, trainer.model, seed),
+                "policy": evaluate(world, trainer.model, seed, samples),
             }
-            proposal = getattr(trainer, "proposal", None)
-            if proposal is not None:
-                results["proposal"] = evaluate(world, proposal.module, seed, PROPOSAL_SAMPLES, PROPOSAL_SAMPLES)
+            if (proposal := getattr(trainer, "proposal", None)) is not None:
+                results["proposal"] = proposed(world, proposal.module, seed, 1.0)
+            elif getattr(trainer.args, "draws_hot", False):
+                results["proposal"] = proposed(world, trainer.model, seed, trainer.args.proposal_temperature)
     results["seconds"] = [round(trained - start), round(time.perf_counter() - trained)]
     (running / "history.json").write_text(json.dumps(history), encoding="utf-8")
     shutil.rmtree(running / "trainer", ignore_errors=True)
@@ -169,6 +189,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", help="some of the plan's methods; by default all")
     parser.add_argument("--completions", type=int, default=16_000)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="evaluated completions a prompt")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
@@ -181,10 +202,10 @@ def main() -> None:
             label = "".join(letter if letter.isalnum() else "-" for letter in name)
             folder = options.output_dir / f"{options.completions}-{label}-{digest}-seed{seed}"
             if not (folder / "results.json").exists():
-                jobs.append((options.world, name, plan[name], seed, options.completions, folder))
+                jobs.append((options.world, name, plan[name], seed, options.completions, folder, options.samples))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:
-        waiting = {pool.submit(run, *job): job[-1].name for job in jobs}
+        waiting = {pool.submit(run, *job): job[-2].name for job in jobs}
         for done, future in enumerate(as_completed(waiting), 1):
             error = future.exception()
             said = f"failed: {error!r}" if error else "done"
