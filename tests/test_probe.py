@@ -31,6 +31,7 @@ from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, probe
+from trl_repulse.trainers._layout import Layout
 from trl_repulse.trainers._scoring import token_log_probs
 
 from .conftest import build_model
@@ -431,7 +432,7 @@ def test_scores_are_those_of_the_models_own_head(make, tokenizer, mixed):
                     trainer.model, ids, mask, 3, compute_entropy=True
                 )
             else:
-                found, entropy, _ = token_log_probs(trainer.model, trainer.accelerator, ids, mask, 3)
+                found, entropy, _ = token_log_probs(trainer.model, trainer.accelerator, ids, mask, Layout(3, 3, 1))
         for row, prompt, completion in ((0, [3, 12], [4, 7, 1]), (1, [5, 4, 11], [12, 9])):
             log_p = alone(model, prompt, completion)
             expected = log_p.gather(1, torch.tensor(completion)[:, None])[:, 0]

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.trainer
 
 def test_policy_loses_and_proposal_gains_bad_outputs(make, evaluator, architecture):
     trainer = make(
-        model=architecture, max_steps=40, target_dist_beta=-5.0, learning_rate=3e-3, proposal_learning_rate=2e-2
+        model=architecture,
+        max_steps=40,
+        target_dist_beta=-5.0,
+        learning_rate=3e-3,
+        proposal_learning_rate=2e-2,
+        seed=1,
     )
     start = evaluator.evaluate(trainer.model)
     trainer.train()
@@ -118,9 +123,10 @@ def test_schedules_move_geometrically(make):
     assert [b for _, b in seen] == pytest.approx([-1.0, -2.0, -4.0])
 
 
-def test_no_redundant_passes(make):
+@pytest.mark.parametrize("share", [True, False])
+def test_no_redundant_passes(make, share):
     """On-policy: one policy pass over both sample sets, one proposal pass, one reference pass; nothing else."""
-    trainer = make(max_steps=1, beta=0.1)
+    trainer = make(max_steps=1, beta=0.1, share_prompts=share)
     models = {"policy": trainer.model, "reference": trainer.ref_model, "proposal": trainer.proposal.module}
     passes, rows = Counter(), Counter()
 
@@ -136,7 +142,8 @@ def test_no_redundant_passes(make):
         model.register_forward_pre_hook(count(name), with_kwargs=True)
     trainer.train()
     assert passes == {"policy": 1, "reference": 1, "proposal": 1}
-    assert rows == {"policy": 32, "reference": 16, "proposal": 16}
+    own, both = (4, 4) if share else (16, 32)  # of 4 prompts, each with 4 completions of each model
+    assert rows == {"policy": both, "reference": own, "proposal": own}
 
 
 @pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"use_policy_as_proposal": True}])

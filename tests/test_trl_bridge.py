@@ -13,6 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
 from trl_repulse.trainers import _trl_bridge as bridge
+from trl_repulse.trainers._layout import Layout
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
 from .conftest import build_model
@@ -71,7 +72,9 @@ def test_scores_do_not_depend_on_padding(tokenizer, architecture):
         prepare_scoring(model)
         for padding in (0, 3):
             for width in (1, 3):
-                log_p, _, _ = token_log_probs(model, Accelerator(cpu=True), *padded(padding), width)
+                log_p, _, _ = token_log_probs(
+                    model, Accelerator(cpu=True), *padded(padding), Layout(padding + 5 - width, width, 1)
+                )
                 torch.testing.assert_close(log_p, expected[:, -width:], atol=1e-5, rtol=0)
 
 
@@ -82,7 +85,7 @@ def test_only_the_scored_tokens_reach_the_head(tokenizer, architecture):
     rows = []
     model.base_model.register_forward_hook(lambda module, args, output: rows.append(output.last_hidden_state.shape[1]))
     ids, mask = torch.randint(3, len(tokenizer), (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    log_p, entropy, _ = token_log_probs(model, Accelerator(cpu=True), ids, mask, 3)
+    log_p, entropy, _ = token_log_probs(model, Accelerator(cpu=True), ids, mask, Layout(6, 3, 1))
     assert log_p.shape == entropy.shape == (2, 3)
     assert model(input_ids=ids, attention_mask=mask).logits.shape[1] == 9  # an ordinary pass is left alone
     assert rows == [4, 9]
@@ -155,5 +158,5 @@ def test_scores_at_another_temperature(tokenizer, architecture, temperature):
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1] / temperature
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -3:]
-    log_p = tempered_log_probs(model, Accelerator(cpu=True), input_ids, mask, 4, temperature)
+    log_p = tempered_log_probs(model, Accelerator(cpu=True), input_ids, mask, Layout(5, 4, 1), temperature).log_p
     torch.testing.assert_close(log_p, torch.cat([expected, torch.zeros(2, 1)], dim=1), atol=1e-5, rtol=0)

@@ -7,6 +7,7 @@ from trl import GRPOConfig
 from ._checks import check_ppo_config, require
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
+from .scoring_config import ScoringConfig
 
 
 class _Single(int):
@@ -23,12 +24,13 @@ class _Single(int):
 
 
 @dataclass
-class PPOConfig(RewardConfig, EngineConfig, GRPOConfig):
+class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
     Configuration class for the [`PPOTrainer`].
 
     This class includes only the parameters that are specific to PPO. For the other arguments, refer to [`RewardConfig`]
-    (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM), [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Among GRPO's,
+    (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
+    [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Among GRPO's,
     `beta` is the coefficient of the KL penalty (in the token rewards, not in the loss), `epsilon` and `epsilon_high` clip
     the policy's ratio, `num_iterations` is the number of epochs over a generation batch and `steps_per_generation` the
     number of micro-batches it is cut into: an epoch has `steps_per_generation / gradient_accumulation_steps` updates.

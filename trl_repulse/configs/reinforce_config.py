@@ -8,15 +8,17 @@ from trl import RLOOConfig
 from ._checks import check_reinforce_config
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
+from .scoring_config import ScoringConfig
 
 
 @dataclass
-class ReinforceConfig(RewardConfig, EngineConfig, RLOOConfig):
+class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, RLOOConfig):
     r"""
     Configuration class for the [`ReinforceTrainer`].
 
     This class includes only the parameters that are specific to REINFORCE as the RePULSe paper runs it. For the other
-    arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM), [`~trl.RLOOConfig`] and
+    arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
+    [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.RLOOConfig`] and
     [`~transformers.TrainingArguments`]. Mind one name: `beta` is, as
     everywhere in TRL, **the coefficient of the KL penalty** to the reference model. The inverse temperature of
     RePULSe's target distribution is `target_dist_beta`, that of a reward transform `reward_transform_beta`.

@@ -48,11 +48,14 @@ class Guard:
             The same of rows that are sampled together.
         use_cache (`bool`, *optional*, defaults to `True`):
             Whether `generate` may use its cache.
+        share_prompts (`bool`, *optional*, defaults to `True`):
+            Whether completions of a prompt may be scored in one row, which reads it once. [`probe`] does not look at it.
     """
 
     score_by_length: bool = False
     sample_by_length: bool = False
     use_cache: bool = True
+    share_prompts: bool = True
 
     def __or__(self, other: "Guard") -> "Guard":
         """What serves both models."""
@@ -60,6 +63,7 @@ class Guard:
             self.score_by_length or other.score_by_length,
             self.sample_by_length or other.sample_by_length,
             self.use_cache and other.use_cache,
+            self.share_prompts and other.share_prompts,
         )
 
 
@@ -170,6 +174,30 @@ def repeats_cache(model: nn.Module) -> bool:
         passes = _Passes(model, log_probs)
         _check_rows(passes, model)
         return passes.agree(passes.repeated)
+
+
+def shares_prompts(
+    model: nn.Module,
+    read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    read_rows: Callable[..., torch.Tensor],
+) -> bool:
+    """
+    Whether several completions of a prompt in one row are read as texts of their own, in training mode.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The model.
+        read (`Callable`):
+            Predictions (B, L, V) of tokens (B, L), without a mask.
+        read_rows (`Callable`):
+            Predictions (B·n, S, V) of the completions among prompts (B, L), their mask, completions (B, n, S) and their mask.
+
+    Returns:
+        `bool`: `False` where a pass fails, too.
+    """
+    with undisturbed(model, training=True):
+        passes = _Passes(model, read)
+        return passes.agree(lambda: passes.in_rows(read_rows))
 
 
 @contextlib.contextmanager
@@ -321,6 +349,19 @@ class _Passes:
             logits.append(outputs.logits[:, -1])
         found = torch.stack(logits, dim=1).float().log_softmax(dim=-1)
         return found, self._after(alone, [length - 1 for length in _EQUAL])
+
+    def in_rows(self, read_rows: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Completions of unequal prompts, those of a prompt in one row."""
+        prompts, mask, _ = self._behind_padding(_PROMPTS)
+        tokens = self._after(self._ids, _EQUAL)  # (n, S)
+        completions = tokens.expand(len(prompts), -1, -1)  # (B, n, S)
+        real = torch.ones_like(completions)
+        real[0, 0, -1] = 0
+        expected = []
+        for ids, length in zip(self._ids, _PROMPTS, strict=True):
+            alone = self._one_by_one(torch.cat([ids[:length].expand(len(tokens), -1), tokens], dim=1))
+            expected.append(self._after(alone, [length - 1] * len(tokens)))
+        return read_rows(prompts, mask, completions, real), torch.cat(expected)
 
     def _rounded(self) -> torch.Tensor:
         """All rows, one by one, with the embeddings rounded up or down."""

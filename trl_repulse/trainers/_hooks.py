@@ -24,6 +24,7 @@ from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
 from ._cards import amend_model_card
 from ._deepspeed import gathered_by_layer, is_partitioned
+from ._layout import Layout
 from ._metrics import highest, mean
 from ._peft_bridge import adapters_kept
 from ._pooling import PooledMetrics
@@ -136,6 +137,13 @@ class TrainerHooks(PooledMetrics):
         self._guard |= guard_model(self, name, model, quiet)
         if not self._guard.use_cache:
             self.generation_config.use_cache = False
+
+    def _layout(self, prompt: int, width: int, completions: int) -> Layout:
+        """How `completions` of `width` tokens to each prompt of `prompt` tokens are laid out in rows."""
+        if not self._guard.share_prompts:
+            return Layout(prompt, width, 1)
+        config = self.accelerator.unwrap_model(self.model).config.get_text_config()
+        return Layout.cheapest(prompt, width, completions, config.hidden_size)
 
     def _by_length(
         self,

@@ -4,58 +4,75 @@ It stands on TRL's fused head; other dependencies on TRL are in `_trl_bridge.py`
 """
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
+from ._layout import Layout
+
+
+class Scores(NamedTuple):
+    """Of R rows with k completions of T tokens: log-probabilities and entropies (nats), and a router's loss."""
+
+    log_p: torch.Tensor  # (R·k, T)
+    entropy: torch.Tensor | None = None  # (R·k, T)
+    aux_loss: torch.Tensor | None = None
+
 
 def prepare_scoring(model: PreTrainedModel) -> None:
-    """Readies a model that has TRL's fused head for [`token_log_probs`].
+    """Readies a model for passes over rows of a [`Layout`], whether it has TRL's fused head or another one.
 
-    Two things are put right on scoring passes (`fused_lm_head=True`), and on no others:
+    Three things are put right on scoring passes, which are told by a `layout`, and the first on all of the fused head
+    (`fused_lm_head=True`):
 
     - Positions count from the first token that is not padding, as in generation. TRL (1.16) scores left-padded rows
       without `position_ids`; models with absolute positions (GPT-2) then give log-probabilities that depend on the
       padding and are not those the completions were drawn with, which importance weights do not forgive.
-    - Labels may be shorter than the input: only the last hidden states, which predict them, go through the LM head.
+    - Only the hidden states that predict completions go on to the head, as if each completion had a row of T + 1 positions.
       Without Triton, TRL's head projects every position of the prompt onto the vocabulary.
-
-    A pass may ask for the model's own logits instead (`plain_logits`, the number of last positions), at the same positions.
+    - Completions that share a row do not see each other. The backbone gets a mask that says so; the model around it
+      keeps the mask of real tokens, over which a mixture-of-experts model takes its load-balancing loss.
 
     Way out: TRL passing `position_ids`, and its fused head skipping ignored positions on every device.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Causal language model, not wrapped by PEFT, with `add_fused_lm_head` called on it. Hooks are registered on
-            it and on its backbone.
+            Model with a head, not wrapped by PEFT. Hooks are registered on it and on its backbone.
     """
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions, takes_last = "position_ids" in parameters, "logits_to_keep" in parameters
-    kept: dict[str, int | None] = {"last": None}
+    now: dict[str, Layout | None] = {"layout": None}
 
     def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        kept["last"] = None
-        plain = kwargs.pop("plain_logits", None)
-        if kwargs.get("fused_lm_head") or plain is not None:
-            mask = kwargs["attention_mask"]
-            if takes_positions and kwargs.get("position_ids") is None:
-                kwargs = kwargs | {"position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
-            if plain is not None:
-                kwargs = kwargs | {"use_cache": False} | ({"logits_to_keep": plain} if takes_last else {})
-            elif kwargs["labels"].size(1) < mask.size(1):
-                kept["last"] = kwargs["labels"].size(1)
+        layout = now["layout"] = kwargs.pop("layout", None)
+        if layout is None and not kwargs.get("fused_lm_head"):
+            return args, kwargs
+        mask = kwargs["attention_mask"]
+        if takes_positions and kwargs.get("position_ids") is None:
+            positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0) if layout is None else layout.positions(mask)
+            kwargs = kwargs | {"position_ids": positions}
+        if layout is not None and not kwargs.get("fused_lm_head"):
+            kwargs = kwargs | {"use_cache": False} | ({"logits_to_keep": layout.width + 1} if takes_last else {})
         return args, kwargs
 
+    def before_backbone(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        layout = now["layout"]
+        if layout is None or layout.count == 1:
+            return args, kwargs
+        weight = model.get_input_embeddings().weight
+        return args, kwargs | {"attention_mask": layout.masks(module.config, weight, kwargs["attention_mask"])}
+
     def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
-        if kept["last"] is not None:
-            output.last_hidden_state = output.last_hidden_state[:, -kept["last"] :]
+        if now["layout"] is not None:
+            output.last_hidden_state = now["layout"].predicting(output.last_hidden_state)
         return output
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
     if model.base_model is not model:
+        model.base_model.register_forward_pre_hook(before_backbone, with_kwargs=True)
         model.base_model.register_forward_hook(after_backbone)
 
 
@@ -64,33 +81,39 @@ def token_log_probs(
     accelerator: Accelerator,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
-    width: int,
+    layout: Layout,
     compute_aux_loss: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Log-probabilities of the last tokens of each row, in one pass.
+) -> Scores:
+    """Log-probabilities of the completions of rows, in one pass.
 
     Args:
         model (`torch.nn.Module`):
-            Model that [`prepare_scoring`] readied, wrapped or not.
+            Model with TRL's fused head that [`prepare_scoring`] readied, wrapped or not.
         accelerator ([`~accelerate.Accelerator`]):
             Gives the autocast context.
-        input_ids, attention_mask (`torch.Tensor` of shape `(B, L + T)`):
+        input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
             Left-padded prompts followed by right-padded completions.
-        width (`int`):
-            T, number of tokens to score.
+        layout ([`Layout`]):
+            How rows are laid out.
         compute_aux_loss (`bool`, *optional*, defaults to `False`):
             Whether to ask a mixture-of-experts model for its load-balancing loss.
 
     Returns:
-        Log-probabilities (nats) and entropies (nats; `None` if the head does not compute them), each of shape
-        `(B, T)` and 0 where masked, and the auxiliary loss or `None`.
+        [`Scores`]: 0 where masked; entropies are `None` if the head does not compute them.
     """
-    labels = input_ids.masked_fill(attention_mask == 0, -100)[:, -width - 1 :].clone()
-    labels[:, 0] = -100  # the prompt's last token
+    ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
+    labels = nn.functional.pad(ids.masked_fill(mask == 0, -100), (1, 0), value=-100)  # the prompt's last token
     extra = {"output_router_logits": True} if compute_aux_loss else {}
     with accelerator.autocast():
-        outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True, **extra)
-    return outputs.log_probs, outputs.entropy, outputs.aux_loss
+        outputs = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            labels=labels,
+            fused_lm_head=True,
+            layout=layout,
+            **extra,
+        )
+    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss)
 
 
 @torch.no_grad()
@@ -99,25 +122,25 @@ def tempered_log_probs(
     accelerator: Accelerator,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
-    width: int,
+    layout: Layout,
     temperature: float,
-) -> torch.Tensor:
-    """Log-probabilities of the last tokens of each row at a temperature, in one pass without gradient.
+) -> Scores:
+    """Log-probabilities of the completions of rows at a temperature, in one pass without gradient.
 
     TRL's fused head (1.16) has one temperature, set when it is put on, so that these come from the model's logits. Way out: a
     `temperature` argument on the fused head's forward.
 
     Args:
-        model, accelerator, input_ids, attention_mask, width:
+        model, accelerator, input_ids, attention_mask, layout:
             As for [`token_log_probs`].
         temperature (`float`):
             What logits are divided by.
 
     Returns:
-        `torch.Tensor`: Of shape `(B, T)`, nats, 0 where masked.
+        [`Scores`]: 0 where masked; log-probabilities alone.
     """
+    ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():
-        logits = model(input_ids=input_ids, attention_mask=attention_mask, plain_logits=width + 1).logits
-    log_p = (logits[:, -width - 1 : -1].float() / temperature).log_softmax(dim=-1)
-    chosen = log_p.gather(-1, input_ids[:, -width:, None]).squeeze(-1)
-    return chosen.masked_fill(attention_mask[:, -width:] == 0, 0.0)
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits
+    log_p = (logits[:, -layout.width - 1 : -1].float() / temperature).log_softmax(dim=-1)
+    return Scores(log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill(mask == 0, 0.0))

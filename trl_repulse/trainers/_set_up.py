@@ -3,8 +3,9 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
@@ -13,8 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..generation._padding import vocab_size
-from ..generation._probe import Guard, describe, probe, probe_values, undisturbed
+from ..generation._probe import Guard, describe, probe, probe_values, shares_prompts, undisturbed
 from ._deepspeed import gathered_by_layer, is_partitioned
+from ._layout import Layout
 from ._peft_bridge import AdapterView
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
@@ -106,9 +108,55 @@ def _find_out(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Mod
     if quiet:
         check_noise(model, name)
     if name == VALUE_MODEL:
-        return probe_values(model)
-    samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
-    return probe(model, quiet, samples, trainer.generation_config if samples else None)
+        guard = probe_values(model)
+    else:
+        samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
+        guard = probe(model, quiet, samples, trainer.generation_config if samples else None)
+    return replace(guard, share_prompts=_shares_prompts(trainer.args.share_prompts, name, model, guard))
+
+
+def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.Module, guard: Guard) -> bool:
+    """Whether a prompt is read once for several completions; warns where that was left to us and cannot be, or refuses."""
+    if wanted is False:
+        return False
+    base = model.get_base_model() if is_peft_model(model) else model
+    backbone = base.base_model
+
+    def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if name == VALUE_MODEL:
+            return backbone(input_ids=ids).last_hidden_state.float()
+        return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
+
+    def read_rows(prompts: torch.Tensor, mask: torch.Tensor, *completions: torch.Tensor) -> torch.Tensor:
+        layout = Layout(prompts.size(1), completions[0].size(2), completions[0].size(1))
+        kept: list[torch.Tensor] = []
+        handle = backbone.register_forward_hook(lambda module, args, output: kept.append(output.last_hidden_state))
+        try:
+            logits = model(
+                input_ids=layout.rows(prompts, completions[0]),
+                attention_mask=layout.rows(mask, completions[1]),
+                layout=layout,
+            ).logits
+        finally:
+            handle.remove()
+        found = kept[0].float() if name == VALUE_MODEL else logits.float().log_softmax(dim=-1)
+        return found[:, -layout.width - 1 : -1]
+
+    implementation = base.config._attn_implementation
+    why = f"its attention ({implementation}) takes no mask of pairs of tokens"
+    if implementation in ("eager", "sdpa") and not guard.score_by_length:
+        if shares_prompts(model, read, read_rows):
+            return True
+        why = "completions in one row are not read as they are alone"
+    elif guard.score_by_length:
+        why = "it reads the padding before a prompt"
+    said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
+    if wanted is True:
+        raise ValueError(
+            f"{said}; set `share_prompts=False`, or load it with `attn_implementation='sdpa'` if it has that."
+        )
+    logger.warning_once(f"{said}. It reads the prompt with each of them, which takes longer.")
+    return False
 
 
 @torch.no_grad()

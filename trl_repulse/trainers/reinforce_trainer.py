@@ -7,7 +7,7 @@ completions (n = N) where a micro-batch holds whole prompts, and a single comple
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from ._metrics import Moments, mean
 from ._naming import check_loadable
 from ._records import record_advantages, record_samples
 from ._rewards import check_separate_rewards, load_reward_models
-from ._scoring import tempered_log_probs, token_log_probs
+from ._scoring import Scores, tempered_log_probs, token_log_probs
 from ._trl_bridge import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -345,22 +345,26 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
 
         ids, mask = joined("ids", self._tokenizer.pad_token_id), joined("mask", 0)  # (U, Σn, T)
-        n = ids.size(1)
-        input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(n, 0), ids.flatten(0, 1)], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(n, 0), mask.flatten(0, 1)], dim=1)
+        n, mode = ids.size(1), "train" if self.model.training else "eval"
+        layout = self._layout(batch["prompt_ids"].size(1), width, n)
+        rows = layout.rows(batch["prompt_ids"], ids), layout.rows(batch["prompt_mask"], mask)  # (R, S) each
 
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> Scores:
+            cut = replace(layout, prompt=ids.size(1) - layout.count * width)
             if temperature is not None:
-                return (tempered_log_probs(model, self.accelerator, ids, mask, width, temperature),)
-            return token_log_probs(model, self.accelerator, ids, mask, width, gradient and self.aux_loss_enabled)
+                return tempered_log_probs(model, self.accelerator, ids, mask, cut, temperature)
+            return token_log_probs(model, self.accelerator, ids, mask, cut, gradient and self.aux_loss_enabled)
 
         if gradient:
-            log_p, entropy, aux_loss = self._by_length(log_probs, input_ids, attention_mask)
+            log_p, entropy, aux_loss = self._by_length(log_probs, *rows)
         else:
-            size = self._micro_batch_size("train" if self.model.training else "eval")
-            rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+            size = max(1, self._micro_batch_size(mode) // n) * (
+                n // layout.count
+            )  # of whole units, in all processes alike
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                chunks = [self._by_length(log_probs, *chunk)[0] for chunk in rows]
+                chunks = [
+                    self._by_length(log_probs, *chunk)[0] for chunk in zip(*(x.split(size) for x in rows), strict=True)
+                ]
             log_p, entropy, aux_loss = torch.cat(chunks), None, None
         sizes = [batch[f"{name}_ids"].size(1) for name in names]
         scores = [

@@ -1,0 +1,146 @@
+"""Several completions of a prompt in one row, which reads the prompt once.
+
+Axis letters: R rows, L prompt tokens, k completions of a row, T tokens of a completion, S = L + k·T tokens of a row, C units
+of a prompt with n completions, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Rows `[prompt | completion | completion | ...]`, in which a completion attends to the prompt and to itself.
+
+    Args:
+        prompt (`int`):
+            L, tokens of a prompt with the padding before it.
+        width (`int`):
+            T, tokens of a completion with the padding behind it.
+        count (`int`):
+            k, completions of a row.
+    """
+
+    prompt: int
+    width: int
+    count: int
+
+    @classmethod
+    def cheapest(cls, prompt: int, width: int, completions: int, hidden_size: int) -> "Layout":
+        """
+        The layout that takes the fewest multiplications to read a prompt with its completions.
+
+        A layer multiplies about 12·d² times for each token and 2·d times for each pair of tokens in a row, d its hidden size,
+        since a mask does not spare the pairs that it hides. Long completions in one row cost more than the prompt read twice.
+
+        Args:
+            prompt (`int`):
+                L.
+            width (`int`):
+                T.
+            completions (`int`):
+                n, completions of each prompt; rows hold a divisor of it.
+            hidden_size (`int`):
+                d.
+
+        Returns:
+            [`Layout`]: With `count=1` where nothing is gained by sharing.
+        """
+
+        def cost(count: int) -> int:
+            tokens = prompt + count * width
+            return completions // count * tokens * (6 * hidden_size + tokens)
+
+        return cls(prompt, width, min((k for k in range(1, completions + 1) if completions % k == 0), key=cost))
+
+    @property
+    def tokens(self) -> int:
+        """S."""
+        return self.prompt + self.count * self.width
+
+    def rows(self, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
+        """
+        Rows of the units of a batch.
+
+        Args:
+            prompts (`torch.Tensor` of shape `(C, L)`), completions (`torch.Tensor` of shape `(C, n, T)`):
+                Tokens, or masks.
+
+        Returns:
+            `torch.Tensor` of shape `(R, S)`: A unit's n / k rows, one after the other.
+        """
+        parts = completions.reshape(-1, self.count * self.width)
+        return torch.cat([prompts.repeat_interleave(len(parts) // len(prompts), 0), parts], dim=1)
+
+    def positions(self, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Position of each token of rows with this mask (R, S): each completion goes on from the prompt. Shape (R, S)."""
+        prompt, rest = attention_mask.long().split([self.prompt, self.count * self.width], dim=1)
+        within = rest.view(-1, self.count, self.width).cumsum(dim=2).view_as(rest)
+        positions = torch.cat([prompt.cumsum(dim=1), prompt.sum(dim=1, keepdim=True) + within], dim=1)
+        return (positions - 1).clamp(min=0)
+
+    def predicting(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        The states that predict completions: of rows (R, S, d), the prompt's last and the completion's own, (R·k, T + 1, d).
+
+        As of rows with a completion each, cut to its last T + 1 positions.
+        """
+        if self.count == 1:
+            return hidden_states[:, self.prompt - 1 :]
+        own = self._places(hidden_states.device)[self.prompt :].view(self.count, self.width)
+        first = torch.full((self.count, 1), self.prompt - 1, device=own.device)
+        offsets = self.width * torch.arange(self.count, device=own.device).unsqueeze(1)
+        index = torch.cat([first, own + offsets], dim=1)  # (k, T + 1)
+        return hidden_states[:, index].flatten(0, 1)
+
+    def masks(
+        self, config: PreTrainedConfig, embeddings: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """
+        What each kind of layer may attend to in rows: as in rows of the prompt and one completion, and nothing else.
+
+        Args:
+            config ([`~transformers.PreTrainedConfig`]):
+                Of the model; says of which kinds its layers are, and how they take masks.
+            embeddings (`torch.Tensor` of shape `(R, ..., d)`):
+                Gives the masks' precision and device.
+            attention_mask (`torch.Tensor` of shape `(R, S)`):
+                Which tokens are real.
+
+        Returns:
+            `torch.Tensor` of shape `(R, 1, S, S)`, or a dictionary of one for each kind of layer.
+        """
+        end = self.prompt + self.width
+        alone = attention_mask[:, :end].clone()
+        alone[:, self.prompt :] = 1  # of one completion; padding of each is masked below
+        blank = embeddings.new_empty((len(alone), end, 0))
+        found = create_masks_for_generate(config, blank, alone, past_key_values=None)
+        if isinstance(found, dict):
+            return {kind: self._spread(mask, attention_mask) for kind, mask in found.items()}
+        return self._spread(found, attention_mask)
+
+    def _spread(self, mask: torch.Tensor | None, attention_mask: torch.Tensor) -> torch.Tensor:
+        """The mask of rows with one completion, (R, 1, L + T, L + T) and `None` where plainly causal, for rows with k."""
+        device = attention_mask.device
+        places, end = self._places(device), self.prompt + self.width
+        if mask is None:
+            mask = (
+                torch.ones((end, end), dtype=torch.bool, device=device).tril().expand(len(attention_mask), 1, end, end)
+            )
+        if mask.dim() != 4:  # another implementation's way of masking
+            raise ValueError(f"attention of this kind takes no mask of pairs of tokens, got one of {mask.dim()} axes")
+        owner = torch.arange(self.count, device=device).repeat_interleave(self.width)
+        owner = torch.cat([owner.new_full((self.prompt,), -1), owner])  # (S,); -1 is the prompt
+        seen = (owner == -1) | (owner.unsqueeze(1) == owner)  # (S, S)
+        seen = seen & attention_mask.bool()[:, None, None, :]
+        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return mask[:, :, places][:, :, :, places].masked_fill(~seen, hidden)
+
+    def _places(self, device: torch.device) -> torch.Tensor:
+        """Where each token of a row stands in a row of the prompt and one completion, shape (S,)."""
+        within = torch.arange(self.width, device=device).repeat(self.count)
+        return torch.cat([torch.arange(self.prompt, device=device), self.prompt + within])
