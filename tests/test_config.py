@@ -7,7 +7,7 @@ import pytest
 from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
-from trl_repulse.configs import EngineConfig, RewardConfig
+from trl_repulse.configs import EngineConfig, RewardConfig, ScoringConfig
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_ppo_needs_no_group(make):
 @pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
 def test_every_own_field_has_help(config_cls):
     base = GRPOConfig if issubclass(config_cls, GRPOConfig) else RLOOConfig
-    documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__
+    documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__ + ScoringConfig.__doc__
     documented += ReinforceConfig.__doc__ if issubclass(config_cls, ReinforceConfig) else ""
     inherited = {field.name for field in dataclasses.fields(base)}
     for field in dataclasses.fields(config_cls):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .reinforce_config import ReinforceConfig
     from .repulse_config import RePULSeConfig
     from .reward_config import RewardConfig
+    from .scoring_config import ScoringConfig
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
@@ -56,6 +57,11 @@ def check_reward_config(args: "RewardConfig") -> None:
     if args.save_negatives:
         remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+
+
+def check_scoring_config(args: "ScoringConfig") -> None:
+    """Refuses bad values among [`ScoringConfig`]'s fields."""
+    require_choice(args, "share_prompts", ("auto", True, False))
 
 
 def check_engine_config(args: "EngineConfig") -> None:
@@ -105,6 +111,7 @@ def check_reinforce_config(args: "ReinforceConfig") -> None:
     """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
     check_reward_config(args)
     check_engine_config(args)
+    check_scoring_config(args)
     _check_trl_fields(args)
     if args.reward_clip_range:
         low, high = args.reward_clip_range
@@ -123,6 +130,7 @@ def check_ppo_config(args: "PPOConfig") -> None:
     """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
     check_reward_config(args)
     check_engine_config(args)
+    check_scoring_config(args)
     _check_trl_fields(args)
     for name in ("gamma", "gae_lambda"):
         require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")

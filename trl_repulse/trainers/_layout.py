@@ -90,7 +90,7 @@ class Layout:
         As of rows with a completion each, cut to its last T + 1 positions.
         """
         if self.count == 1:
-            return hidden_states[:, self.prompt - 1 :]
+            return hidden_states[:, -self.width - 1 :]
         own = self._places(hidden_states.device)[self.prompt :].view(self.count, self.width)
         first = torch.full((self.count, 1), self.prompt - 1, device=own.device)
         offsets = self.width * torch.arange(self.count, device=own.device).unsqueeze(1)

@@ -71,9 +71,10 @@ def prepare_scoring(model: PreTrainedModel) -> None:
         return output
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
-    if model.base_model is not model:
-        model.base_model.register_forward_pre_hook(before_backbone, with_kwargs=True)
-        model.base_model.register_forward_hook(after_backbone)
+    backbone = model.get_decoder()  # OPT's head reads it, and not the `base_model` around it
+    if backbone is not model:
+        backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)
+        backbone.register_forward_hook(after_backbone)
 
 
 def token_log_probs(

@@ -120,17 +120,18 @@ def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.M
     if wanted is False:
         return False
     base = model.get_base_model() if is_peft_model(model) else model
-    backbone = base.base_model
 
     def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if name == VALUE_MODEL:
-            return backbone(input_ids=ids).last_hidden_state.float()
+            return base.base_model(input_ids=ids).last_hidden_state.float()
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
 
     def read_rows(prompts: torch.Tensor, mask: torch.Tensor, *completions: torch.Tensor) -> torch.Tensor:
         layout = Layout(prompts.size(1), completions[0].size(2), completions[0].size(1))
         kept: list[torch.Tensor] = []
-        handle = backbone.register_forward_hook(lambda module, args, output: kept.append(output.last_hidden_state))
+        handle = base.get_decoder().register_forward_hook(
+            lambda _, args, output: kept.append(output.last_hidden_state)
+        )
         try:
             logits = model(
                 input_ids=layout.rows(prompts, completions[0]),
