@@ -1,14 +1,16 @@
-"""Time and peak memory of a RePULSe step against a TRL RLOO step with the same model, shapes and number of samples.
+"""Time and peak memory of a step against those of TRL's RLOO and GRPO with the same model, shapes and number of samples.
 
-    python benchmarks/step_cost.py --model tiny
-    python benchmarks/step_cost.py --model 135m
+    python benchmarks/step_cost.py --shapes 128,20,5 512,20,10 16,100,5
+    python benchmarks/step_cost.py --model 135m --prompts 1 --methods RePULSe REINFORCE
 
-RLOO draws 2·P prompts × N completions a step, RePULSe P × N from each of its two models: both generate, score and learn
-from 2·P·N completions. The two trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
+All but RePULSe draw 2·P prompts × N completions a step, RePULSe P × N from each of its two models: all generate, score and
+learn from 2·P·N completions. The trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
 of a turn is warm-up and dropped. Peak memory is measured in a process of its own for each.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import statistics
@@ -17,16 +19,18 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from transformers.utils import logging
-from trl import RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trl_repulse import RePULSeConfig, RePULSeTrainer
+from trl_repulse import PPOConfig, PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 
 
 SHAPES = {
@@ -49,6 +53,17 @@ SHAPES = {
 }
 
 
+YARDSTICKS = ("RLOO", "GRPO")
+# Trainer, configuration, and what its completions of one model are multiplied with to make 2·P·N
+METHODS = {
+    "RLOO": (RLOOTrainer, RLOOConfig, 2),
+    "GRPO": (GRPOTrainer, GRPOConfig, 2),
+    "REINFORCE": (ReinforceTrainer, ReinforceConfig, 2),
+    "RePULSe": (RePULSeTrainer, RePULSeConfig, 1),
+    "PPO": (PPOTrainer, PPOConfig, 2),
+}
+
+
 class StepTimes(TrainerCallback):
     """Seconds of each step."""
 
@@ -68,10 +83,32 @@ def reward(completion_ids, **kwargs):
     return [float(len(set(ids))) for ids in completion_ids]
 
 
-def build(method: str, options: argparse.Namespace, folder: str, peft_config=None):
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of a prompt and of a completion, and N, completions of a prompt (of each model, where there are two)."""
+
+    prompt: int
+    completion: int
+    generations: int
+
+    @classmethod
+    def of(cls, text: str) -> "Shape":
+        return cls(*map(int, text.split(",")))
+
+    def __str__(self) -> str:
+        return f"{self.prompt},{self.completion},{self.generations}"
+
+
+def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
+    """A trainer of a method, which draws 2·P·N completions a step, and the times of its steps."""
     set_seed(0)
     config = LlamaConfig(
-        **SHAPES[options.model], tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0
+        **SHAPES[options.model],
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        max_position_embeddings=max(2048, shape.prompt + shape.completion),
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(f"{folder}/{method}")
@@ -80,40 +117,43 @@ def build(method: str, options: argparse.Namespace, folder: str, peft_config=Non
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w2", padding_side="left")
-    ids = torch.randint(4, config.vocab_size, (64, options.prompt_length)).tolist()
+    ids = torch.randint(4, config.vocab_size, (64, shape.prompt)).tolist()
     data = Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in row) for row in ids]})
-    rows = options.prompts * options.generations
-    common = {
-        "output_dir": f"{folder}/out",
-        "use_cpu": not torch.accelerator.is_available(),
-        "bf16": torch.accelerator.is_available(),
-        "gradient_checkpointing": options.gradient_checkpointing,
-        "num_generations": options.generations,
-        "max_completion_length": options.completion_length,
-        "max_steps": options.steps,
-        "beta": options.beta,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-    }
+    trainer_class, config_class, draws = METHODS[method]
     timer = StepTimes()
-    arguments = {
-        "train_dataset": data,
-        "processing_class": tokenizer,
-        "callbacks": [timer],
-        "peft_config": peft_config,
-    }
-    if method == "RLOO":
-        args = RLOOConfig(per_device_train_batch_size=2 * rows, **common)
-        return RLOOTrainer(model, reward, args, **arguments), timer
-    args = RePULSeConfig(per_device_train_batch_size=rows, **common)
-    return RePULSeTrainer(model, reward, args, **arguments), timer
+    own = {} if method in YARDSTICKS else {"share_prompts": options.share_prompts}
+    args = config_class(
+        output_dir=f"{folder}/out",
+        use_cpu=not torch.accelerator.is_available(),
+        bf16=torch.accelerator.is_available(),
+        gradient_checkpointing=options.gradient_checkpointing,
+        per_device_train_batch_size=draws * options.prompts * shape.generations,
+        num_generations=shape.generations,
+        max_completion_length=shape.completion,
+        max_steps=options.steps,
+        beta=options.beta,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        **own,
+    )
+    peft_config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if options.adapters else None
+    trainer = trainer_class(
+        model,
+        reward,
+        args,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[timer],
+        peft_config=peft_config,
+    )
+    return trainer, timer
 
 
-def peak_memory(method: str, options: argparse.Namespace) -> float:
+def peak_memory(method: str, shape: Shape) -> float:
     """Peak memory of two steps in a process of its own, in MiB: the device's, or the process's resident set on CPU."""
-    argv = [sys.executable, __file__, *sys.argv[1:], "--memory-of", method]
+    argv = [sys.executable, __file__, *sys.argv[1:], "--memory-of", method, "--shapes", str(shape)]
     output = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -121,7 +161,7 @@ def peak_memory(method: str, options: argparse.Namespace) -> float:
 def print_peak_memory(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.steps = 2
-        build(options.memory_of, options, folder)[0].train()
+        build(options.memory_of, options.shapes[0], options, folder)[0].train()
     if torch.accelerator.is_available():
         print(torch.accelerator.max_memory_allocated() / 2**20)
     else:
@@ -130,47 +170,65 @@ def print_peak_memory(options: argparse.Namespace) -> None:
         print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10)
 
 
+def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Median seconds a completion, and peak MiB, of each method; the methods take turns."""
+    names = dict.fromkeys([*YARDSTICKS, *options.methods])
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {name: build(name, shape, options, folder) for name in names}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(options.rounds):
+            for name, (trainer, timer) in runs.items():
+                timer.seconds.clear()
+                with contextlib.redirect_stdout(io.StringIO()):
+                    trainer.train()
+                seconds[name].extend(timer.seconds[1:])
+    samples = 2 * options.prompts * shape.generations
+    return {
+        name: (statistics.median(values) / samples, float("nan") if options.no_memory else peak_memory(name, shape))
+        for name, values in seconds.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["RePULSe"], help="beside RLOO and GRPO")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=Shape.of,
+        default=[Shape(128, 20, 5)],
+        help="tokens of a prompt, tokens of a completion, N: e.g. 128,20,5 512,20,10",
+    )
     parser.add_argument("--prompts", type=int, default=2, help="P, prompts of a RePULSe step")
-    parser.add_argument("--generations", type=int, default=5, help="N, completions a prompt and model")
-    parser.add_argument("--prompt-length", type=int, default=128)
-    parser.add_argument("--completion-length", type=int, default=20)
-    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 both methods run a reference")
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 all methods run a reference")
+    parser.add_argument("--adapters", action="store_true", help="LoRA of rank 16 in place of all weights")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--share_prompts", choices=("auto", "False"), default="auto", help="of our trainers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn, the first of them warm-up")
-    parser.add_argument("--memory-of", choices=("RLOO", "RePULSe"), help=argparse.SUPPRESS)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure peak memory")
+    parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.share_prompts = options.share_prompts == "auto" and "auto"
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     if options.memory_of:
         print_peak_memory(options)
         return
-
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {method: build(method, options, folder) for method in ("RLOO", "RePULSe")}
-        seconds: dict[str, list[float]] = {method: [] for method in runs}
-        for _ in range(options.rounds):
-            for method, (trainer, timer) in runs.items():
-                timer.seconds.clear()
-                trainer.train()
-                seconds[method].extend(timer.seconds[1:])
-    samples = 2 * options.prompts * options.generations
-    medians = {method: statistics.median(values) / samples for method, values in seconds.items()}
-    memory = {method: peak_memory(method, options) for method in runs}
     print(
-        f"model {options.model}, {samples} completions a step (N = {options.generations}) of "
-        f"{options.completion_length} tokens to prompts of {options.prompt_length}, beta {options.beta}, "
-        f"gradient checkpointing {options.gradient_checkpointing}, {torch.get_num_threads()} threads, "
-        f"{len(seconds['RLOO'])} steps each"
+        f"model {options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, beta {options.beta}, "
+        f"gradient checkpointing {options.gradient_checkpointing}, share_prompts {options.share_prompts}, "
+        f"{torch.get_num_threads()} threads, medians of {options.rounds * (options.steps - 1)} steps"
     )
-    print(f"{'':10}{'ms a sample':>14}{'min':>10}{'max':>10}{'peak MiB':>12}")
-    for method, values in seconds.items():
-        low, high = min(values) / samples, max(values) / samples
-        print(f"{method:10}{1e3 * medians[method]:14.1f}{1e3 * low:10.1f}{1e3 * high:10.1f}{memory[method]:12.0f}")
-    print(f"{'ratio':10}{medians['RePULSe'] / medians['RLOO']:14.3f}{'':20}{memory['RePULSe'] / memory['RLOO']:12.3f}")
+    print("| prompt, new, N | method | ms a completion | / RLOO | / GRPO | peak MiB | / RLOO | / GRPO |")
+    print("|---|---|---|---|---|---|---|---|")
+    for shape in options.shapes:
+        found = measure(shape, options)
+        for name, (seconds, memory) in found.items():
+            of = [[value / found[other][i] for other in YARDSTICKS] for i, value in enumerate((seconds, memory))]
+            times, memories = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
+            print(f"| {shape} | {name} | {1e3 * seconds:.1f} | {times} | {memory:.0f} | {memories} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -245,12 +245,37 @@ def test_training_is_the_same(make, architecture, mode):
 
 @pytest.mark.trainer
 def test_reinforce_too(make, architecture):
-    settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_completion_length": 4, "beta": 0.1}
-    runs = [make(ReinforceTrainer, architecture, dataset=UNEVEN, share_prompts=s, **settings) for s in (True, False)]
-    for run in runs:
-        run.train()
+    runs = [train(make, architecture, share, trainer_cls=ReinforceTrainer, beta=0.1) for share in (True, False)]
     for p, q in zip(*(run.model.parameters() for run in runs), strict=True):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.trainer
+def test_draws_are_the_same(make, architecture):
+    """To the token, of the policy and of the proposal: a prompt's cache, repeated, and prompts read with each completion."""
+    drawn = {}
+    for share in (True, False):
+        trainer = make(
+            model=architecture,
+            dataset=UNEVEN,
+            share_prompts=share,
+            max_completion_length=6,
+            num_generations=50,
+            per_device_train_batch_size=200,
+        )
+        assert trainer._guard.repeat_cache is share
+        lengths = []
+        hook = trainer.model.register_forward_pre_hook(
+            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
+        )
+        trainer.model.train()
+        torch.manual_seed(0)
+        batch = trainer._generate_and_score_completions([row for row in UNEVEN for _ in range(50)])
+        hook.remove()
+        assert ((4, 6) in lengths) is share and ((200, 7) in lengths) is not share
+        drawn[share] = [batch["completion_ids"], batch["proposal_completion_ids"]]
+    assert all(torch.equal(one, other) for one, other in zip(drawn[True], drawn[False], strict=True))
+    assert len(drawn[True][0].flatten(0, 1).unique(dim=0)) > 100
 
 
 @pytest.mark.trainer

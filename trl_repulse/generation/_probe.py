@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ._habits import without_generation_habits
 from ._padding import padded_outputs, vocab_size
+from ._prefill import prompts_read_once
 
 
 logger = logging.get_logger(__name__)
@@ -50,12 +51,15 @@ class Guard:
             Whether `generate` may use its cache.
         share_prompts (`bool`, *optional*, defaults to `True`):
             Whether completions of a prompt may be scored in one row, which reads it once. [`probe`] does not look at it.
+        repeat_cache (`bool`, *optional*, defaults to `True`):
+            Whether they may be sampled from one cache of the prompt, repeated. [`probe`] does not look at it either.
     """
 
     score_by_length: bool = False
     sample_by_length: bool = False
     use_cache: bool = True
     share_prompts: bool = True
+    repeat_cache: bool = True
 
     def __or__(self, other: "Guard") -> "Guard":
         """What serves both models."""
@@ -64,6 +68,7 @@ class Guard:
             self.sample_by_length or other.sample_by_length,
             self.use_cache and other.use_cache,
             self.share_prompts and other.share_prompts,
+            self.repeat_cache and other.repeat_cache,
         )
 
 
@@ -150,6 +155,28 @@ def probe_values(model: nn.Module) -> Guard:
 
     with undisturbed(model, training=True):
         return _scoring_guard(_Passes(model, states), model)
+
+
+def reads_prompts_once(model: nn.Module, training: bool, generation_config: GenerationConfig) -> bool:
+    """
+    Whether `generate` draws from the model's own distribution within [`~trl_repulse.generation._prefill.prompts_read_once`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Causal language model.
+        training (`bool`):
+            Whether it will run in training mode.
+        generation_config ([`~transformers.GenerationConfig`]):
+            What will be passed to `generate`; with a cache of another kind, or none, the answer is no.
+
+    Returns:
+        `bool`: `False` where a pass fails, too.
+    """
+    if generation_config.cache_implementation is not None or generation_config.use_cache is False:
+        return False
+    with undisturbed(model, training), prompts_read_once(model):
+        passes = _Passes(model, lambda ids, mask: model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1))
+        return passes.agree(lambda: passes.repeatedly_generated(generation_config), share=0.9)
 
 
 def repeats_cache(model: nn.Module) -> bool:
@@ -318,7 +345,12 @@ class _Passes:
         self, lengths: tuple[int, ...], config: GenerationConfig, use_cache: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All rows through `generate`, with padding if their prompts are unequal."""
-        ids, mask, tokens = self._behind_padding(lengths)
+        return self._forced(*self._behind_padding(lengths), config, use_cache), self._expected(lengths)
+
+    def _forced(
+        self, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, config: GenerationConfig, use_cache: bool
+    ) -> torch.Tensor:
+        """What `generate` draws `tokens` (B, S) from, after prompts (B, W)."""
         forced = _Forced(tokens)
         settings = GenerationConfig(
             max_new_tokens=_SAMPLED,
@@ -337,7 +369,7 @@ class _Passes:
                 logits_processor=LogitsProcessorList([forced]),
                 synced_gpus=False,  # one process may probe alone
             )
-        return torch.stack(forced.logits, dim=1).log_softmax(dim=-1), self._expected(lengths)
+        return torch.stack(forced.logits, dim=1).log_softmax(dim=-1)
 
     def repeated(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Several completions of the first row's prompt, which is read once."""
@@ -355,16 +387,26 @@ class _Passes:
 
     def in_rows(self, read_rows: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Completions of unequal prompts, those of a prompt in one row."""
-        prompts, mask, _ = self._behind_padding(_PROMPTS)
-        tokens = self._after(self._ids, _EQUAL)  # (n, S)
-        completions = tokens.expand(len(prompts), -1, -1)  # (B, n, S)
+        prompts, mask, completions, expected = self._completed()
         real = torch.ones_like(completions)
         real[0, 0, -1] = 0
+        return read_rows(prompts, mask, completions, real), expected
+
+    def repeatedly_generated(self, config: GenerationConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same completions through `generate`."""
+        prompts, mask, completions, expected = self._completed()
+        rows = (x.repeat_interleave(completions.size(1), 0) for x in (prompts, mask))
+        return self._forced(*rows, completions.flatten(0, 1), config, True), expected
+
+    def _completed(self) -> tuple[torch.Tensor, ...]:
+        """Prompts (B, W) behind padding and their mask, n completions (B, n, S) of each, and what to predict (B·n, S, V)."""
+        prompts, mask, _ = self._behind_padding(_PROMPTS)
+        tokens = self._after(self._ids, _EQUAL)  # (n, S)
         expected = []
         for ids, length in zip(self._ids, _PROMPTS, strict=True):
             alone = self._one_by_one(torch.cat([ids[:length].expand(len(tokens), -1), tokens], dim=1))
             expected.append(self._after(alone, [length - 1] * len(tokens)))
-        return read_rows(prompts, mask, completions, real), torch.cat(expected)
+        return prompts, mask, tokens.expand(len(prompts), -1, -1), torch.cat(expected)
 
     def _rounded(self) -> torch.Tensor:
         """All rows, one by one, with the embeddings rounded up or down."""

@@ -19,6 +19,7 @@ from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
 from ..configs import EngineConfig, RewardConfig
 from ..generation._padding import batches, without_padding
+from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
@@ -364,7 +365,8 @@ class TrainerHooks(PooledMetrics):
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         sampled = self.accelerator.unwrap_model(self.model_wrapped)
-        with without_generation_habits(sampled), without_lasting_changes(self, sampled):
+        once = prompts_read_once(sampled) if self._guard.repeat_cache else contextlib.nullcontext()
+        with without_generation_habits(sampled), without_lasting_changes(self, sampled), once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..generation._padding import vocab_size
-from ..generation._probe import Guard, describe, probe, probe_values, shares_prompts, undisturbed
+from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
 from ._deepspeed import gathered_by_layer, is_partitioned
 from ._layout import Layout
 from ._peft_bridge import AdapterView
@@ -107,12 +107,19 @@ def as_trained(trainer: "ReinforceTrainer | PPOTrainer", model: nn.Module) -> It
 def _find_out(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Module, quiet: bool) -> Guard:
     if quiet:
         check_noise(model, name)
+    wanted = trainer.args.share_prompts
     if name == VALUE_MODEL:
         guard = probe_values(model)
-    else:
-        samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
-        guard = probe(model, quiet, samples, trainer.generation_config if samples else None)
-    return replace(guard, share_prompts=_shares_prompts(trainer.args.share_prompts, name, model, guard))
+        return replace(guard, share_prompts=_shares_prompts(wanted, name, model, guard))
+    samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
+    guard = probe(model, quiet, samples, trainer.generation_config if samples else None)
+    # Processes that share weights may not repeat prompts alike, and each pass is made by all of them
+    repeats = samples and wanted is not False and guard.use_cache and not guard.sample_by_length
+    if is_partitioned(model) or trainer.is_fsdp_enabled:
+        repeats = False
+    elif repeats:
+        repeats = reads_prompts_once(model, quiet, trainer.generation_config)
+    return replace(guard, share_prompts=_shares_prompts(wanted, name, model, guard), repeat_cache=repeats)
 
 
 def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.Module, guard: Guard) -> bool:

@@ -1,0 +1,52 @@
+"""Sampling several completions of a prompt that is read once."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import DynamicCache
+
+from ._padding import padded_outputs
+
+
+@contextlib.contextmanager
+def prompts_read_once(model: nn.Module) -> Iterator[None]:
+    """
+    Context in which `model.generate` reads a prompt once for all neighbouring rows of a batch that begin with it.
+
+    All but the last token of each different prompt goes through the model; what it has cached is repeated for the rows, and
+    `generate` goes on from there. Draws with the same random numbers are the same, but for rounding.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Model whose cache can be repeated, as [`~trl_repulse.generation._probe.reads_prompts_once`] finds out. With weights
+            partitioned over processes they must all call `generate` with prompts repeated alike.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    generate = base.generate
+
+    def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if args or ids is None or mask is None or ids.size(1) < 2 or kwargs.get("past_key_values") is not None:
+            return generate(*args, **kwargs)
+        new = torch.ones_like(ids[:, 0], dtype=torch.bool)  # rows whose prompt is not that of the row before
+        new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(dim=1)
+        if new.all():
+            return generate(**kwargs)
+        cache = DynamicCache(config=base.config.get_text_config(decoder=True))
+        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+            options["logits_to_keep"] = 1
+        padded_outputs(base, ids[new, :-1], mask[new, :-1], **options)
+        cache.batch_select_indices(new.cumsum(dim=0) - 1)
+        return generate(**kwargs, past_key_values=cache)
+
+    base.generate = generate_from_cache
+    try:
+        yield
+    finally:
+        del base.generate
