@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from benchmarks.architectures import build
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._layout import Layout
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
@@ -251,6 +251,29 @@ def test_reinforce_too(make, architecture):
 
 
 @pytest.mark.trainer
+@pytest.mark.parametrize("kwargs", [{}, {"beta": 0.1, "num_iterations": 2}, {"per_device_train_batch_size": 4}])
+def test_ppo_too(make, architecture, kwargs):
+    """TRL shuffles its completions: those of a prompt share rows where a micro-batch has them all."""
+    runs, rows = [], []
+    for share in (True, False):
+        settings = {"max_completion_length": 4, "max_steps": 2, "optim": "sgd", "learning_rate": 0.3} | kwargs
+        trainer = make(
+            PPOTrainer, architecture, dataset=UNEVEN, share_prompts=share, steps_per_generation=1, **settings
+        )
+        seen = []
+        trainer.value.module.register_forward_pre_hook(
+            lambda module, args, kwargs, seen=seen: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        trainer.train()
+        runs.append((trainer.model, trainer.value.module))
+        rows.append(set(seen))
+    assert [4 * count for count in rows[0]] == list(rows[1])
+    for one, other in zip(*runs, strict=True):
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.trainer
 def test_draws_are_the_same(make, architecture):
     """To the token, of the policy and of the proposal: a prompt's cache, repeated, and prompts read with each completion."""
     drawn = {}
@@ -266,7 +289,7 @@ def test_draws_are_the_same(make, architecture):
         assert trainer._guard.repeat_cache is share
         lengths = []
         hook = trainer.model.register_forward_pre_hook(
-            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape), with_kwargs=True
+            lambda module, args, kwargs, seen=lengths: seen.append(kwargs["input_ids"].shape), with_kwargs=True
         )
         trainer.model.train()
         torch.manual_seed(0)
@@ -301,8 +324,11 @@ def test_half_precision(make):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize("name", ["bloom", "mamba", "moshi"])  # positions from masks; a state; windows that it ignores
-def test_models_that_cannot(make, name, caplog):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("bloom", "takes no positions"), ("mamba", "takes no positions"), ("moshi", "not read as they are alone")],
+)
+def test_models_that_cannot(make, name, why, caplog):
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<unk>"
     model = build(name, len(tokenizer))
@@ -312,9 +338,7 @@ def test_models_that_cannot(make, name, caplog):
 
     with caplog.at_level(logging.WARNING):
         assert not trainer("auto")._guard.share_prompts
-    with pytest.raises(
-        ValueError, match="cannot read a prompt once.*not read as they are alone.*`share_prompts=False`"
-    ):
+    with pytest.raises(ValueError, match=f"cannot read a prompt once.*{why}.*`share_prompts=False`"):
         trainer(True)
     trainer(False).train()
 

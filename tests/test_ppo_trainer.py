@@ -20,6 +20,8 @@ from transformers import (
 )
 
 from trl_repulse import PPOConfig, PPOTrainer, embedded
+from trl_repulse.trainers._layout import Layout
+from trl_repulse.trainers._scoring import prepare_scoring
 from trl_repulse.trainers._value import build_value_model, check_value_model, token_values
 
 from .conftest import build_model
@@ -221,13 +223,14 @@ def test_values_start_at_zero_or_at_the_reward_models_scores(model_dirs, tokeniz
 
 def test_values_do_not_depend_on_padding(trainerless_value, tokenizer):
     value, accelerator = trainerless_value
+    prepare_scoring(value)
     ids = torch.randint(3, len(tokenizer), (2, 5))
     with torch.no_grad():
         expected = value(input_ids=ids).logits[:, 1:-1, 0]  # before each of the last three tokens
         for padding in (0, 4):
             mask = (torch.arange(padding + 5) >= padding).long().expand(2, -1)
             padded = torch.cat([torch.zeros(2, padding, dtype=torch.long), ids], dim=1)
-            values = token_values(value, value, accelerator, padded, mask, 3)
+            values = token_values(value, accelerator, padded, mask, Layout(padding + 2, 3, 1))
             torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
         unpositioned = value(input_ids=padded, attention_mask=mask).logits[:, -4:-1, 0]
         assert (unpositioned - expected).abs().max() > 1e-2  # the trap

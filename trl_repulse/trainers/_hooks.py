@@ -1,6 +1,7 @@
 """What our trainers share, whichever TRL trainer they stand on."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,35 @@ class TrainerHooks(PooledMetrics):
             return Layout(prompt, width, 1)
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         return Layout.cheapest(prompt, width, completions, config.hidden_size)
+
+    def _in_rows(
+        self,
+        score: Callable[[torch.Tensor, torch.Tensor, Layout], tuple[torch.Tensor | None, ...]],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """
+        What `score` makes of completions (B, T) at the end of rows (B, L + T), of which each has a prompt of its own or shares it.
+
+        Completions of a prompt share rows where each prompt has as many of them in the batch, in whatever order: a batch that was
+        split may not.
+        """
+        length = input_ids.size(1) - width
+        prompts = torch.stack([input_ids[:, :length], attention_mask[:, :length]], dim=2)
+        _, owner, counts = prompts.unique(dim=0, return_inverse=True, return_counts=True)
+        n = int(counts[0])
+        layout = self._layout(length, width, n if (counts == n).all() else 1)
+        if layout.count == 1:
+            cut = functools.partial(Layout, width=width, count=1)
+            return self._by_length(lambda *rows: score(*rows, cut(rows[0].size(1) - width)), input_ids, attention_mask)
+        order = owner.argsort(stable=True)
+        rows = [
+            layout.rows(x[order[::n], :length], x[order, length:].view(-1, n, width))
+            for x in (input_ids, attention_mask)
+        ]
+        back = order.argsort()
+        return tuple(x[back] if x is not None and x.dim() else x for x in score(*rows, layout))
 
     def _by_length(
         self,

@@ -43,7 +43,9 @@ def prepare_scoring(model: PreTrainedModel) -> None:
             Model with a head, not wrapped by PEFT. Hooks are registered on it and on its backbone.
     """
     parameters = inspect.signature(type(model).forward).parameters
-    takes_positions, takes_last = "position_ids" in parameters, "logits_to_keep" in parameters
+    takes_positions, takes_last, caches = (
+        name in parameters for name in ("position_ids", "logits_to_keep", "use_cache")
+    )
     now: dict[str, Layout | None] = {"layout": None}
 
     def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -55,7 +57,8 @@ def prepare_scoring(model: PreTrainedModel) -> None:
             positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0) if layout is None else layout.positions(mask)
             kwargs = kwargs | {"position_ids": positions}
         if layout is not None and not kwargs.get("fused_lm_head"):
-            kwargs = kwargs | {"use_cache": False} | ({"logits_to_keep": layout.width + 1} if takes_last else {})
+            kwargs = kwargs | ({"use_cache": False} if caches else {})
+            kwargs = kwargs | ({"logits_to_keep": layout.width + 1} if takes_last else {})
         return args, kwargs
 
     def before_backbone(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -70,7 +73,11 @@ def prepare_scoring(model: PreTrainedModel) -> None:
             output.last_hidden_state = now["layout"].predicting(output.last_hidden_state)
         return output
 
+    def after_model(module: nn.Module, args: tuple, output: Any) -> None:
+        now["layout"] = None  # the backbone may be called by itself
+
     model.register_forward_pre_hook(before_model, with_kwargs=True)
+    model.register_forward_hook(after_model, always_call=True)
     backbone = model.get_decoder()  # OPT's head reads it, and not the `base_model` around it
     if backbone is not model:
         backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
@@ -151,13 +152,16 @@ def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.M
         return found[:, -layout.width - 1 : -1]
 
     implementation = base.config._attn_implementation
-    why = f"its attention ({implementation}) takes no mask of pairs of tokens"
-    if implementation in ("eager", "sdpa") and not guard.score_by_length:
-        if shares_prompts(model, read, read_rows):
-            return True
-        why = "completions in one row are not read as they are alone"
-    elif guard.score_by_length:
+    if guard.score_by_length:
         why = "it reads the padding before a prompt"
+    elif "position_ids" not in inspect.signature(type(base).forward).parameters:
+        why = "it takes no positions"
+    elif implementation not in ("eager", "sdpa"):
+        why = f"its attention ({implementation}) takes no mask of pairs of tokens"
+    elif not shares_prompts(model, read, read_rows):
+        why = "completions in one row are not read as they are alone"
+    else:
+        return True
     said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
     if wanted is True:
         raise ValueError(

@@ -1,10 +1,9 @@
 """The value model: building it from a policy or a reward model, and the values it gives.
 
-Axis letters: B rows, L prompt tokens, T completion tokens.
+Axis letters: R rows with k completions each, L prompt tokens, T completion tokens.
 """
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers import (
 
 from .._causal import reads_ahead
 from ._deepspeed import gathered, gathered_by_layer
+from ._layout import Layout
 from ._proposal import adapter_config
 from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
@@ -187,35 +187,28 @@ def check_value_model(value: PreTrainedModel, policy: PreTrainedModel) -> None:
 
 
 def token_values(
-    model: nn.Module,
-    module: PreTrainedModel,
+    model: torch.nn.Module,
     accelerator: Accelerator,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
-    width: int,
+    layout: Layout,
 ) -> torch.Tensor:
     """
-    V(s_t), the value before each of the last tokens of a row, at positions counted from the first token.
+    V(s_t), the value before each token of the completions of rows.
 
     Args:
         model (`torch.nn.Module`):
-            The value model, wrapped where the pass carries gradient.
-        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The same, unwrapped.
+            The value model, that [`~trl_repulse.trainers._scoring.prepare_scoring`] readied, wrapped or not.
         accelerator ([`~accelerate.Accelerator`]):
             Gives the autocast context.
-        input_ids, attention_mask (`torch.Tensor` of shape `(B, L + T)`):
+        input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
             Left-padded prompts followed by right-padded completions.
-        width (`int`):
-            T, number of tokens.
+        layout ([`Layout`]):
+            How rows are laid out.
 
     Returns:
-        `torch.Tensor`: Values of shape `(B, T)`, in float32. Gradient flows to the model.
+        `torch.Tensor`: Values of shape `(R·k, T)`, in float32. Gradient flows to the model.
     """
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    base = module.get_base_model() if is_peft_model(module) else module
-    if "position_ids" in inspect.signature(type(base).forward).parameters:
-        inputs["position_ids"] = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
     with accelerator.autocast():
-        logits = model(**inputs).logits  # (B, L + T, 1)
-    return logits[:, -width - 1 : -1, 0].float()
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits  # (R·k, T + 1, 1)
+    return logits[:, -layout.width - 1 : -1, 0].float()

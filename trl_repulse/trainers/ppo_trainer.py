@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
@@ -29,12 +29,14 @@ from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
+from ._layout import Layout
 from ._metrics import Moments, Pooled, drop_batch_means, highest, lowest, mean, share_explained
 from ._naming import check_loadable
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
 from ._rewards import check_separate_rewards, load_reward_models
+from ._scoring import Scores, prepare_scoring, token_log_probs
 from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import (
     disable_gradient_checkpointing,
@@ -212,6 +214,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
         self._prepare_scoring()
+        prepare_scoring(value.get_base_model() if is_peft_model(value) else value)
         self._guard_model(VALUE_MODEL, value)
         with as_trained(self, value):
             check_value_model(value, self.model)
@@ -322,15 +325,13 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
             return torch.cat([self._values(module, *chunk, width) for chunk in rows])
 
-    def _values(
-        self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
-    ) -> torch.Tensor:
+    def _values(self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
         """V(s_t), (B, T), under the value model, wrapped or not."""
 
-        def values(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
-            return (token_values(model, self.value.module, self.accelerator, ids, mask, width),)
+        def values(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> tuple[torch.Tensor]:
+            return (token_values(model, self.accelerator, ids, mask, layout),)
 
-        return self._by_length(values, input_ids, attention_mask)[0]
+        return self._in_rows(values, ids, mask, width)[0]
 
     def _micro_batch_size(self) -> int:
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
@@ -361,15 +362,19 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self._log_share("approx_kl", kl, inputs)
         return loss
 
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, *args: Any, **kwargs: Any
-    ):
-        score = super()._get_per_token_logps_and_entropies
-        scores = self._by_length(
-            lambda ids, mask: score(model, ids, mask, logits_to_keep, *args, **kwargs), input_ids, attention_mask
-        )
-        self._scored_log_p = scores[0].detach()
-        return scores
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
+        aux_loss = options.get("compute_aux_loss", False)  # of the other options, those of images do not come
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
+            return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
+
+        size = options.get("batch_size") or len(input_ids)
+        chunks = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        parts = [self._in_rows(log_probs, *chunk, logits_to_keep) for chunk in chunks]
+        log_p, entropies, aux_losses = zip(*parts, strict=True)
+        self._scored_log_p = torch.cat(log_p).detach()
+        entropy = torch.cat(entropies) if options.get("compute_entropy") else None
+        return torch.cat(log_p), entropy, torch.stack(aux_losses).mean() if aux_loss else None
 
     def _learn_values(self, inputs: dict[str, torch.Tensor], denominator: torch.Tensor) -> None:
         """Value loss of a micro-batch; in training, its gradient is accumulated."""
