@@ -103,7 +103,7 @@ def largest_step(before, after):
     return max((after[name] - before[name]).abs().max().item() for name in before)
 
 
-def run_one_update(identifier, paths, output_dir):
+def run(identifier, paths, output_dir, *more):
     command = COMMANDS[identifier]
     group = command["group"].split("_")[0]
     update, a_pass, generations = map(str, BATCHES[group])
@@ -111,14 +111,14 @@ def run_one_update(identifier, paths, output_dir):
     flags += ["--output_dir", str(output_dir), "--max_steps", "1"]
     flags += ["--train_batch_size", update, "--per_device_train_batch_size", a_pass, "--num_generations", generations]
     flags += ["--per_device_eval_batch_size", a_pass, "--disable_tqdm", "true", "--logging_steps", "1"]
-    load_script(command["method"]).main(flags)
+    load_script(command["method"]).main([*flags, *more])
     return json.loads((output_dir / "results.json").read_text())
 
 
 def check(identifier, paths, output_dir):
     command = COMMANDS[identifier]
     flags, method, group = command["flags"], command["method"], command["group"].split("_")[0]
-    results = run_one_update(identifier, paths, output_dir)
+    results = run(identifier, paths, output_dir)
     assert results["method"] == METHODS[method]
     assert results["policy_updates"] == 1
     assert results["samples"] == BATCHES[group][0] * (2 if method == "repulse" else 1)
@@ -168,6 +168,22 @@ def test_one_update_with_its_exact_evaluations(paths, tmp_path):
 def test_one_update_of_the_toy_with_its_exact_evaluations(identifier, paths, tmp_path):
     results = check(identifier, paths, tmp_path)
     assert results["final"]["log_prob_bad"] != results["initial"]["log_prob_bad"]
+
+
+@pytest.mark.slow
+def test_prompts_read_once_change_nothing(paths, tmp_path):
+    """Fifty updates of a published run: the same metrics and weights, to float32 rounding."""
+    runs = [
+        run("smollm/repulse-1", paths, tmp_path / share, "--max_steps", "50", "--share_prompts", share)
+        for share in ("True", "False")
+    ]
+    for name, value in runs[0]["metrics"].items():
+        if isinstance(value, float) and not any(word in name for word in ("time", "second", "rank")):
+            assert value == pytest.approx(runs[1]["metrics"][name], rel=2e-3, abs=1e-4), name
+    for folder in ("", "proposal"):
+        one, other = (load_file(tmp_path / share / folder / "model.safetensors") for share in ("True", "False"))
+        for name, weight in one.items():
+            torch.testing.assert_close(weight, other[name], atol=2e-5, rtol=0)
 
 
 def test_the_scripts_are_those_of_the_commands():

@@ -288,7 +288,7 @@ def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return 1.0 - same.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
 
 
-def rank_among(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def rank_among(values: torch.Tensor, others: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
     """
     Where a prompt's values stand among others of the same prompt.
 
@@ -297,6 +297,8 @@ def rank_among(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
             Of shape (P, N).
         others (`torch.Tensor`):
             Of shape (P, M).
+        tolerance (`float`, *optional*, defaults to `1e-4`):
+            Difference up to which two values are a tie: the same completion, scored twice, differs by rounding.
 
     Returns:
         `torch.Tensor`:
@@ -304,5 +306,6 @@ def rank_among(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
             drawn alike, 0 if every value is below all others.
     """
     require_shape("others", others, (values.shape[0], -1))
-    below = (values[:, :, None] > others[:, None]).float() + 0.5 * (values[:, :, None] == others[:, None]).float()
-    return below.mean(dim=(1, 2))
+    gap = values[:, :, None] - others[:, None]
+    ties = gap.abs() <= tolerance
+    return ((gap > 0) & ~ties).float().add(0.5 * ties).mean(dim=(1, 2))

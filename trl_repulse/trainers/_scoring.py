@@ -78,10 +78,16 @@ def prepare_scoring(model: PreTrainedModel) -> None:
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
     model.register_forward_hook(after_model, always_call=True)
-    backbone = model.get_decoder()  # OPT's head reads it, and not the `base_model` around it
+    backbone = backbone_of(model)
     if backbone is not model:
         backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)
         backbone.register_forward_hook(after_backbone)
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """What a model's head reads: OPT's decoder and not the `base_model` around it; elsewhere `decoder` may be the head."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) and decoder is not model else model.base_model
 
 
 def token_log_probs(

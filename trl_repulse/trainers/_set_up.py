@@ -19,6 +19,7 @@ from ..generation._probe import Guard, describe, probe, probe_values, reads_prom
 from ._deepspeed import gathered_by_layer, is_partitioned
 from ._layout import Layout
 from ._peft_bridge import AdapterView
+from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
 
@@ -137,9 +138,7 @@ def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.M
     def read_rows(prompts: torch.Tensor, mask: torch.Tensor, *completions: torch.Tensor) -> torch.Tensor:
         layout = Layout(prompts.size(1), completions[0].size(2), completions[0].size(1))
         kept: list[torch.Tensor] = []
-        handle = base.get_decoder().register_forward_hook(
-            lambda _, args, output: kept.append(output.last_hidden_state)
-        )
+        handle = backbone_of(base).register_forward_hook(lambda _, args, output: kept.append(output.last_hidden_state))
         try:
             logits = model(
                 input_ids=layout.rows(prompts, completions[0]),
