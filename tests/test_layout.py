@@ -8,11 +8,13 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import GPT2Config, GPTNeoConfig, GPTNeoForCausalLM, HfArgumentParser, set_seed
 
 from benchmarks.architectures import build
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+from trl_repulse.generation._prefill import prompts_read_once
 from trl_repulse.trainers import _trl_bridge as bridge
-from trl_repulse.trainers._layout import Layout
+from trl_repulse.trainers._layout import Layout, longest_row
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
 from .conftest import build_tokenizer
@@ -146,7 +148,7 @@ def test_masks_by_hand():
             [0, 1, 0, 0, 1, 0],
         ]
     ).bool()
-    assert torch.equal(layout.masks(config, torch.zeros(1, 1), attention_mask)[0, 0], expected)
+    assert torch.equal(layout.masks(config, torch.float32, attention_mask)[0, 0], expected)
     assert layout.positions(attention_mask).tolist() == [[0, 0, 1, 2, 1, 1]]
     states = torch.arange(6.0).view(1, 6, 1)
     assert layout.predicting(states).squeeze(-1).tolist() == [[1, 2, 3], [1, 4, 5]]
@@ -166,7 +168,7 @@ def test_masks_by_hand():
         ),  # measured: forward and backward take 0.26 of the time of separate rows, 5 in a row 0.38
         (512, 20, 20, 256, 20),  # 0.10
         (16, 100, 10, 64, 1),  # 3.3 with all in a row
-        (16, 100, 10, 576, 2),  # 0.94, 1.14 with all in a row
+        (16, 100, 10, 576, 1),  # 0.94 with 2 in a row, 1.14 with all: not worth it
         (32, 20, 7, 256, 7),
         (128, 20, 1, 64, 1),
     ],
@@ -325,7 +327,7 @@ def test_half_precision(make):
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("bloom", "takes no positions"), ("mamba", "takes no positions"), ("moshi", "not read as they are alone")],
+    [("bloom", "takes no positions"), ("mamba", "takes no positions"), ("moshi", "not read as each would be")],
 )
 def test_models_that_cannot(make, name, why, caplog):
     tokenizer = build_tokenizer()
@@ -342,9 +344,75 @@ def test_models_that_cannot(make, name, why, caplog):
     trainer(False).train()
 
 
-@pytest.mark.parametrize("value", ["yes", None, 2])
+def test_windows_inside_layers_limit_rows():
+    """GPT-Neo's local layers go by places in a row, and their window is longer than the texts of the check."""
+    config = GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["local", "global"], 1]],
+        window_size=40,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        intermediate_size=32,
+    )
+    set_seed(0)
+    model = GPTNeoForCausalLM(config).train()
+    bridge.disable_dropout(model)
+    bridge.add_fused_lm_head(model)
+    prepare_scoring(model)
+    longest = longest_row(config)
+    assert longest == 40 and longest_row(GPT2Config(n_positions=32)) == 32
+    layout = Layout.cheapest(L, T, 4, 16, longest)
+    assert layout.count == 4 and Layout.cheapest(L, T, 5, 16, longest).count == 1
+    torch.testing.assert_close(scores(model, 4, False), alone(model), atol=1e-5, rtol=0)
+    # One completion more is beyond the window: the limit is needed
+    wide = Layout(L, T, 5)
+    prompts, prompt_mask, completions, mask = batch()
+    completions = torch.cat([completions, completions[:, :1]], dim=1)
+    mask = torch.cat([mask, mask[:, :1]], dim=1)
+    rows = wide.rows(prompts, completions), wide.rows(prompt_mask, mask)
+    with torch.no_grad():
+        found = token_log_probs(model, Accelerator(cpu=True), *rows, wide).log_p.view(UNITS, 5, T)
+    assert (found[:, 4] - alone(model)[:, 0]).abs().max() > 1e-2
+
+
+def test_attention_that_takes_no_masks_is_refused_whatever_the_batch():
+    model = build("llama", VOCABULARY)
+    model.config._attn_implementation = "flash_attention_2"  # which takes no mask at all where nothing is padded
+    with pytest.raises(ValueError, match="'flash_attention_2' takes no masks of pairs"):
+        Layout(2, 2, 2).masks(model.config, torch.float32, torch.ones(1, 6, dtype=torch.long))
+
+
+def test_beams_are_read_with_their_prompts(make):
+    settings = {"generation_kwargs": {"num_beams": 2}, "max_steps": 1}
+    trainer = make(ReinforceTrainer, **settings)
+    assert trainer._guard.share_prompts and not trainer._guard.repeat_cache
+    trainer.train()
+
+
+def test_generate_is_put_back(architecture):
+    model = scored("llama")
+    with prompts_read_once(model), prompts_read_once(model):
+        pass
+    assert "generate" not in vars(model)
+    model.generate = own = lambda *args, **kwargs: None
+    with prompts_read_once(model):
+        assert model.generate is not own
+    assert model.generate is own
+
+
+@pytest.mark.parametrize(("flag", "value"), [("true", True), ("False", False), ("auto", "auto")])
+def test_flags(flag, value, tmp_path):
+    parser = HfArgumentParser(RePULSeConfig)
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--share_prompts", flag]
+    assert parser.parse_args_into_dataclasses(argv)[0].share_prompts is value or value == "auto"
+
+
+@pytest.mark.parametrize("value", ["yes", None, 2, 0, 1])
 def test_other_values_are_refused(value, tmp_path):
-    from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
+    from trl_repulse import PPOConfig, ReinforceConfig
 
     for config in (ReinforceConfig, RePULSeConfig, PPOConfig):
         with pytest.raises(ValueError, match="`share_prompts=.*` is not one of"):

@@ -60,8 +60,11 @@ def check_reward_config(args: "RewardConfig") -> None:
 
 
 def check_scoring_config(args: "ScoringConfig") -> None:
-    """Refuses bad values among [`ScoringConfig`]'s fields."""
-    require_choice(args, "share_prompts", ("auto", True, False))
+    """Refuses bad values among [`ScoringConfig`]'s fields; `"true"` and `"false"` of a command line are the booleans."""
+    if isinstance(args.share_prompts, str):
+        args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
+    fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"
+    require(args, fits, "share_prompts", "is not one of 'auto', True, False")
 
 
 def check_engine_config(args: "EngineConfig") -> None:

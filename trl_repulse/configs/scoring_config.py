@@ -12,11 +12,11 @@ class ScoringConfig:
     Parameters:
         share_prompts (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether completions of a prompt are scored and trained on in common rows, so that the prompt is read once:
-            wherever a check at set-up finds that the models take such rows (`"auto"`, with a warning if they do not), at any
-            event (`True`, an error if they do not), or not (`False`). As many of them share a row as makes the pass cheapest.
+            wherever a check at set-up finds that the models take such rows (`"auto"`, with a warning if they do not), in any
+            case (`True`, an error if they do not), or not (`False`). As many of them share a row as makes the pass cheapest.
     """
 
-    share_prompts: Literal["auto", True, False] = field(
+    share_prompts: Literal["auto", True, False, "true", "false"] = field(
         default="auto",
         metadata={
             "help": "Whether completions of a prompt are scored in common rows, which read it once: `auto` where a check at "

@@ -27,7 +27,7 @@ def prompts_read_once(model: nn.Module) -> Iterator[None]:
             partitioned over processes they must all call `generate` with prompts repeated alike.
     """
     base = model.get_base_model() if is_peft_model(model) else model
-    generate = base.generate
+    before, generate = vars(base).get("generate"), base.generate
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -49,4 +49,7 @@ def prompts_read_once(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        del base.generate
+        if before is None:
+            vars(base).pop("generate", None)
+        else:
+            base.generate = before

@@ -53,6 +53,8 @@ class Guard:
             Whether completions of a prompt may be scored in one row, which reads it once. [`probe`] does not look at it.
         repeat_cache (`bool`, *optional*, defaults to `True`):
             Whether they may be sampled from one cache of the prompt, repeated. [`probe`] does not look at it either.
+        longest_row (`float`, *optional*, defaults to infinity):
+            Tokens that a row of a prompt with several completions may have.
     """
 
     score_by_length: bool = False
@@ -60,6 +62,7 @@ class Guard:
     use_cache: bool = True
     share_prompts: bool = True
     repeat_cache: bool = True
+    longest_row: float = math.inf
 
     def __or__(self, other: "Guard") -> "Guard":
         """What serves both models."""
@@ -69,6 +72,7 @@ class Guard:
             self.use_cache and other.use_cache,
             self.share_prompts and other.share_prompts,
             self.repeat_cache and other.repeat_cache,
+            min(self.longest_row, other.longest_row),
         )
 
 
@@ -167,12 +171,13 @@ def reads_prompts_once(model: nn.Module, training: bool, generation_config: Gene
         training (`bool`):
             Whether it will run in training mode.
         generation_config ([`~transformers.GenerationConfig`]):
-            What will be passed to `generate`; with a cache of another kind, or none, the answer is no.
+            What will be passed to `generate`; with a cache of another kind, none, or more rows than prompts, the answer is no.
 
     Returns:
         `bool`: `False` where a pass fails, too.
     """
-    if generation_config.cache_implementation is not None or generation_config.use_cache is False:
+    multiplied = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) > 1
+    if generation_config.cache_implementation is not None or generation_config.use_cache is False or multiplied:
         return False
     with undisturbed(model, training), prompts_read_once(model):
         passes = _Passes(model, lambda ids, mask: model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1))
@@ -205,15 +210,18 @@ def repeats_cache(model: nn.Module) -> bool:
 
 def shares_prompts(
     model: nn.Module,
+    training: bool,
     read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     read_rows: Callable[..., torch.Tensor],
 ) -> bool:
     """
-    Whether several completions of a prompt in one row are read as texts of their own, in training mode.
+    Whether several completions of a prompt in one row are read as texts of their own.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             The model.
+        training (`bool`):
+            Whether it will run in training mode, free of dropout.
         read (`Callable`):
             Predictions (B, L, V) of tokens (B, L), without a mask.
         read_rows (`Callable`):

@@ -145,7 +145,7 @@ class TrainerHooks(PooledMetrics):
         if not self._guard.share_prompts:
             return Layout(prompt, width, 1)
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
-        return Layout.cheapest(prompt, width, completions, config.hidden_size)
+        return Layout.cheapest(prompt, width, completions, config.hidden_size, self._guard.longest_row)
 
     def _in_rows(
         self,

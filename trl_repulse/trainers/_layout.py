@@ -4,11 +4,37 @@ Axis letters: R rows, L prompt tokens, k completions of a row, T tokens of a com
 of a prompt with n completions, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
+
+
+MASKED = ("eager", "sdpa")  # implementations of attention that take a mask of pairs of tokens
+_WORTH = (
+    0.9  # of the cost of separate rows: below what the count of multiplications may be wrong by, nothing is shared
+)
+
+
+def longest_row(config: PreTrainedConfig) -> float:
+    """
+    How many tokens a row may have for layers that go by places in it: as many as they have buffers for, and no more than a window.
+
+    Where layers are of kinds that the configuration names, windows are in the masks, which say what each kind sees.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Of a language model.
+
+    Returns:
+        `float`: Tokens, infinite without a limit.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if not hasattr(config, "layer_types"):
+        limits += [value for name, value in vars(config).items() if "window" in name]
+    return min((x for x in limits if isinstance(x, int) and not isinstance(x, bool) and x > 0), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -30,7 +56,9 @@ class Layout:
     count: int
 
     @classmethod
-    def cheapest(cls, prompt: int, width: int, completions: int, hidden_size: int) -> "Layout":
+    def cheapest(
+        cls, prompt: int, width: int, completions: int, hidden_size: int, longest: float = math.inf
+    ) -> "Layout":
         """
         The layout that takes the fewest multiplications to read a prompt with its completions.
 
@@ -46,16 +74,20 @@ class Layout:
                 n, completions of each prompt; rows hold a divisor of it.
             hidden_size (`int`):
                 d.
+            longest (`float`, *optional*):
+                Tokens that a row with several completions may have.
 
         Returns:
-            [`Layout`]: With `count=1` where nothing is gained by sharing.
+            [`Layout`]: With `count=1` where sharing saves less than a tenth.
         """
 
         def cost(count: int) -> int:
             tokens = prompt + count * width
             return completions // count * tokens * (6 * hidden_size + tokens)
 
-        return cls(prompt, width, min((k for k in range(1, completions + 1) if completions % k == 0), key=cost))
+        counts = [k for k in range(2, completions + 1) if completions % k == 0 and prompt + k * width <= longest]
+        best = min(counts, key=cost, default=1)
+        return cls(prompt, width, best if cost(best) <= _WORTH * cost(1) else 1)
 
     @property
     def tokens(self) -> int:
@@ -98,7 +130,7 @@ class Layout:
         return hidden_states[:, index].flatten(0, 1)
 
     def masks(
-        self, config: PreTrainedConfig, embeddings: torch.Tensor, attention_mask: torch.Tensor
+        self, config: PreTrainedConfig, dtype: torch.dtype, attention_mask: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
         What each kind of layer may attend to in rows: as in rows of the prompt and one completion, and nothing else.
@@ -106,18 +138,23 @@ class Layout:
         Args:
             config ([`~transformers.PreTrainedConfig`]):
                 Of the model; says of which kinds its layers are, and how they take masks.
-            embeddings (`torch.Tensor` of shape `(R, ..., d)`):
-                Gives the masks' precision and device.
+            dtype (`torch.dtype`):
+                Of the masks, where they are added to scores.
             attention_mask (`torch.Tensor` of shape `(R, S)`):
                 Which tokens are real.
 
         Returns:
             `torch.Tensor` of shape `(R, 1, S, S)`, or a dictionary of one for each kind of layer.
+
+        Raises:
+            `ValueError`: If the model's attention takes no such masks.
         """
+        if config._attn_implementation not in MASKED:
+            raise ValueError(f"Attention {config._attn_implementation!r} takes no masks of pairs of tokens.")
         end = self.prompt + self.width
         alone = attention_mask[:, :end].clone()
         alone[:, self.prompt :] = 1  # of one completion; padding of each is masked below
-        blank = embeddings.new_empty((len(alone), end, 0))
+        blank = torch.empty((len(alone), end, 0), dtype=dtype, device=alone.device)
         found = create_masks_for_generate(config, blank, alone, past_key_values=None)
         if isinstance(found, dict):
             return {kind: self._spread(mask, attention_mask) for kind, mask in found.items()}
@@ -131,8 +168,8 @@ class Layout:
             mask = (
                 torch.ones((end, end), dtype=torch.bool, device=device).tril().expand(len(attention_mask), 1, end, end)
             )
-        if mask.dim() != 4:  # another implementation's way of masking
-            raise ValueError(f"attention of this kind takes no mask of pairs of tokens, got one of {mask.dim()} axes")
+        if mask.dim() != 4:  # of layers that are no attention
+            raise ValueError(f"Such layers take no masks of pairs of tokens, got one of {mask.dim()} axes.")
         owner = torch.arange(self.count, device=device).repeat_interleave(self.width)
         owner = torch.cat([owner.new_full((self.prompt,), -1), owner])  # (S,); -1 is the prompt
         seen = (owner == -1) | (owner.unsqueeze(1) == owner)  # (S, S)

@@ -65,8 +65,7 @@ def prepare_scoring(model: PreTrainedModel) -> None:
         layout = now["layout"]
         if layout is None or layout.count == 1:
             return args, kwargs
-        weight = model.get_input_embeddings().weight
-        return args, kwargs | {"attention_mask": layout.masks(module.config, weight, kwargs["attention_mask"])}
+        return args, kwargs | {"attention_mask": layout.masks(module.config, module.dtype, kwargs["attention_mask"])}
 
     def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
         if now["layout"] is not None:
@@ -156,5 +155,9 @@ def tempered_log_probs(
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits
-    log_p = (logits[:, -layout.width - 1 : -1].float() / temperature).log_softmax(dim=-1)
-    return Scores(log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill(mask == 0, 0.0))
+    logits = logits[:, -layout.width - 1 : -1]
+    log_p = [  # one completion after the other: a copy in float32 of all is larger than the logits
+        (row.float() / temperature).log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        for row, chosen in zip(logits, ids, strict=True)
+    ]
+    return Scores(torch.stack(log_p).masked_fill(mask == 0, 0.0))

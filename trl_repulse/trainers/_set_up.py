@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
 from ._deepspeed import gathered_by_layer, is_partitioned
-from ._layout import Layout
+from ._layout import MASKED, Layout, longest_row
 from ._peft_bridge import AdapterView
 from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
@@ -60,11 +60,12 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     everyone = is_partitioned(module)
+    attention = (module.get_base_model() if is_peft_model(module) else module).config._attn_implementation
     with view, gathered_by_layer(module), as_trained(trainer, module):
         if everyone or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
-                    found[0] = _find_out(trainer, name, module, quiet)
+                    found[0] = _find_out(trainer, name, module, quiet, attention)
                     found[1] = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
                 except ValueError as error:
                     found[0] = error
@@ -106,28 +107,41 @@ def as_trained(trainer: "ReinforceTrainer | PPOTrainer", model: nn.Module) -> It
             base.set_attn_implementation(chosen)
 
 
-def _find_out(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Module, quiet: bool) -> Guard:
+def _find_out(
+    trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Module, quiet: bool, attention: str
+) -> Guard:
     if quiet:
         check_noise(model, name)
     wanted = trainer.args.share_prompts
     if name == VALUE_MODEL:
-        guard = probe_values(model)
-        return replace(guard, share_prompts=_shares_prompts(wanted, name, model, guard))
-    samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
-    guard = probe(model, quiet, samples, trainer.generation_config if samples else None)
-    # Processes that share weights may not repeat prompts alike, and each pass is made by all of them
-    repeats = samples and wanted is not False and guard.use_cache and not guard.sample_by_length
-    if is_partitioned(model) or trainer.is_fsdp_enabled:
-        repeats = False
-    elif repeats:
-        repeats = reads_prompts_once(model, quiet, trainer.generation_config)
-    return replace(guard, share_prompts=_shares_prompts(wanted, name, model, guard), repeat_cache=repeats)
+        guard, repeats = probe_values(model), True  # it is not sampled from
+    else:
+        samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
+        guard = probe(model, quiet, samples, trainer.generation_config if samples else None)
+        repeats = samples and wanted is not False and guard.use_cache and not guard.sample_by_length
+        # Processes that share weights may not repeat prompts alike, and each pass is made by all of them
+        if is_partitioned(model) or trainer.is_fsdp_enabled:
+            repeats = False
+        elif repeats:
+            repeats = reads_prompts_once(model, quiet, trainer.generation_config)
+    why = None if wanted is False else _why_not_shared(name, model, quiet, guard, attention)
+    if why is not None:
+        said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
+        if wanted is True:
+            raise ValueError(
+                f"{said}; set `share_prompts=False`, or load it with `attn_implementation='sdpa'` if it has that."
+            )
+        logger.warning_once(
+            f"{said}. It reads the prompt with each of them, which takes longer; `share_prompts=False` does so without a warning."
+        )
+    if wanted is False or why is not None:
+        return replace(guard, share_prompts=False, repeat_cache=repeats)
+    config = (model.get_base_model() if is_peft_model(model) else model).config.get_text_config()
+    return replace(guard, repeat_cache=repeats, longest_row=longest_row(config))
 
 
-def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.Module, guard: Guard) -> bool:
-    """Whether a prompt is read once for several completions; warns where that was left to us and cannot be, or refuses."""
-    if wanted is False:
-        return False
+def _why_not_shared(name: str, model: nn.Module, quiet: bool, guard: Guard, attention: str) -> str | None:
+    """What keeps completions from sharing rows, `None` if nothing does; `attention` is the implementation in training."""
     base = model.get_base_model() if is_peft_model(model) else model
 
     def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -150,24 +164,15 @@ def _shares_prompts(wanted: Literal["auto", True, False], name: str, model: nn.M
         found = kept[0].float() if name == VALUE_MODEL else logits.float().log_softmax(dim=-1)
         return found[:, -layout.width - 1 : -1]
 
-    implementation = base.config._attn_implementation
     if guard.score_by_length:
-        why = "it reads the padding before a prompt"
-    elif "position_ids" not in inspect.signature(type(base).forward).parameters:
-        why = "it takes no positions"
-    elif implementation not in ("eager", "sdpa"):
-        why = f"its attention ({implementation}) takes no mask of pairs of tokens"
-    elif not shares_prompts(model, read, read_rows):
-        why = "completions in one row are not read as they are alone"
-    else:
-        return True
-    said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
-    if wanted is True:
-        raise ValueError(
-            f"{said}; set `share_prompts=False`, or load it with `attn_implementation='sdpa'` if it has that."
-        )
-    logger.warning_once(f"{said}. It reads the prompt with each of them, which takes longer.")
-    return False
+        return "it reads the padding before a prompt"
+    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+        return "it takes no positions"
+    if attention not in MASKED:
+        return f"its attention ({attention}) takes no masks of pairs of tokens"
+    if not shares_prompts(model, quiet or name == VALUE_MODEL, read, read_rows):
+        return "completions in one row are not read as each would be by itself"
+    return None
 
 
 @torch.no_grad()

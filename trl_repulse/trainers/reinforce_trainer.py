@@ -329,7 +329,8 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             names (`tuple[str, ...]`):
                 Sets of completions to score.
             gradient (`bool`):
-                Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size.
+                Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size or, where they share
+                prompts, of whole units.
             temperature (`float`, *optional*):
                 Another temperature than that of training, for a pass without gradient.
 
@@ -358,9 +359,9 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         if gradient:
             log_p, entropy, aux_loss = self._by_length(log_probs, *rows)
         else:
-            size = max(1, self._micro_batch_size(mode) // n) * (
-                n // layout.count
-            )  # of whole units, in all processes alike
+            size = self._micro_batch_size(mode)
+            if self._guard.share_prompts:  # whole units, so that all processes make as many passes
+                size = max(1, size // n) * (n // layout.count)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
                 chunks = [
                     self._by_length(log_probs, *chunk)[0] for chunk in zip(*(x.split(size) for x in rows), strict=True)
