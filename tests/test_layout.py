@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -390,6 +391,35 @@ def test_beams_are_read_with_their_prompts(make):
     trainer = make(ReinforceTrainer, **settings)
     assert trainer._guard.share_prompts and not trainer._guard.repeat_cache
     trainer.train()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_noise_does_not_hide_what_a_model_reads(make, dropout, tokenizer):
+    """With dropout on, two passes in training mode differ by more than a wrong mask makes."""
+    model = build("gpt_neo", len(tokenizer))  # with a window inside its layers, shorter than the texts of the check
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    extra = {"processing_class": tokenizer}
+    trainer = make(ReinforceTrainer, model=model, extra=extra, disable_dropout=dropout == 0.0)
+    assert not trainer._guard.share_prompts
+
+
+@pytest.mark.parametrize(("share", "most"), [(False, 4), (True, 32)])
+def test_passes_without_gradient_are_chunked(make, share, most):
+    """In rows of a micro-batch, or in whole units where these share prompts: here one of 4 policy samples and 28 hot ones."""
+    hot = MODES["hot"] | {"per_device_train_batch_size": 4, "num_proposal_generations": 28, "max_steps": 1}
+    trainer = make(model="llama", dataset=UNEVEN, share_prompts=share, max_completion_length=4, **hot)
+    sizes = []
+    trainer.model.register_forward_hook(
+        lambda module, args, output: sizes.append(len(output.logits)) if output.get("logits") is not None else None
+    )
+    trainer._guard = replace(trainer._guard, repeat_cache=False)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4)
+    sizes.clear()
+    trainer._hot.score(batch)
+    assert max(sizes) == most and sum(sizes) == 32
 
 
 def test_generate_is_put_back(architecture):

@@ -230,11 +230,10 @@ def shares_prompts(
     Returns:
         `bool`: `False` where a pass fails, too.
     """
-    with undisturbed(model, training=True):
+    with undisturbed(model, training):
         passes = _Passes(model, read)
-        return passes.agree(
-            lambda: passes.in_rows(read_rows), share=0.9
-        )  # a layer may read too much only of long texts
+        # A layer may read too much of long texts alone
+        return passes.agree(lambda: passes.in_rows(read_rows), share=0.9)
 
 
 @contextlib.contextmanager
