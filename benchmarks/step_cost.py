@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,7 @@ SHAPES = {
 }
 
 
+ON_ACCELERATOR = torch.accelerator.is_available()
 YARDSTICKS = ("RLOO", "GRPO")
 # Trainer, configuration, and what its completions of one model are multiplied with to make 2·P·N
 METHODS = {
@@ -74,7 +77,7 @@ class StepTimes(TrainerCallback):
         self._start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if torch.accelerator.is_available():
+        if ON_ACCELERATOR:
             torch.accelerator.synchronize()
         self.seconds.append(time.perf_counter() - self._start)
 
@@ -124,8 +127,8 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     own = {} if method in YARDSTICKS else {"share_prompts": options.share_prompts}
     args = config_class(
         output_dir=f"{folder}/out",
-        use_cpu=not torch.accelerator.is_available(),
-        bf16=torch.accelerator.is_available(),
+        use_cpu=not ON_ACCELERATOR,
+        bf16=ON_ACCELERATOR,
         gradient_checkpointing=options.gradient_checkpointing,
         per_device_train_batch_size=draws * options.prompts * shape.generations,
         num_generations=shape.generations,
@@ -151,18 +154,24 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     return trainer, timer
 
 
-def peak_memory(method: str, shape: Shape) -> float:
+def peak_memory(method: str, shape: Shape, options: argparse.Namespace) -> float:
     """Peak memory of two steps in a process of its own, in MiB: the device's, or the process's resident set on CPU."""
-    argv = [sys.executable, __file__, *sys.argv[1:], "--memory-of", method, "--shapes", str(shape)]
-    output = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    argv = [sys.executable, __file__, "--memory-of", method, "--shapes", str(shape), "--model", options.model]
+    argv += ["--prompts", str(options.prompts), "--beta", str(options.beta)]
+    argv += ["--adapters"] * options.adapters + ["--gradient-checkpointing"] * options.gradient_checkpointing
+    argv += ["--share_prompts", str(options.share_prompts)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode and ON_ACCELERATOR and "OutOfMemoryError" in done.stderr:
+        return math.inf
+    done.check_returncode()
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def print_peak_memory(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.steps = 2
         build(options.memory_of, options.shapes[0], options, folder)[0].train()
-    if torch.accelerator.is_available():
+    if ON_ACCELERATOR:
         print(torch.accelerator.max_memory_allocated() / 2**20)
     else:
         # Not getrusage: its maximum survives exec, so that a child starts with its parent's
@@ -172,7 +181,7 @@ def print_peak_memory(options: argparse.Namespace) -> None:
 
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Median seconds a completion, and peak MiB, of each method; the methods take turns."""
-    names = dict.fromkeys([*YARDSTICKS, *options.methods])
+    names = dict.fromkeys([*options.yardsticks, *options.methods])
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: build(name, shape, options, folder) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -183,10 +192,19 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float,
                     trainer.train()
                 seconds[name].extend(timer.seconds[1:])
     samples = 2 * options.prompts * shape.generations
-    return {
-        name: (statistics.median(values) / samples, float("nan") if options.no_memory else peak_memory(name, shape))
-        for name, values in seconds.items()
-    }
+    peaks = dict.fromkeys(names, math.nan)
+    if not options.no_memory:
+        # An accelerator's memory is a process's own, whoever runs beside it
+        with ThreadPoolExecutor(4 if ON_ACCELERATOR else 1) as pool:
+            peaks = dict(zip(names, pool.map(lambda name: peak_memory(name, shape, options), names), strict=True))
+    return {name: (statistics.median(values) / samples, peaks[name]) for name, values in seconds.items()}
+
+
+def on_what() -> str:
+    """The device, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return torch.accelerator.current_accelerator().type if ON_ACCELERATOR else f"{torch.get_num_threads()} threads"
 
 
 def main() -> None:
@@ -207,6 +225,7 @@ def main() -> None:
     parser.add_argument("--share_prompts", choices=("auto", "False"), default="auto", help="of our trainers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn, the first of them warm-up")
+    parser.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS))
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure peak memory")
     parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -219,14 +238,15 @@ def main() -> None:
     print(
         f"model {options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, beta {options.beta}, "
         f"gradient checkpointing {options.gradient_checkpointing}, share_prompts {options.share_prompts}, "
-        f"{torch.get_num_threads()} threads, medians of {options.rounds * (options.steps - 1)} steps"
+        f"{on_what()}, medians of {options.rounds * (options.steps - 1)} steps"
     )
-    print("| prompt, new, N | method | ms a completion | / RLOO | / GRPO | peak MiB | / RLOO | / GRPO |")
-    print("|---|---|---|---|---|---|---|---|")
+    over = " | ".join(f"/ {name}" for name in options.yardsticks)
+    print(f"| prompt, new, N | method | ms a completion | {over} | peak MiB | {over} |")
+    print("|---" * (4 + 2 * len(options.yardsticks)) + "|")
     for shape in options.shapes:
         found = measure(shape, options)
         for name, (seconds, memory) in found.items():
-            of = [[value / found[other][i] for other in YARDSTICKS] for i, value in enumerate((seconds, memory))]
+            of = [[value / found[other][i] for other in options.yardsticks] for i, value in enumerate((seconds, memory))]
             times, memories = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
             print(f"| {shape} | {name} | {1e3 * seconds:.1f} | {times} | {memory:.0f} | {memories} |", flush=True)
 
