@@ -87,6 +87,55 @@ def test_whole_weights_are_never_stale(tokenizer, monkeypatch, sleep, level):
     assert set(generator.llm.llm.slept[1:]) == ({level or 2} if sleep else set())
 
 
+def test_one_call_draws_for_two_adapters(tokenizer, monkeypatch):
+    """The same as a call each: of equal and of unequal numbers of rows, and never what has been declared changed since."""
+    model = two_adapters(tokenizer)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    generator.add("proposal", model, "proposal")
+    calls = generator.llm.llm.calls
+    rows = [ids for ids in PROMPTS for _ in range(2)]
+
+    def draw(name, prompts):
+        with generator.using(name):
+            drawn = generator.generate(prompts)
+        assert [len(values) for values in generator.log_probs] == [len(ids) for ids in drawn[1]]
+        return [list(ids) for ids in drawn[1]], generator.log_probs
+
+    for n, m in ((1, 1), (2, 1), (2, 3)):
+        prompts, others = rows[:: 2 // n], [ids for ids in PROMPTS for _ in range(m)]
+        if (n, m) == (1, 1):
+            others = prompts
+        expected = draw("policy", prompts), draw("proposal", others)
+        assert expected[0][0] != expected[1][0]
+        calls.clear()
+        with generator.together("proposal", (n, m)):
+            own = draw("policy", prompts)
+        assert (own, draw("proposal", others)) == expected
+        assert calls == [len(prompts) + len(others)]
+    assert draw("proposal", others) == expected[1] and len(calls) == 2  # what was kept is given once
+
+    with generator.together("proposal"):
+        draw("policy", PROMPTS)
+    shake(model, "proposal")
+    generator.changed("proposal")
+    model.set_adapter("proposal")
+    assert draw("proposal", PROMPTS)[0] == [greedy(model, ids, 6)[0] for ids in PROMPTS]
+    calls.clear()
+    with generator.together("proposal"):
+        draw("policy", PROMPTS)
+    draw("proposal", PROMPTS[:2])  # others than those that were drawn for
+    assert calls == [6, 2]
+
+
+def test_whole_models_are_drawn_from_one_after_the_other(tokenizer, monkeypatch):
+    models = two_models(tokenizer)
+    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    with generator.together("proposal"):
+        assert sample(generator, "policy") == [greedy(models["policy"], ids, 6)[0] for ids in PROMPTS]
+    assert sample(generator, "proposal") == [greedy(models["proposal"], ids, 6)[0] for ids in PROMPTS]
+    assert generator.llm.llm.calls == [3, 3]
+
+
 @pytest.mark.parametrize(("sleep", "level"), [(False, None), (True, None), (True, 2)])
 def test_adapters_are_never_stale(tokenizer, monkeypatch, sleep, level):
     model = two_adapters(tokenizer)
@@ -246,7 +295,7 @@ def test_engine_options(monkeypatch):
     with engine_options("float32", [lora, LoraConfig(use_dora=True, r=64)]):
         vllm_generation.LLM(model="m")
         vllm_generation.LLM(model="of an architecture without adapters")
-    adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}
+    adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}  # of the one that is pushed
     assert given[0] == {"model": "m", "dtype": "float32", **adapters}
     assert given[1] == {"model": "of an architecture without adapters", "dtype": "float32"}
     with pytest.raises(RuntimeError, match="does not fit into memory.*Lower `vllm_gpu_memory_utilization`"):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.generation import vllm_generation
 from trl.trainer import rloo_trainer
@@ -11,14 +12,14 @@ from trl.trainer import rloo_trainer
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
 
+from .test_generation import lora_requests  # noqa: F401 (a fixture)
 from .vllm_double import LLM, build_engine
 
 
 class DrawingLLM(LLM):
     """Draws as transformers does: the same tokens from the same weights and the same state of torch's generator."""
 
-    def generate(self, prompts, sampling_params, use_tqdm, lora_request=None):
-        assert self.awake and not self.stale_prefixes
+    def draw(self, prompts, sampling_params, lora_request):
         rows = [prompt["prompt_token_ids"] for prompt in prompts]
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
@@ -39,6 +40,22 @@ class DrawingLLM(LLM):
         return outputs
 
 
+def serve_by(llm_class, monkeypatch, lora=False):
+    """Trainers with `use_vllm=True` get TRL's engine around a double."""
+
+    def build(model, accelerator, *args, max_completion_length, **options):
+        # From the file, since TRL ties a copy's forward pass to the original
+        loaded = AutoModelForCausalLM.from_pretrained(model.name_or_path)
+        engine = build_engine(loaded, monkeypatch, lora, max_completion_length=max_completion_length)
+        engine.model, engine.accelerator, engine.temperature = model, accelerator, 1.0
+        engine.llm.__class__ = llm_class
+        return engine
+
+    monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
+    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", build)
+    monkeypatch.setattr(_engine, "check_vllm", lambda: None)
+
+
 HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 
 
@@ -54,18 +71,7 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
         def on_train_begin(self, *args, **kwargs):
             torch.manual_seed(7)
 
-    def build(model, accelerator, *args, max_completion_length, **options):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model.name_or_path
-        )  # TRL ties a copy's forward pass to the original
-        engine = build_engine(loaded, monkeypatch, max_completion_length=max_completion_length)
-        engine.model, engine.accelerator, engine.temperature = model, accelerator, 1.0
-        engine.llm.__class__ = DrawingLLM
-        return engine
-
-    monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
-    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", build)
-    monkeypatch.setattr(_engine, "check_vllm", lambda: None)
+    serve_by(DrawingLLM, monkeypatch)
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
     settings = {
@@ -84,6 +90,37 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
     for ours, theirs in models:
         same = [torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
         assert not any(same) if forgets else all(same)
+    drawn_at_once = method is HOT or trainer_cls is ReinforceTrainer
+    assert len(served.vllm_generation.llm.llm.calls) == (1 if drawn_at_once else 2) * 6
     if not forgets:
         logs = [[log["reward"] for log in trainer.state.log_history if "reward" in log] for trainer in (plain, served)]
         assert logs[0] == logs[1] and len(set(logs[0])) > 1
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("proposals", [None, 2])
+def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, lora_requests, proposals):
+    """The policy's and the proposal's, each pushed once an update."""
+    serve_by(LLM, monkeypatch, lora=True)
+    drawn = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            drawn.append({name: [list(ids) for ids in logs["completion"]] for name, logs in logs_of.items()})
+
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+    trainer = make(
+        model="llama",
+        use_vllm=True,
+        max_steps=3,
+        max_completion_length=4,
+        num_proposal_generations=proposals,
+        extra={"peft_config": config, "callbacks": [Watch()]},
+    )
+    logs_of = {"policy": trainer._logs, "proposal": trainer._proposal_logs}
+    trainer.train()
+    n, m = 4, proposals or 4
+    assert trainer.vllm_generation.llm.llm.calls == [16 + 16 // n * m] * 3
+    pushes = trainer.vllm_generation.pushes
+    assert pushes == {"base": 1, "policy": 3, "proposal": 3}
+    assert any(one["policy"] != one["proposal"] for one in drawn)

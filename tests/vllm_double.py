@@ -4,6 +4,7 @@ Whatever is not pushed is not in the copy. So stale weights, weights lost in sle
 """
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ class LLM:
 
     def __init__(self, model, lora=False):
         self.model = copy.deepcopy(model).eval()
-        self.awake, self.stale_prefixes, self.slept = True, False, []
+        self.awake, self.stale_prefixes, self.slept, self.calls = True, False, [], []
         runner = Runner(self)
         worker = SimpleNamespace(model_runner=runner)
         self.llm_engine = SimpleNamespace(
@@ -63,6 +64,16 @@ class LLM:
 
     def generate(self, prompts, sampling_params, use_tqdm, lora_request=None):
         assert self.awake and not self.stale_prefixes
+        self.calls.append(len(prompts))
+        if not isinstance(lora_request, list):
+            return self.draw(prompts, sampling_params, lora_request)
+        assert len(prompts) == len(sampling_params) == len(lora_request)
+        rows = list(zip(prompts, sampling_params, lora_request, strict=True))
+        alike = itertools.groupby(rows, key=lambda row: (id(row[1]), id(row[2])))
+        groups = [list(group) for _, group in alike]
+        return [output for group in groups for output in self.draw([row[0] for row in group], *group[0][1:])]
+
+    def draw(self, prompts, sampling_params, lora_request):
         model = self.model if lora_request is None else with_adapter(self.model, Path(lora_request.lora_path))
         outputs = []
         for prompt in prompts:

@@ -5,6 +5,7 @@ it relies on, why, and what would let it go.
 """
 
 import contextlib
+import copy
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -211,7 +212,7 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
         options["dtype"] = dtype
         if pushed and serves_adapters(model, options.get("trust_remote_code", False)):
             room = next(size for size in _RANKS if size >= max(config.r for config in pushed))
-            options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": len(pushed)}
+            options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": len(pushed), "max_cpu_loras": len(pushed)}
         return original(model=model, **options)
 
     vllm_generation.LLM = build
@@ -286,9 +287,9 @@ def context_length(engine: VLLMGeneration) -> int:
 
 class EngineView:
     """
-    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with an adapter and a sleep level that TRL has no words for.
+    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, temperatures and a sleep level that TRL has no words for.
 
-    Way out: a `lora_request` and a sleep level in `VLLMGeneration`.
+    Way out: a `lora_request` and a temperature for each row, and a sleep level, in `VLLMGeneration`.
 
     Args:
         llm (`vllm.LLM`):
@@ -300,11 +301,24 @@ class EngineView:
     def __init__(self, llm: Any, sleep_level: int):
         self.llm = llm
         self.sleep_level = sleep_level
-        self.lora_request: Any = None
+        # Of each row of a process's prompts, or of all: the request for its adapter, and what its temperature is multiplied with
+        self.rows: list[tuple[Any, float]] = [(None, 1.0)]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Samples with the adapter that is set, if any."""
-        return self.llm.generate(*args, lora_request=self.lora_request, **kwargs)
+    def generate(self, prompts: list[Any], sampling_params: Any, **kwargs: Any) -> Any:
+        """Samples each row with its adapter, if any, and at its temperature."""
+        if len(self.rows) == 1:
+            return self.llm.generate(prompts, sampling_params=sampling_params, lora_request=self.rows[0][0], **kwargs)
+        rows = self.rows * (len(prompts) // len(self.rows))  # processes that share an engine have as many each
+        by_factor = {1.0: sampling_params}
+        for factor in {factor for _, factor in rows} - {1.0}:
+            by_factor[factor] = copy.copy(sampling_params)
+            by_factor[factor].temperature = sampling_params.temperature * factor
+        return self.llm.generate(
+            prompts,
+            sampling_params=[by_factor[factor] for _, factor in rows],
+            lora_request=[request for request, _ in rows],
+            **kwargs,
+        )
 
     def sleep(self, level: int) -> None:
         """Sleeps at our level, whatever TRL asks for."""

@@ -41,6 +41,15 @@ class _Served:
     metadata: list | None = None  # what a server is told of its tensors
 
 
+@dataclass
+class _Ahead:
+    """What was drawn from a model beside another, for the call that will ask for it."""
+
+    wanted: tuple[str, int, float]  # name, version, temperature
+    prompts: list[list[int]]
+    result: tuple
+
+
 class VLLMGenerator:
     """
     Samples from several models of one architecture with one vLLM engine in this process, or with vLLM servers.
@@ -116,6 +125,8 @@ class VLLMGenerator:
         self._current = next(iter(models))
         self._num_generations: int | None = None
         self._temperature = 1.0
+        self._beside: tuple[str, float, int, int] | None = None  # name, temperature, rows of both for each prompt
+        self._ahead: _Ahead | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="trl-repulse-adapters-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         for name, model in models.items():
@@ -189,6 +200,29 @@ class VLLMGenerator:
         finally:
             self._current, self._num_generations, self._temperature = before
 
+    @contextlib.contextmanager
+    def together(self, name: str, rows: tuple[int, int] = (1, 1), temperature: float = 1.0) -> Iterator[None]:
+        """
+        Context in which [`generate`] draws for a second model too, in the same call of the engine, if one can serve both.
+
+        One can where both are adapters over one base that are pushed as adapters, or where the second is the first, at
+        another temperature. What is drawn for the second is kept for the next [`generate`] that asks for it with the same
+        prompts; it is dropped if the model's weights are declared changed before. Elsewhere the context does nothing.
+
+        Args:
+            name (`str`):
+                Name of the second model.
+            rows (`tuple[int, int]`, *optional*, defaults to `(1, 1)`):
+                Neighbouring rows of a prompt that are drawn for the first model, and for the second.
+            temperature (`float`, *optional*, defaults to `1.0`):
+                What the engine's own temperature is multiplied with for the second.
+        """
+        self._ahead, self._beside = None, (name, temperature, *rows)
+        try:
+            yield
+        finally:
+            self._beside = None
+
     @property
     def version(self) -> int:
         """How many times the weights of the model that is sampled from have been declared changed."""
@@ -214,7 +248,7 @@ class VLLMGenerator:
             self.pushes[wanted[0]] += 1
         engine.model = model
         if engine.mode == "colocate":
-            engine.llm.lora_request = self._adapter_request(served) if served.separate else None
+            engine.llm.rows = [(self._adapter_request(self._current), 1.0)]
 
     def generate(
         self, prompts: list[list[int]], images: list | None = None, num_generations: int = 1, profiler: Any = None
@@ -236,17 +270,45 @@ class VLLMGenerator:
         Returns:
             `tuple`: Prompt ids, completion ids, and the engine's log-probabilities with their token ids.
         """
-        self.sync_weights()
-        engine = self._served[self._current].engine
-        own, engine.temperature = engine.temperature, engine.temperature * self._temperature
-        try:
-            result = engine.generate(prompts, images, self._num_generations or num_generations, profiler)
-        finally:
-            engine.temperature = own
-        if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
-            self._resident[id(engine)] = None
+        ahead, self._ahead = self._ahead, None
+        wanted = (self._current, self.version, self._temperature)
+        if ahead is not None and (ahead.wanted, ahead.prompts, images) == (wanted, prompts, None):
+            result = ahead.result
+        else:
+            self.sync_weights()
+            beside = None if images else self._rows_beside(prompts)
+            engine = self._served[self._current].engine
+            own, engine.temperature = engine.temperature, engine.temperature * self._temperature
+            try:
+                result = engine.generate(
+                    prompts + (beside or []), images, self._num_generations or num_generations, profiler
+                )
+            finally:
+                engine.temperature = own
+            if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
+                self._resident[id(engine)] = None
+            if beside is not None:
+                name, temperature = self._beside[:2]
+                result, other = zip(*(_split(part, len(prompts)) for part in result), strict=True)
+                self._ahead = _Ahead((name, self._served[name].version, temperature), beside, other)
         self.log_probs = _of_the_drawn(*result[1:4])
         return result
+
+    def _rows_beside(self, prompts: list[list[int]]) -> list[list[int]] | None:
+        """The rows of the second model of [`together`], once the engine knows whose each row is; `None` if it serves none."""
+        if self._beside is None:
+            return None
+        name, temperature, n, m = self._beside
+        served, other = self._served[self._current], self._served[name]
+        one_base = served.separate and other.separate and served.model.get_base_model() is other.model.get_base_model()
+        if served.engine is not other.engine or served.engine.mode != "colocate":
+            return None
+        if self._temperature != 1.0 or not (one_base or served is other):
+            return None
+        beside = [ids for ids in prompts[::n] for _ in range(m)]
+        engine_view = served.engine.llm
+        engine_view.rows = engine_view.rows * len(prompts) + [(self._adapter_request(name), temperature)] * len(beside)
+        return beside
 
     def complete(
         self, prompts: Sequence[str | list[dict[str, str]]], model: str, num_completions: int = 1
@@ -285,8 +347,11 @@ class VLLMGenerator:
             drawn = self.generate(rows, num_generations=num_completions)[1]
             return group_completions(self.tokenizer, drawn, num_completions, model, self.version)
 
-    def _adapter_request(self, served: _Served) -> Any:
+    def _adapter_request(self, name: str) -> Any:
         """A request for the adapter as it is now; each version has an id of its own, so that nothing cached serves it."""
+        served = self._served[name]
+        if not served.separate:
+            return None
         from vllm.lora.request import LoRARequest
 
         from ._engine import write_adapter
@@ -296,8 +361,8 @@ class VLLMGenerator:
             number = next(self._requests)
             folder = self._folder / str(number)
             write_adapter(served.engine, served.model, served.adapter, folder)
-            served.pushed = (served.version, LoRARequest(f"{self._current}-{served.version}", number, str(folder)))
-            self.pushes[self._current] += 1
+            served.pushed = (served.version, LoRARequest(f"{name}-{served.version}", number, str(folder)))
+            self.pushes[name] += 1
             if before is not None:
                 shutil.rmtree(before[1].lora_path, ignore_errors=True)
         return served.pushed[1]
@@ -316,6 +381,10 @@ def _check_loaded(models: "dict[str, PreTrainedModel | PeftModel]") -> None:
                 f"Model {name!r} has an adapter that transformers loaded, which vLLM cannot be given; load it with "
                 "`peft.AutoPeftModelForCausalLM`, or merge it with `trl-repulse merge`."
             )
+
+
+def _split(part: list | None, count: int) -> tuple[list | None, list | None]:
+    return (None, None) if part is None else (part[:count], part[count:])
 
 
 def _of_the_drawn(

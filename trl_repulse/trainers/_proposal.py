@@ -3,6 +3,7 @@
 Axis letters: U units of m proposal samples, T completion tokens, V vocabulary.
 """
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -334,6 +335,23 @@ def serve_proposal(trainer: "RePULSeTrainer") -> None:
         trainer.vllm_generation.add("proposal", module.model, module.name, **server)
     else:
         trainer.vllm_generation.add("proposal", module, **server)
+
+
+def drawn_together(trainer: "RePULSeTrainer") -> contextlib.AbstractContextManager[None]:
+    """
+    Context in which vLLM draws the samples of both models in the call for the policy's, where one call can.
+
+    Args:
+        trainer ([`RePULSeTrainer`]):
+            Trainer whose samples are drawn inside.
+    """
+    if not (trainer.use_vllm and trainer.args.draws_twice):
+        return contextlib.nullcontext()
+    mode = "train" if trainer.model.training else "eval"
+    rows = (trainer._num_generations(mode), trainer._num_proposals(mode)) if trainer._whole(mode) else (1, 1)
+    if trainer.proposal is None:
+        return trainer.vllm_generation.together("policy", rows, trainer.args.proposal_temperature)
+    return trainer.vllm_generation.together(PROPOSAL_FOLDER, rows)
 
 
 def proposal_coefficients(

@@ -33,6 +33,7 @@ from ._proposal import (
     adapter_config,
     build_proposal,
     contrast,
+    drawn_together,
     lends_reference,
     proposal_loss,
     serve_proposal,
@@ -185,7 +186,8 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
         return [peft_config, *self._proposal_adapters]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = super()._generate_and_score_completions(inputs)
+        with drawn_together(self):
+            batch = super()._generate_and_score_completions(inputs)
         if not self.args.draws_twice:
             return batch
         mode = "train" if self.model.training else "eval"
@@ -199,11 +201,11 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
             names = ("proposal_completion",) if "old_log_p" in batch else ("proposal_completion", "completion")
             log_p, own_log_p, *_ = self._score(self.model, batch, names, gradient=False)
             own_log_p = batch.get("old_log_p", own_log_p)
-            batch |= {"proposal_old_log_p": log_p}  # (U, m, T)
+            batch["proposal_old_log_p"] = log_p  # (U, m, T)
             if self._hot is not None:
                 return batch | self._hot.weigh(batch, own_log_p, log_p)
             log_q = self._score(self.proposal.module, batch, ("proposal_completion",), gradient=False)[0]
-            batch |= {"proposal_old_log_q": log_q}  # (U, m, T)
+            batch["proposal_old_log_q"] = log_q  # (U, m, T)
             batch |= self._weigh(batch | {"old_log_p": own_log_p}, log_p, log_q)
             if not self._whole(mode):
                 batch |= contrast(self, batch, log_p, log_q, log_q)
@@ -489,8 +491,7 @@ class RePULSeTrainer(ProposalUploads, ReinforceTrainer):
 
     def _save_checkpoint(self, model, trial):
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
-        is_adapter = isinstance(self.proposal, SecondAdapter)
-        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+        with self.proposal.module.frozen() if isinstance(self.proposal, SecondAdapter) else contextlib.nullcontext():
             super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
