@@ -304,12 +304,12 @@ def test_checkpointed_activations_change_no_update(build, architecture, case):
 @pytest.mark.parametrize("case", ["learned", "hot", "PPO"])
 def test_compiled_models_make_the_same_update(build, request, case):
     request.addfinalizer(torch.compiler.reset)
-    eager = build(case, share_prompts=True)
-    compiled = build(case, share_prompts=True, torch_compile=True, torch_compile_backend="inductor", tf32=False)
+    eager = build(case, share_prompts=False)
+    compiled = build(case, torch_compile=True, torch_compile_backend="inductor", tf32=False)
     start, _ = trained(eager), start_as(compiled, eager)
     for trainer in (eager, compiled):
         trainer.train()
-    assert compiled._guard.share_prompts
+    assert not compiled._guard.share_prompts
     for before, one, other in zip(start, trained(eager), trained(compiled), strict=True):
         assert (one - before).abs().max() > 1e-4
         torch.testing.assert_close(one, other, atol=5e-5, rtol=1e-4)

@@ -17,7 +17,7 @@ from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._layout import Layout, longest_row
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
-from .conftest import DEVICE, build_accelerator, build_tokenizer
+from .conftest import DEVICE, USE_CPU, build_accelerator, build_tokenizer
 
 
 VOCABULARY = 40
@@ -242,6 +242,19 @@ def test_training_is_the_same(make, architecture, mode):
         for key in one:
             if one[key] is not None and not any(word in key for word in timings):
                 assert one[key] == pytest.approx(other[key], rel=1e-3, abs=2e-5), key
+
+
+@pytest.mark.trainer
+def test_compiled_models_have_separate_rows(make, request):
+    """Compiled passes over shared ones gave the policy and its reference, which are equal here, other log-probabilities."""
+    request.addfinalizer(torch.compiler.reset)
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "beta": 0.1}
+    settings |= {} if USE_CPU else {"tf32": False}
+    compiled = train(make, "llama", "auto", **settings)
+    assert not compiled._guard.share_prompts
+    assert compiled.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)
+    with pytest.raises(ValueError, match="cannot read a prompt once.*`torch_compile=True`.*`share_prompts=False`"):
+        train(make, "llama", True, **settings)
 
 
 @pytest.mark.trainer
