@@ -1,14 +1,24 @@
 """Tiny worlds for the trainer tests: real architectures built from configs, word-level tokenizers, no network."""
 
 import os
+import sys
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the default tests run on CPU wherever they run
+
+# Whether trainers of the tests train on CPU, which they do wherever they run unless `--accelerator` is given. It has to be
+# known before anything looks for devices, hence before pytest reads its options; the environment tells pytest-xdist's
+# processes, and those that tests launch find neither and stay on CPU.
+_ASKED = "TRL_REPULSE_TEST_ACCELERATOR"
+USE_CPU = os.environ.pop(_ASKED, None) is None and "--accelerator" not in sys.argv
+if USE_CPU:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -23,8 +33,37 @@ from transformers import (
 
 torch.set_num_threads(1)
 
+DEVICE = torch.device("cpu") if USE_CPU else torch.accelerator.current_accelerator() or torch.device("cpu")
+about_the_cpu = pytest.mark.skipif(not USE_CPU, reason="is about the CPU")
+
 WORDS = ["the", "cat", "dog", "sat", "ran", "ate", "fish", "bad"]
 BAD = 18  # " bad"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--accelerator", action="store_true", help="run trainers on the machine's accelerator, not on CPU"
+    )
+
+
+def pytest_configure(config):
+    if not config.getoption("--accelerator"):
+        return
+    if USE_CPU:
+        raise pytest.UsageError("--accelerator has to be on the command line itself: devices are hidden by now")
+    if not torch.accelerator.is_available():
+        raise pytest.UsageError(
+            "--accelerator: torch finds no accelerator on this machine; leave it out to run on CPU"
+        )
+    if getattr(config.option, "numprocesses", None):
+        os.environ[_ASKED] = "1"
+
+
+def build_accelerator():
+    """Accelerate's, on the device of the tests."""
+    if not USE_CPU:  # else what a configuration for the CPU set in an earlier test would stay
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=USE_CPU)
 
 
 def build_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
@@ -114,7 +153,7 @@ def make(tmp_path, model_dirs, prompts, reward):
         config_cls = trainer_cls._config_cls
         settings = {
             "output_dir": str(tmp_path / "out"),
-            "use_cpu": True,
+            "use_cpu": USE_CPU,
             "bf16": False,
             "gradient_checkpointing": False,
             "report_to": "none",
@@ -152,4 +191,5 @@ def evaluator(tokenizer, prompts, reward):
 
 
 def same_parameters(one, other):
-    return all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+    """Bit for bit, wherever they are."""
+    return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(one.parameters(), other.parameters(), strict=True))

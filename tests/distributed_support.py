@@ -113,6 +113,10 @@ def with_fp16_on_cpu(self, *args, **kwargs):
     _build_accelerator(self, *args, **kwargs)
     if self.mixed_precision != "fp16":
         return
+    if self.device.type != "cpu":  # which scales by itself, from a scale that gradients of small models are fit for
+        self.scaler_handler = GradScalerKwargs(init_scale=FP16_SCALE)
+        self.scaler = torch.amp.GradScaler(self.device.type, **self.scaler_handler.to_kwargs())
+        return
     assert self.scaler is None and not self.native_amp
     if self.distributed_type == DistributedType.DEEPSPEED:  # which scales by itself, on CPU too
         self.deepspeed_plugin.deepspeed_config["fp16"]["initial_scale_power"] = int(math.log2(FP16_SCALE))

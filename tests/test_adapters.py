@@ -161,7 +161,7 @@ def test_samples_come_from_the_adapter(make, tokenizer):
             p.add_(0.1)
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4000)
-    ids = torch.tensor([tokenizer("the cat")["input_ids"]])
+    ids = torch.tensor([tokenizer("the cat")["input_ids"]], device=trainer.model.device)
     models = {"completion_ids": trainer.model, "proposal_completion_ids": trainer.proposal.module}
     expected = {name: model(input_ids=ids).logits[0, -1].softmax(-1) for name, model in models.items()}
     assert (expected["completion_ids"] - expected["proposal_completion_ids"]).abs().max() > 0.1
@@ -192,10 +192,10 @@ def test_files(make, tmp_path):
         }
         assert not list(folder.glob("proposal/proposal")) and not list(folder.glob("default"))
         assert "Do not deploy" in ModelCard.load(folder / "proposal" / "README.md").text
-    ids = torch.arange(4, 10).view(1, -1)
+    ids = torch.arange(4, 10, device=trainer.model.device).view(1, -1)
     with torch.no_grad():
         for folder, model in ((out, trainer.model.eval()), (out / "proposal", trainer.proposal.module)):
-            saved = AutoPeftModelForCausalLM.from_pretrained(folder)
+            saved = AutoPeftModelForCausalLM.from_pretrained(folder).to(model.device)
             assert list(saved.peft_config) == ["default"]
             assert torch.equal(saved(input_ids=ids).logits, model(input_ids=ids).logits)
     assert not torch.equal(trainer.model(input_ids=ids).logits, trainer.proposal.module(input_ids=ids).logits)
@@ -343,7 +343,7 @@ def test_proposals_from_folders(make, model_dirs, tmp_path, prompts):
     assert same_parameters(joined.proposal.module, trainer.proposal.module)
     apart = make(extra={"proposal_model": folder}, output_dir=str(tmp_path / "apart"))
     assert type(apart.proposal) is SecondModel and not isinstance(apart.model, PeftModel)
-    ids = torch.arange(4, 10).view(1, -1)
+    ids = torch.arange(4, 10, device=trainer.model.device).view(1, -1)
     with torch.no_grad():
         expected = trainer.proposal.module(input_ids=ids).logits
         torch.testing.assert_close(apart.proposal.module(input_ids=ids).logits, expected)

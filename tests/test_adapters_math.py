@@ -11,7 +11,7 @@ from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.trainers import second_adapter
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
-from .conftest import build_model, word_reward
+from .conftest import USE_CPU, build_model, word_reward
 from .test_trainer_math import PROMPTS, N, Recorded, reference_loss
 
 
@@ -50,7 +50,7 @@ def run(tmp_path, tokenizer):
     def run(architecture, batch_size=8, accumulation=1, peft=None, **kwargs):
         settings = {
             "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
+            "use_cpu": USE_CPU,
             "bf16": False,
             "gradient_checkpointing": False,
             "report_to": "none",
@@ -80,13 +80,14 @@ def run(tmp_path, tokenizer):
             processing_class=tokenizer,
             peft_config=config,
         )
+        bare.to(trainer.accelerator.device)
         torch.manual_seed(7)
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():
                 p.copy_(0.3 * torch.randn_like(p))
         copies = {}
         for name in ("default", "proposal"):
-            separate = get_peft_model(copy.deepcopy(bare), copy.deepcopy(config)).eval()
+            separate = get_peft_model(copy.deepcopy(bare), copy.deepcopy(config)).eval().to(bare.device)
             for key, p in weights(separate, "default").items():
                 p.data = trainer.model.get_parameter(key.replace(".default", f".{name}")).data.clone()
             copies[name] = separate

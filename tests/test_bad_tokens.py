@@ -14,7 +14,7 @@ from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.tracking import BadTokenTrackingCallback, format_table, write_results
 from trl_repulse.plots import plot_training
 
-from .conftest import build_model
+from .conftest import USE_CPU, build_model
 
 
 V, EOS, BAD = 19, 1, [4, 10, 18]
@@ -169,7 +169,7 @@ BASE = {
     "num_generations": 4,
     "beta": 0.0,
     "max_steps": 2,
-    "use_cpu": True,
+    "use_cpu": USE_CPU,
     "bf16": False,
     "activation_checkpointing": False,
     "report_to": "none",

@@ -23,7 +23,7 @@ def say(trainer, token):
     with torch.no_grad():
         head.weight.zero_()
         head.bias.fill_(-100.0)[token] = 100.0
-    trainer.proposal.module.lm_head = head
+    trainer.proposal.module.lm_head = head.to(trainer.proposal.module.device)
 
 
 @pytest.fixture
@@ -46,12 +46,14 @@ def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, st
     # By hand: each weight is p(end) · φ(0), and the policy's samples have their rewards
     with torch.no_grad():
         log_p_end = [
-            trainer.model(input_ids=torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0, -1].log_softmax(-1)[EOS]
+            trainer.model(input_ids=torch.tensor([tokenizer(prompt)["input_ids"]], device=trainer.model.device))
+            .logits[0, -1]
+            .log_softmax(-1)[EOS]
             for prompt in list(trainer._logs["prompt"])[-16::4]
         ]
     rewards = torch.tensor(list(trainer._logs["rewards"]["word_reward"])[-16:]).view(4, 4)
     bound = (-5.0 * rewards).logsumexp(dim=1) - torch.tensor(4.0).log()
-    gap = (bound - torch.stack(log_p_end)).mean().item()
+    gap = (bound - torch.stack(log_p_end).cpu()).mean().item()
     assert log["proposal/log_z_gap"] == pytest.approx(gap, abs=1e-4) and gap > 2
     assert 0 <= log["proposal/log_p_rank"] <= 1
     [message] = warnings()

@@ -106,7 +106,8 @@ def test_log_probs_do_not_depend_on_the_batch(model_dirs):
         completion_log_probs(model, [[]], [[3]])
 
 
-def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_dirs):
+def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_dirs, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # accelerators do not outlive a fork
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([sample_slowly.__module__])
     draw, model = random.Random(0), model_dirs["gpt2"]

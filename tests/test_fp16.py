@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from trl_repulse import PPOTrainer, RePULSeTrainer
 
+from .conftest import DEVICE
 from .distributed_support import FP16_SCALE, with_fp16_on_cpu
 
 
@@ -86,7 +87,7 @@ def overflow_of(trainer, own):
     if own:
         trainer.accelerator.scaler.load_state_dict(trainer.accelerator.scaler.state_dict() | {"scale": OVERFLOW})
     else:
-        second(trainer)._scaler = torch.amp.GradScaler("cpu", init_scale=OVERFLOW)
+        second(trainer)._scaler = torch.amp.GradScaler(DEVICE.type, init_scale=OVERFLOW)
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapters", "PPO"])

@@ -170,7 +170,7 @@ def test_killed_at_ten_moments(model, tokenizer, output, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     command = [sys.executable, "-m", "tests.gcg_kill_run", str(tmp_path / "model"), str(tmp_path / "killed.jsonl")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "killed 10" in done.stdout, done.stderr[-2000:]
     undisturbed = evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "undisturbed.jsonl")

@@ -22,8 +22,8 @@ class DrawingLLM(LLM):
     def draw(self, prompts, sampling_params, lora_request):
         rows = [prompt["prompt_token_ids"] for prompt in prompts]
         width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
         size = {"max_new_tokens": sampling_params.max_tokens, "do_sample": True, "top_k": 0}
         size["temperature"] = getattr(sampling_params, "temperature", 1.0)
         drawn = self.model.generate(ids, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **size)
@@ -45,7 +45,7 @@ def serve_by(llm_class, monkeypatch, lora=False):
 
     def build(model, accelerator, *args, max_completion_length, **options):
         # From the file, since TRL ties a copy's forward pass to the original
-        loaded = AutoModelForCausalLM.from_pretrained(model.name_or_path)
+        loaded = AutoModelForCausalLM.from_pretrained(model.name_or_path).to(accelerator.device)
         engine = build_engine(loaded, monkeypatch, lora, max_completion_length=max_completion_length)
         engine.model, engine.accelerator, engine.temperature = model, accelerator, 1.0
         engine.llm.__class__ = llm_class

@@ -91,7 +91,7 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
         for name, coefficients in zip(names, ("own_negative_coefficients", "negative_coefficients"), strict=True):
             ids = torch.cat([unit[f"{name}_ids"] for unit in units])
             mask = torch.cat([unit[f"{name}_mask"] for unit in units])
-            p, hot = (log_prob(trainer, torch.tensor(lead), ids, mask, t) for t in (1.0, 2.0))
+            p, hot = (log_prob(trainer, torch.tensor(lead, device=ids.device), ids, mask, t) for t in (1.0, 2.0))
             log_p.append(p)
             log_m.append(torch.logaddexp(p + math.log(n / (n + k)), hot + math.log(k / (n + k))))
             rewards.append(
@@ -154,9 +154,9 @@ def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
         for prompt, completion in zip(logs["prompt"], logs["completion"], strict=True):
             if prompt == "fish":
                 counts[(tokenizer(completion)["input_ids"] or [tokenizer.eos_token_id])[0]] += 1
-        ids = torch.tensor([tokenizer("fish")["input_ids"]])
+        ids = torch.tensor([tokenizer("fish")["input_ids"]], device=trainer.model.device)
         with torch.no_grad():
-            p = (trainer.model(input_ids=ids).logits[0, -1] / temperature).softmax(-1)
+            p = (trainer.model(input_ids=ids).logits[0, -1] / temperature).softmax(-1).cpu()
         special = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
         p[tokenizer.eos_token_id] += p[special].sum()  # which are left out of the text
         p[special] = 0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPTNeoConfig, GPTNeoForCausalLM, HfArgumentParser, set_seed
@@ -18,7 +17,7 @@ from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._layout import Layout, longest_row
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
-from .conftest import build_tokenizer
+from .conftest import DEVICE, USE_CPU, build_accelerator, build_tokenizer
 
 
 VOCABULARY = 40
@@ -32,7 +31,7 @@ def batch():
     prompt_mask, mask = torch.ones_like(prompts), torch.ones_like(completions)
     prompt_mask[0, :5] = 0
     mask[0, 1, 3:] = mask[1, 2, 1:] = mask[1, 3] = 0
-    return prompts, prompt_mask, completions, mask
+    return tuple(x.to(DEVICE) for x in (prompts, prompt_mask, completions, mask))
 
 
 def scores(model, count, gradient=True, temperature=None):
@@ -42,12 +41,12 @@ def scores(model, count, gradient=True, temperature=None):
     rows = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
     with torch.set_grad_enabled(gradient):
         if temperature is not None:
-            return tempered_log_probs(model, Accelerator(cpu=True), *rows, layout, temperature).log_p.view(UNITS, N, T)
-        return token_log_probs(model, Accelerator(cpu=True), *rows, layout).log_p.view(UNITS, N, T)
+            return tempered_log_probs(model, build_accelerator(), *rows, layout, temperature).log_p.view(UNITS, N, T)
+        return token_log_probs(model, build_accelerator(), *rows, layout).log_p.view(UNITS, N, T)
 
 
 def scored(name, reverse=False):
-    model = build(name, VOCABULARY, reverse=reverse).train()
+    model = build(name, VOCABULARY, reverse=reverse).train().to(DEVICE)
     bridge.disable_dropout(model)
     bridge.add_fused_lm_head(model)
     prepare_scoring(model)
@@ -58,7 +57,7 @@ def scored(name, reverse=False):
 def alone(model):
     """The same, of each completion with its prompt by itself, without padding."""
     prompts, prompt_mask, completions, mask = batch()
-    found = torch.zeros(UNITS, N, T)
+    found = torch.zeros(UNITS, N, T, device=DEVICE)
     for unit in range(UNITS):
         for place in range(N):
             length = int(mask[unit, place].sum())
@@ -72,7 +71,7 @@ def alone(model):
 def gradients(model, count):
     model.zero_grad()
     torch.manual_seed(1)
-    (scores(model, count) * torch.randn(UNITS, N, T)).sum().backward()
+    (scores(model, count) * torch.randn(UNITS, N, T).to(DEVICE)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -186,7 +185,7 @@ def test_routers_count_a_prompt_once():
     def aux_loss(count, chosen=slice(None)):
         layout = Layout(L, T, count)
         rows = layout.rows(prompts, completions[:, chosen]), layout.rows(prompt_mask, mask[:, chosen])
-        return token_log_probs(model, Accelerator(cpu=True), *rows, layout, compute_aux_loss=True).aux_loss.item()
+        return token_log_probs(model, build_accelerator(), *rows, layout, compute_aux_loss=True).aux_loss.item()
 
     assert aux_loss(4) != pytest.approx(aux_loss(1), rel=1e-4)
     assert aux_loss(1, slice(1)) == pytest.approx(aux_loss(1, slice(1)))
@@ -243,6 +242,19 @@ def test_training_is_the_same(make, architecture, mode):
         for key in one:
             if one[key] is not None and not any(word in key for word in timings):
                 assert one[key] == pytest.approx(other[key], rel=1e-3, abs=2e-5), key
+
+
+@pytest.mark.trainer
+def test_compiled_models_have_separate_rows(make, request):
+    """Compiled passes over shared ones gave the policy and its reference, which are equal here, other log-probabilities."""
+    request.addfinalizer(torch.compiler.reset)
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "beta": 0.1}
+    settings |= {} if USE_CPU else {"tf32": False}
+    compiled = train(make, "llama", "auto", **settings)
+    assert not compiled._guard.share_prompts
+    assert compiled.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)
+    with pytest.raises(ValueError, match="cannot read a prompt once.*`torch_compile=True`.*`share_prompts=False`"):
+        train(make, "llama", True, **settings)
 
 
 @pytest.mark.trainer
@@ -319,6 +331,7 @@ def test_half_precision(make):
             "completion_ids": torch.randint(3, 19, (2, 4, 4)),
             "completion_mask": torch.ones(2, 4, 4, dtype=torch.long),
         }
+        sample = {name: x.to(trainer.accelerator.device) for name, x in sample.items()}
         runs[share, bf16] = trainer._score(trainer.model, sample, gradient=False)[0]
     exact = runs[False, False]
     errors = [(runs[share, True] - exact).abs().mean().item() for share in (True, False)]
@@ -359,7 +372,7 @@ def test_windows_inside_layers_limit_rows():
         intermediate_size=32,
     )
     set_seed(0)
-    model = GPTNeoForCausalLM(config).train()
+    model = GPTNeoForCausalLM(config).train().to(DEVICE)
     bridge.disable_dropout(model)
     bridge.add_fused_lm_head(model)
     prepare_scoring(model)
@@ -375,7 +388,7 @@ def test_windows_inside_layers_limit_rows():
     mask = torch.cat([mask, mask[:, :1]], dim=1)
     rows = wide.rows(prompts, completions), wide.rows(prompt_mask, mask)
     with torch.no_grad():
-        found = token_log_probs(model, Accelerator(cpu=True), *rows, wide).log_p.view(UNITS, 5, T)
+        found = token_log_probs(model, build_accelerator(), *rows, wide).log_p.view(UNITS, 5, T)
     assert (found[:, 4] - alone(model)[:, 0]).abs().max() > 1e-2
 
 

@@ -200,7 +200,7 @@ def test_a_reward_model_that_was_saved_as_one(make, tokenizer, tmp_path, trainer
     given = [path]
     trainer = make(trainer_cls, reward_funcs=given)
     assert given == [path] and trainer.reward_func_names == ["reward"]
-    assert torch.equal(trainer.reward_funcs[0].score.weight, model.score.weight)
+    assert torch.equal(trainer.reward_funcs[0].score.weight.cpu(), model.score.weight)
     assert trainer.reward_processing_classes[0].get_vocab() == own.get_vocab()
     trainer.train()
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from trl_repulse import PPOConfig, PPOTrainer
 
-from .conftest import build_model
+from .conftest import USE_CPU, build_model
 from .test_trainer_math import POLICY, PROMPTS, N, assert_gradients, rows_log_p
 
 
@@ -52,7 +52,7 @@ class RecordedPPO(PPOTrainer):
 def rows_values(value, tokenizer, prompt, completion):
     """V(s_t) before each token of one completion, from one unpadded forward."""
     prompt_ids = tokenizer(prompt)["input_ids"]
-    values = value(input_ids=torch.tensor([prompt_ids + completion])).logits[0, :, 0]
+    values = value(input_ids=torch.tensor([prompt_ids + completion], device=value.device)).logits[0, :, 0]
     return values[len(prompt_ids) - 1 : -1]
 
 
@@ -109,7 +109,7 @@ def build(tmp_path, tokenizer, reward):
     def build(architecture="gpt2", batch_size=8, accumulation=1, **kwargs):
         args = PPOConfig(
             output_dir=str(tmp_path / "run"),
-            use_cpu=True,
+            use_cpu=USE_CPU,
             bf16=False,
             gradient_checkpointing=False,
             report_to="none",
@@ -137,7 +137,7 @@ def build(tmp_path, tokenizer, reward):
             processing_class=tokenizer,
             value_model=build_reward_model(architecture, len(tokenizer), seed=1),
         )
-        return trainer, policy, trainer.value.module, reference
+        return trainer, policy, trainer.value.module, reference.to(trainer.accelerator.device)
 
     return build
 
@@ -184,7 +184,8 @@ def test_one_update_is_ppo(build, tokenizer, reward, architecture, case, batches
     grads = run(trainer, policy, value)
     for name, ours in zip(("policy", "value"), expected_grads, strict=True):
         for e, actual in zip(ours, grads[name], strict=True):
-            torch.testing.assert_close(actual, torch.zeros_like(actual) if e is None else e, atol=2e-6, rtol=2e-4)
+            e = torch.zeros_like(actual) if e is None else e.to(actual.device)
+            torch.testing.assert_close(actual, e, atol=2e-6, rtol=2e-4)
     log = trainer.state.log_history[0]
     assert log["loss"] == pytest.approx(expected[0], abs=2e-5)
     assert log["value/loss"] == pytest.approx(expected[1], rel=1e-4)
@@ -215,10 +216,10 @@ def test_both_losses_clip_once_the_models_have_moved(build, tokenizer, reward, v
 
     generator = torch.Generator().manual_seed(0)
     shape = inputs["advantages"].shape
-    shifts = [0.5 * torch.randn(shape, generator=generator) for _ in range(2)]
+    shifts = [0.5 * torch.randn(shape, generator=generator).to(policy.device) for _ in range(2)]
     with torch.no_grad():
         log_ps = [rows_log_p(policy, tokenizer, prompt, completion) for prompt, completion, *_ in rows]
-    inputs["old_per_token_logps"] = torch.zeros(shape)
+    inputs["old_per_token_logps"] = torch.zeros(shape, device=policy.device)
     inputs["old_values"] = inputs["old_values"] + shifts[1]
     old_log_ps, old_values = [], []
     for i, (_, completion, v_old, *_) in enumerate(rows):

@@ -82,8 +82,8 @@ def faulty(request):
 @torch.no_grad()
 def alone(model, prompt, completion):
     """Log-probabilities (T, V) of each token to come, from one unpadded pass."""
-    ids = torch.tensor([[*prompt, *completion]])
-    return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(dim=-1)
+    ids = torch.tensor([[*prompt, *completion]], device=model.device)
+    return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(dim=-1).cpu()
 
 
 @torch.no_grad()
@@ -98,10 +98,11 @@ def surprise(model, prompts, completions):
         rows.setdefault(tuple(prompt), []).append(completion)
     for prompt, drawn in rows.items():
         width = max(map(len, drawn))
-        ids = torch.tensor([[*prompt, *row, *[0] * (width - len(row))] for row in drawn])
+        ids = torch.tensor([[*prompt, *row, *[0] * (width - len(row))] for row in drawn], device=model.device)
         log_p = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1].float().log_softmax(dim=-1)
         chosen = log_p.gather(2, ids[:, len(prompt) :, None])[:, :, 0]
         counted = torch.arange(width) < torch.tensor([len(row) for row in drawn])[:, None]
+        counted = counted.to(model.device)
         gaps.append(((-chosen + (log_p.exp() * log_p).sum(dim=-1)) * counted).sum(dim=1).double())
     gaps = torch.cat(gaps)
     return (gaps.mean() / (gaps.std() / len(gaps) ** 0.5)).item()
@@ -344,7 +345,7 @@ def build_noisy(architecture, size, **noise):
 
 
 def passes_agree(model):
-    ids = torch.tensor([[3, 12, 4, 7]])
+    ids = torch.tensor([[3, 12, 4, 7]], device=model.device)
     return torch.equal(model(ids).logits, model(ids).logits)
 
 
@@ -426,6 +427,7 @@ def test_scores_are_those_of_the_models_own_head(make, tokenizer, mixed):
         trainer = make(trainer_cls, copy.deepcopy(model), dataset=mixed, extra=extra)
         ids, mask = torch.tensor([[0, 3, 12, 4, 7, 1], [5, 4, 11, 12, 9, 0]]), torch.ones(2, 6, dtype=torch.long)
         mask[0, 0] = mask[1, -1] = 0
+        ids, mask = ids.to(trainer.accelerator.device), mask.to(trainer.accelerator.device)
         with torch.no_grad():
             if trainer_cls is PPOTrainer:
                 found, entropy, _ = trainer._get_per_token_logps_and_entropies(

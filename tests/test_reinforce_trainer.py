@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_repulse import ReinforceConfig, ReinforceTrainer
 
-from .conftest import same_parameters
+from .conftest import USE_CPU, same_parameters
 
 
 pytestmark = pytest.mark.trainer
@@ -134,7 +134,7 @@ def test_refused_data(make):
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(ReinforceConfig, use_cpu=True, bf16=False)
+    on_cpu = functools.partial(ReinforceConfig, use_cpu=USE_CPU, bf16=False)
     monkeypatch.setattr(ReinforceTrainer, "_config_cls", staticmethod(on_cpu))
     trainer = ReinforceTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert type(trainer.args) is ReinforceConfig and trainer.args.output_dir.endswith("-REINFORCE")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer, __version__
 
-from .conftest import BAD, build_model, same_parameters
+from .conftest import BAD, USE_CPU, build_model, same_parameters
 
 
 pytestmark = pytest.mark.trainer
@@ -164,7 +164,7 @@ def test_samples_come_from_the_proposal_and_not_from_the_policy(make, model_dirs
     with torch.no_grad():
         head.weight.zero_()
         head.bias.fill_(-100.0)[BAD] = 100.0
-    trainer.proposal.module.lm_head = head
+    trainer.proposal.module.lm_head = head.to(trainer.proposal.module.device)
     inputs = [row for row in trainer.train_dataset for _ in range(4)]
     trainer.model.train()
     batch = trainer._generate_and_score_completions(inputs)
@@ -183,7 +183,11 @@ def test_samples_follow_the_models_whatever_they_were_saved_with(make, model_dir
     trainer = make(model=policy, dataset=prompts, extra={"processing_class": tokenizer}, **settings)
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4000)
-    expected = policy(input_ids=torch.tensor([tokenizer("the cat")["input_ids"]])).logits[0, -1].softmax(-1)
+    expected = (
+        policy(input_ids=torch.tensor([tokenizer("the cat")["input_ids"]], device=policy.device))
+        .logits[0, -1]
+        .softmax(-1)
+    )
     for name in ("completion_ids", "proposal_completion_ids"):
         share = torch.bincount(batch[name].flatten(), minlength=len(tokenizer)) / 4000
         torch.testing.assert_close(share, expected, atol=0.03, rtol=0)  # 4 standard deviations
@@ -370,7 +374,7 @@ def test_refused_models(make, model_dirs, tokenizer):
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(RePULSeConfig, use_cpu=True, bf16=False)
+    on_cpu = functools.partial(RePULSeConfig, use_cpu=USE_CPU, bf16=False)
     monkeypatch.setattr(RePULSeTrainer, "_config_cls", staticmethod(on_cpu))
     trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert isinstance(trainer.args, RePULSeConfig) and trainer.proposal is not None

@@ -57,7 +57,7 @@ def weights(trainer):
 
 
 def same(one, other):
-    return len(one) == len(other) and all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
+    return len(one) == len(other) and all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(one, other, strict=True))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
@@ -12,14 +11,14 @@ from transformers import Trainer, TrainingArguments
 from trl_repulse.trainers._fsdp import keep_precision
 from trl_repulse.trainers.second_model import SecondModel
 
-from .conftest import build_model
+from .conftest import DEVICE, USE_CPU, build_accelerator, build_model
 
 
 @pytest.fixture
 def trainer(tmp_path, tokenizer):
     args = TrainingArguments(
         output_dir=str(tmp_path),
-        use_cpu=True,
+        use_cpu=USE_CPU,
         report_to="none",
         learning_rate=0.5,
         weight_decay=0.1,
@@ -32,13 +31,13 @@ def trainer(tmp_path, tokenizer):
 
 
 def build(trainer, vocab_size, learning_rate=1e-2):
-    second = SecondModel(build_model("gpt2", vocab_size).eval(), Accelerator(cpu=True), learning_rate)
+    second = SecondModel(build_model("gpt2", vocab_size).eval(), build_accelerator(), learning_rate)
     second.prepare(trainer, num_training_steps=10)
     return second
 
 
 def train_step(second, vocab_size, scale=1.0):
-    ids = torch.arange(4, 10).view(1, -1) % vocab_size
+    ids = torch.arange(4, 10, device=DEVICE).view(1, -1) % vocab_size
     second.backward(scale * second.engine(input_ids=ids, labels=ids).loss)
     norm = second.step()
     second.scheduler.step()
@@ -92,7 +91,7 @@ def test_optimizer_schedule_and_decay_are_its_own(trainer, tokenizer):
 
 def test_gradient_is_clipped_and_its_norm_reported(trainer, tokenizer):
     second = build(trainer, len(tokenizer))
-    ids = torch.arange(4, 10).view(1, -1)
+    ids = torch.arange(4, 10, device=DEVICE).view(1, -1)
     second.backward(100 * second.engine(input_ids=ids, labels=ids).loss)
     expected = torch.stack([p.grad.norm() for p in second.module.parameters()]).norm().item()
     seen = []

@@ -31,8 +31,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 @pytest.fixture(autouse=True)
 def half_precision_attention():
     def attention(module, query, key, value, *args, **kwargs):
-        if torch.is_autocast_enabled("cpu"):  # as transformers casts for FlashAttention
-            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # as transformers casts for FlashAttention
+            query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
         if query.dtype == torch.float32:
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)

@@ -82,6 +82,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
         "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
         "TRACKIO_DIR": str(folder / "trackio"),
         "WANDB_DIR": str(folder),

@@ -19,6 +19,8 @@ from trl_repulse.evaluation.tracking import (
 )
 from trl_repulse.plots import plot_training
 
+from .conftest import USE_CPU
+
 
 pytestmark = pytest.mark.trainer
 
@@ -29,7 +31,7 @@ BASE = {
     "beta": 0.0,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "use_cpu": True,
+    "use_cpu": USE_CPU,
     "bf16": False,
     "activation_checkpointing": False,
     "report_to": "none",

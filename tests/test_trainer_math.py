@@ -11,7 +11,7 @@ import torch
 
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 
-from .conftest import build_model
+from .conftest import USE_CPU, build_model
 from .test_returns import by_hand
 
 
@@ -26,7 +26,7 @@ PROPOSAL = [[[18, 13, 1], [18, 17], [13, 14, 15], [18, 18, 1]], [[11, 1], [18, 1
 
 def rows_log_p(model, tokenizer, prompt, completion):
     """Log-probabilities of one completion's tokens, from one unpadded forward."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion])
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion], device=model.device)
     log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     return log_p[-len(completion) :]
 
@@ -113,7 +113,7 @@ def run(tmp_path, tokenizer, reward):
         config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
         args = config_cls(
             output_dir=str(tmp_path / "run"),
-            use_cpu=True,
+            use_cpu=USE_CPU,
             bf16=False,
             gradient_checkpointing=False,
             report_to="none",
@@ -156,7 +156,7 @@ def run(tmp_path, tokenizer, reward):
         original = trainer._get_grad_norm
         trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), original(model, grad_norm))[1]
         trainer.train()
-        return trainer, policy, proposal, reference, grads, args
+        return trainer, policy, proposal, reference.to(policy.device), grads, args
 
     return run
 

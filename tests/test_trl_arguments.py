@@ -9,6 +9,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.trainers import _proposal
 from trl_repulse.trainers._trl_bridge import disable_dropout
 
+from .conftest import USE_CPU, about_the_cpu
 from .test_adapters_math import lora
 
 
@@ -51,12 +52,15 @@ def test_activation_checkpointing_recomputes_both_models(make, trainer_cls, adap
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 def test_compiled_models_train(make, request, trainer_cls):
     request.addfinalizer(torch.compiler.reset)
-    trainer = make(trainer_cls, torch_compile=True, torch_compile_backend="eager")
+    # Without TF32, which transformers (5.23) turns on with it on accelerators, for the tests to come as well
+    settings = {} if USE_CPU else {"tf32": False}
+    trainer = make(trainer_cls, torch_compile=True, torch_compile_backend="eager", **settings)
     start = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     assert any(not torch.equal(p, start[name]) for name, p in trainer.model.named_parameters())
 
 
+@about_the_cpu
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 def test_fp16_on_a_cpu_is_refused(make, trainer_cls):
     """Accelerate (1.15) trains in float32 there; in bfloat16 it does train."""
@@ -120,6 +124,7 @@ def test_dropout_by_number_is_off_for_both_models(make, tokenizer, tmp_path):
     trainer.train()
     for log in trainer.state.log_history[:-1]:
         assert log["kl"] == pytest.approx(0, abs=1e-6)
+    ids = ids.to(trainer.accelerator.device)
     for module in (trainer.model, trainer.proposal.module):
         assert module.training and torch.equal(module(ids).logits, module(ids).logits)
     disable_dropout(model)

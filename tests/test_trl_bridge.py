@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers.trainer
-from accelerate import Accelerator
 from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
@@ -16,7 +15,7 @@ from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._layout import Layout
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
-from .conftest import build_model
+from .conftest import DEVICE, build_accelerator, build_model
 
 
 @pytest.mark.parametrize("method", bridge.PINNED, ids=lambda method: method.__qualname__)
@@ -54,13 +53,13 @@ def test_the_kl_coefficient_comes_back_after_an_error():
 
 
 def test_scores_do_not_depend_on_padding(tokenizer, architecture):
-    model = build_model(architecture, len(tokenizer)).eval()
+    model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
     bridge.add_fused_lm_head(model)
-    ids = torch.randint(3, len(tokenizer), (2, 5))
+    ids = torch.randint(3, len(tokenizer), (2, 5), device=DEVICE)
 
     def padded(padding):
-        mask = (torch.arange(padding + 5) >= padding).long().expand(2, -1)
-        return torch.cat([torch.zeros(2, padding, dtype=torch.long), ids], dim=1), mask
+        mask = (torch.arange(padding + 5, device=DEVICE) >= padding).long().expand(2, -1)
+        return torch.cat([torch.zeros(2, padding, dtype=torch.long, device=DEVICE), ids], dim=1), mask
 
     with torch.no_grad():
         expected = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -73,26 +72,29 @@ def test_scores_do_not_depend_on_padding(tokenizer, architecture):
         for padding in (0, 3):
             for width in (1, 3):
                 log_p, _, _ = token_log_probs(
-                    model, Accelerator(cpu=True), *padded(padding), Layout(padding + 5 - width, width, 1)
+                    model, build_accelerator(), *padded(padding), Layout(padding + 5 - width, width, 1)
                 )
                 torch.testing.assert_close(log_p, expected[:, -width:], atol=1e-5, rtol=0)
 
 
 def test_only_the_scored_tokens_reach_the_head(tokenizer, architecture):
-    model = build_model(architecture, len(tokenizer)).eval()
+    model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
     bridge.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     prepare_scoring(model)
     rows = []
     model.base_model.register_forward_hook(lambda module, args, output: rows.append(output.last_hidden_state.shape[1]))
-    ids, mask = torch.randint(3, len(tokenizer), (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    log_p, entropy, _ = token_log_probs(model, Accelerator(cpu=True), ids, mask, Layout(6, 3, 1))
+    ids, mask = (
+        torch.randint(3, len(tokenizer), (2, 9), device=DEVICE),
+        torch.ones(2, 9, dtype=torch.long, device=DEVICE),
+    )
+    log_p, entropy, _ = token_log_probs(model, build_accelerator(), ids, mask, Layout(6, 3, 1))
     assert log_p.shape == entropy.shape == (2, 3)
     assert model(input_ids=ids, attention_mask=mask).logits.shape[1] == 9  # an ordinary pass is left alone
     assert rows == [4, 9]
 
 
 def test_copies_run_their_own_weights(tokenizer, architecture):
-    model = build_model(architecture, len(tokenizer)).eval()
+    model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
     bridge.add_fused_lm_head(model)
     copied, trap = bridge.copy_unpatched(model), copy.deepcopy(model)
     ids = torch.tensor([[4, 5, 6]])
@@ -149,14 +151,14 @@ def test_withheld_from_uploads(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_scores_at_another_temperature(tokenizer, architecture, temperature):
-    model = build_model(architecture, len(tokenizer)).eval()
+    model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
     bridge.add_fused_lm_head(model)
     prepare_scoring(model)
-    ids = torch.randint(3, len(tokenizer), (2, 5))
-    input_ids = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids, torch.zeros(2, 1, dtype=torch.long)], dim=1)
-    mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 0]).expand(2, -1)
+    ids = torch.randint(3, len(tokenizer), (2, 5), device=DEVICE)
+    input_ids = torch.cat([ids.new_zeros(2, 3), ids, ids.new_zeros(2, 1)], dim=1)
+    mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 0], device=DEVICE).expand(2, -1)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1] / temperature
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -3:]
-    log_p = tempered_log_probs(model, Accelerator(cpu=True), input_ids, mask, Layout(5, 4, 1), temperature).log_p
-    torch.testing.assert_close(log_p, torch.cat([expected, torch.zeros(2, 1)], dim=1), atol=1e-5, rtol=0)
+    log_p = tempered_log_probs(model, build_accelerator(), input_ids, mask, Layout(5, 4, 1), temperature).log_p
+    torch.testing.assert_close(log_p, torch.cat([expected, expected.new_zeros(2, 1)], dim=1), atol=1e-5, rtol=0)

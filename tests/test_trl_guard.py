@@ -18,7 +18,7 @@ from trl.trainer import utils as trl_utils
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.trainers import _trl_bridge as bridge
 
-from .conftest import build_model, word_reward
+from .conftest import USE_CPU, build_model, word_reward
 
 
 VERSION = f"trl {trl.__version__}"
@@ -110,7 +110,7 @@ def rloo(tmp_path, model_dirs, prompts):
     """A trainer of TRL's, built and not trained."""
     args = RLOOConfig(
         output_dir=str(tmp_path),
-        use_cpu=True,
+        use_cpu=USE_CPU,
         bf16=False,
         report_to="none",
         num_generations=4,
@@ -169,6 +169,7 @@ def returned_changes(trainer):
         return trainer._calculate_rewards(rows, prompts, [" fish", " bad"], [[17], [18]])
 
     def is_reward_matrix(value):
+        value = value.cpu() if isinstance(value, torch.Tensor) else value
         expected = torch.tensor([[1.0, torch.nan], [-3.0, 1.0]])
         if not isinstance(value, torch.Tensor) or not torch.equal(value.nan_to_num(9.0), expected.nan_to_num(9.0)):
             return f"returns {value} and no longer a column a function, with NaN for None"

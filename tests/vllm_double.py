@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from trl.distributed import DistributedBackend
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
+
+from .conftest import build_accelerator
 
 
 class Runner:
@@ -91,7 +92,7 @@ def greedy(model, ids, length):
     """The likeliest continuation and its log-probabilities; ends at the end-of-sequence token (1)."""
     drawn, log_p = [], []
     while len(drawn) < length and 1 not in drawn:
-        logits = model(torch.tensor([ids + drawn])).logits[0, -1]
+        logits = model(torch.tensor([ids + drawn], device=model.device)).logits[0, -1]
         assert not logits.isnan().any(), "the engine has no weights"
         drawn.append(logits.argmax().item())
         log_p.append(logits.log_softmax(-1).max().item())
@@ -102,7 +103,7 @@ def with_adapter(model, folder):
     """A copy of a model with a saved LoRA adapter added to its weights, computed by hand."""
     model = copy.deepcopy(model)
     config = json.loads((folder / "adapter_config.json").read_text())
-    weights = load_file(folder / "adapter_model.safetensors")
+    weights = load_file(folder / "adapter_model.safetensors", device=str(model.device))
     for key, a in weights.items():
         if "lora_A" in key:
             target = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
@@ -120,7 +121,7 @@ def build_engine(model, monkeypatch, lora=False, sleep=False, max_completion_len
     """TRL's `VLLMGeneration` around [`LLM`], without its `__init__`, which starts vLLM."""
     monkeypatch.setattr(vllm_generation, "SamplingParams", Params, raising=False)
     engine = object.__new__(VLLMGeneration)
-    accelerator = Accelerator(cpu=True)
+    accelerator = build_accelerator()
     base = copy.deepcopy(model).unload() if hasattr(model, "peft_config") else model
     vars(engine).update(
         model=model,

@@ -124,7 +124,11 @@ def _find_out(
             repeats = False
         elif repeats:
             repeats = reads_prompts_once(model, quiet, trainer.generation_config)
-    why = None if wanted is False else _why_not_shared(name, model, quiet, guard, attention)
+    why = None
+    if wanted is not False and trainer.args.torch_compile:  # the checks here are of passes that are not compiled
+        why = "`torch_compile=True`, with which completions of one row got other log-probabilities"
+    elif wanted is not False:
+        why = _why_not_shared(name, model, quiet, guard, attention)
     if why is not None:
         said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
         if wanted is True:
