@@ -38,7 +38,13 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    fixed = {"beta": 0.0, "adapters": False, "gradient_checkpointing": False, "share_prompts": "auto", "no_memory": False}
+    fixed = {
+        "beta": 0.0,
+        "adapters": False,
+        "gradient_checkpointing": False,
+        "share_prompts": "auto",
+        "no_memory": False,
+    }
     yardsticks = [name for name in options.methods if name == "RLOO"]
     settings = argparse.Namespace(**vars(options) | fixed, yardsticks=yardsticks)
     sweeps = {

@@ -246,7 +246,8 @@ def main() -> None:
     for shape in options.shapes:
         found = measure(shape, options)
         for name, (seconds, memory) in found.items():
-            of = [[value / found[other][i] for other in options.yardsticks] for i, value in enumerate((seconds, memory))]
+            figures = enumerate((seconds, memory))
+            of = [[value / found[other][i] for other in options.yardsticks] for i, value in figures]
             times, memories = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
             print(f"| {shape} | {name} | {1e3 * seconds:.1f} | {times} | {memory:.0f} | {memories} |", flush=True)
 

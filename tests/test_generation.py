@@ -295,7 +295,12 @@ def test_engine_options(monkeypatch):
     with engine_options("float32", [lora, LoraConfig(use_dora=True, r=64)]):
         vllm_generation.LLM(model="m")
         vllm_generation.LLM(model="of an architecture without adapters")
-    adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}  # of the one that is pushed
+    adapters = {
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+    }  # of the one that is pushed
     assert given[0] == {"model": "m", "dtype": "float32", **adapters}
     assert given[1] == {"model": "of an architecture without adapters", "dtype": "float32"}
     with pytest.raises(RuntimeError, match="does not fit into memory.*Lower `vllm_gpu_memory_utilization`"):

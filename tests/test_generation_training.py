@@ -12,7 +12,7 @@ from trl.trainer import rloo_trainer
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
 
-from .test_generation import lora_requests  # noqa: F401 (a fixture)
+from . import test_generation
 from .vllm_double import LLM, build_engine
 
 
@@ -55,6 +55,8 @@ def serve_by(llm_class, monkeypatch, lora=False):
     monkeypatch.setattr(rloo_trainer, "VLLMGeneration", build)
     monkeypatch.setattr(_engine, "check_vllm", lambda: None)
 
+
+lora_requests = test_generation.lora_requests  # a fixture
 
 HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 
@@ -99,7 +101,7 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("proposals", [None, 2])
-def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, lora_requests, proposals):
+def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
     """The policy's and the proposal's, each pushed once an update."""
     serve_by(LLM, monkeypatch, lora=True)
     drawn = []

@@ -47,7 +47,7 @@ def train_step(second, vocab_size, scale=1.0):
 class Grouped(torch.optim.SGD):
     """State in groups, and a table that parameters share, as of bitsandbytes' optimizers in 8 bits."""
 
-    table = torch.arange(4.0)
+    table = torch.arange(4.0, device=DEVICE)
 
     def step(self, closure=None):
         super().step(closure)

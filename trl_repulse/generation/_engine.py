@@ -212,7 +212,12 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
         options["dtype"] = dtype
         if pushed and serves_adapters(model, options.get("trust_remote_code", False)):
             room = next(size for size in _RANKS if size >= max(config.r for config in pushed))
-            options |= {"enable_lora": True, "max_lora_rank": room, "max_loras": len(pushed), "max_cpu_loras": len(pushed)}
+            options |= {
+                "enable_lora": True,
+                "max_lora_rank": room,
+                "max_loras": len(pushed),
+                "max_cpu_loras": len(pushed),
+            }
         return original(model=model, **options)
 
     vllm_generation.LLM = build
