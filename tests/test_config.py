@@ -73,6 +73,7 @@ REFUSED = [
     ),
     ("proposal_temperature", {"proposal_temperature": 1.5}),
     ("proposal_temperature", HOT | {"proposal_temperature": 0.9}),
+    ("proposal_temperature", HOT | {"proposal_temperature": 2.5, "use_vllm": True}),
     ("proposal_temperature", HOT | {"proposal_temperature": float("nan")}),
     ("bad_reward_threshold", HOT | {"bad_reward_threshold": None}),
     ("negative_loss", HOT | {"negative_loss": "reinforce"}),

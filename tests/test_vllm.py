@@ -140,6 +140,39 @@ def test_adapters_are_never_stale(tokenizer, tmp_path, sleep):
     assert alternate(generator, change, expected) == 100
     assert generator.pushes["base"] == (110 if sleep == 2 else 1)
 
+    calls, generate = [], generator.llm.llm.generate
+    generator.llm.llm.generate = lambda prompts, **options: calls.append(len(prompts)) or generate(prompts, **options)
+    for _ in range(20):  # one call for both
+        for name in NAMES:
+            change(name)
+        drawn = {}
+        with generator.together("proposal"):
+            drawn["policy"] = [list(ids) for ids in generator.generate(PROMPTS)[1]]
+        with generator.using("proposal"):
+            drawn["proposal"] = [list(ids) for ids in generator.generate(PROMPTS)[1]]
+        assert drawn == {name: expected(name) for name in NAMES}
+    assert calls == [2 * len(PROMPTS)] * 20
+
+
+def test_one_call_draws_at_two_temperatures(tokenizer, tmp_path):
+    """The frequencies of first tokens are the model's, at each temperature."""
+    accelerator = Accelerator(cpu=CPU)
+    model = build("llama", tokenizer, tmp_path).to(accelerator.device)
+    generator = VLLMGenerator({"policy": model}, tokenizer, accelerator, **OPTIONS | {"max_completion_length": 1})
+    n = 4000
+    with generator.together("policy", (n, n), temperature=2.0):
+        own = generator.generate([PROMPTS[0]] * n)[1]
+    with generator.using("policy", temperature=2.0):
+        hot = generator.generate([PROMPTS[0]] * n)[1]
+    assert generator._ahead is None
+    logits = model(torch.tensor([PROMPTS[0]], device=model.device)).logits[0, -1].detach().cpu()
+    for drawn, temperature in ((own, 1.0), (hot, 2.0)):
+        counts = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=len(logits))
+        probs = (logits / temperature).softmax(dim=-1)
+        z = (counts - n * probs) / (n * probs * (1 - probs)).sqrt()
+        assert z.abs().max() < 4.5, temperature
+        assert (counts / n - (logits / (3.0 - temperature)).softmax(dim=-1)).abs().max() > 0.02  # not the other one's
+
 
 @pytest.mark.parametrize("kind", ["scales", "ranks", "gpt2", "checkpointed", "copies", "vocabulary"])
 def test_adapters_of_every_kind_are_the_models(tokenizer, tmp_path, kind):

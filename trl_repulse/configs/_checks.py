@@ -341,6 +341,9 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
 def _check_hot_policy(args: "RePULSeConfig") -> None:
     remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
     require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
+    fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0
+    remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
+    require(args, fits, "proposal_temperature", remedy)
     remedy = "is needed by `proposal_temperature` above 1; set the reward under which a completion counts as bad"
     require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
     remedy = "does not go with `proposal_temperature` above 1; leave it at "

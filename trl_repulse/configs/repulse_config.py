@@ -65,7 +65,8 @@ class RePULSeConfig(ReinforceConfig):
         proposal_temperature (`float`, *optional*, defaults to `1.0`):
             With `use_policy_as_proposal=True`, above 1: the policy draws `num_proposal_generations` more completions a prompt
             at this temperature, and these *hot* samples and its own serve the negative term together, weighed against
-            their mixture. Only samples with a reward under `bad_reward_threshold` are pushed down.
+            their mixture. Only samples with a reward under `bad_reward_threshold` are pushed down. vLLM draws at temperatures up
+            to 2.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
