@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
+from trl_repulse.trainers._peft_bridge import keep_gradients
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .test_adapters_math import lora
@@ -62,6 +63,26 @@ def test_optimizers_in_8_bits_resume_bit_for_bit(make, tmp_path, tokenizer, opti
     for one, other in ((whole.model, resumed.model), (whole.proposal.module, resumed.proposal.module)):
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), name
+
+
+def test_shared_rows_change_no_update(make):
+    shared, separate = (train(make, None, share_prompts=share)[0] for share in ("auto", False))
+    assert shared._guard.share_prompts and not separate._guard.share_prompts
+    for (name, p), q in zip(shared.model.named_parameters(), separate.model.parameters(), strict=True):
+        if "lora_" in name:  # in bfloat16
+            torch.testing.assert_close(p, q, atol=2e-3, rtol=2e-2, msg=name)
+        else:
+            assert torch.equal(p, q), name
+
+
+def test_weights_packed_for_inference_are_refused(make):
+    """On CPUs with AVX512-BF16 bitsandbytes packs 4-bit weights that are read in evaluation mode, and they carry no gradient then."""
+    trainer, _ = train(make, None, max_steps=1)
+    layers = [module for module in trainer.model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    layers[0].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match="packed for inference.*Load it again"):
+        keep_gradients(trainer.model, "`model`")
 
 
 def test_gradient_checkpointing_changes_no_update(make):

@@ -28,7 +28,7 @@ from ._cards import amend_model_card
 from ._deepspeed import gathered_by_layer, is_partitioned
 from ._layout import Layout
 from ._metrics import highest, mean
-from ._peft_bridge import adapters_kept
+from ._peft_bridge import adapters_kept, keep_gradients
 from ._pooling import PooledMetrics
 from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
@@ -121,6 +121,7 @@ class TrainerHooks(PooledMetrics):
         own = policy.peft_config.values() if is_peft_model(policy) else ()
         check_tokenizer(self._tokenizer, policy.config)
         check_trained_tokens([*own, *adapters], policy.config)
+        keep_gradients(policy, "`model`")
         with gathered_by_layer(policy), as_trained(self, policy):
             check_causal(policy, "`model`")
 

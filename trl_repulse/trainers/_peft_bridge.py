@@ -36,6 +36,38 @@ def adapter_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 
 
+def keep_gradients(model: nn.Module, argument: str) -> None:
+    """
+    Keeps 4-bit layers as they are trained.
+
+    On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode for a product that carries
+    no gradient, and leaves them so when training goes on: adapters before them would no longer learn. Way out: packing only
+    where no gradient is asked for, or a switch.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model that is to be trained.
+        argument (`str`):
+            What the user passed it as.
+
+    Raises:
+        `ValueError`: If weights are packed already.
+    """
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for layer in model.modules():
+        if not isinstance(layer, Linear4bit):
+            continue
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{argument} has 4-bit weights that bitsandbytes has packed for inference, which carry no gradient. Load it again, "
+                "and do not run it in evaluation mode before training."
+            )
+        layer.support_avx512bf16_for_cpu = False
+
+
 @contextlib.contextmanager
 def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> Iterator[None]:
     """Gives each of `layers` its own of `adapters` as the active ones, and back."""

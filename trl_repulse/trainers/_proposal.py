@@ -18,6 +18,7 @@ from .._vocabulary import check_same_tokens
 from ..configs import RePULSeConfig
 from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
 from ._deepspeed import gathered_by_layer, zero_stage
+from ._peft_bridge import keep_gradients
 from ._scoring import prepare_scoring
 from ._set_up import as_trained
 from ._trl_bridge import (
@@ -314,6 +315,7 @@ def _ready(
     base = model.get_base_model() if is_peft_model(model) else model
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
+    keep_gradients(model, "`proposal_model`")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("`proposal_model` has nothing to train; load its adapter with `is_trainable=True`.")
     return model.train()  # activation checkpointing works in training mode alone
