@@ -116,10 +116,11 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     model = LlamaForCausalLM(config)
     model.save_pretrained(f"{folder}/{method}")
     model.config._name_or_path = f"{folder}/{method}"  # the reference, where there is one
-    vocabulary = {f"w{i}": i for i in range(config.vocab_size)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, config.vocab_size))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w2", padding_side="left")
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "padding_side": "left"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     ids = torch.randint(4, config.vocab_size, (64, shape.prompt)).tolist()
     data = Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in row) for row in ids]})
     trainer_class, config_class, draws = METHODS[method]
