@@ -363,7 +363,7 @@ def test_what_another_horizon_does_to_schedules_is_said(run, caplog):
     )
     assert "go on as they were" not in caplog.text
     rates = [[r["learning_rate"] for r in t.state.log_history if "learning_rate" in r][-1] for t in (whole, resumed)]
-    assert rates[0] == rates[1] and resumed._scheduled("alpha") == whole._scheduled("alpha")
+    assert rates[0] == rates[1] and resumed._negative.scheduled("alpha") == whole._negative.scheduled("alpha")
 
 
 def test_other_data_or_another_proposal_are_refused(run, make, tmp_path, prompts, model_dirs):

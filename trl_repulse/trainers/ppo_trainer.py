@@ -27,6 +27,7 @@ from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
+from ._beside import VALUE_FOLDER
 from ._deepspeed import connect, zero_stage
 from ._hooks import TrainerHooks, transform_rewards
 from ._layout import Layout
@@ -35,7 +36,7 @@ from ._naming import check_loadable
 from ._proposal import adapter_config
 from ._records import append_negatives
 from ._resume import RESUME_STATE
-from ._rewards import check_separate_rewards, load_reward_models
+from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
 from ._scoring import Scores, prepare_scoring, token_log_probs
 from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import (
@@ -44,8 +45,7 @@ from ._trl_bridge import (
     require_pinned,
     without_kl_in_loss,
 )
-from ._value import VALUE_FOLDER, build_value_model, check_value_model, token_values
-from .reinforce_trainer import RewardFunc
+from ._value import build_value_model, check_value_model, token_values
 from .second_model import SecondModel
 
 
@@ -171,8 +171,10 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         if environment_factory is None:  # an environment may bring prompts and rewards
             check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
-        check_adapters(model, peft_config)
-        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, value_model=value_model)
+        adapters = [peft_config, *self._more_adapters]
+        check_adapters(model, *adapters)
+        passed = {"reward_funcs": reward_funcs, "value_model": value_model, **self._passed}
+        check_loadable(args, peft_config, model=model, **passed)
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
         check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
         if reward_funcs is not None:
@@ -191,7 +193,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         if not isinstance(model, str) and value_model is not None:
             remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
             check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
-        with self._engine_fits(args, model, [peft_config]):
+        with self._engine_fits(args, model, adapters):
             super().__init__(
                 model,
                 reward_funcs,
@@ -208,7 +210,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
                 rollout_func,
                 environment_factory,
             )
-        self._check_policy([peft_config])
+        self._check_policy(adapters)
         self._take_engine()
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
             self._check_templates(train_dataset, eval_dataset)
@@ -226,6 +228,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         self.value = SecondModel(
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
+        self._beside = {VALUE_FOLDER: self.value}
         if self.args.value_warmup_steps > 0:
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
@@ -333,9 +336,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
         return self._in_rows(values, ids, mask, width)[0]
 
-    def _micro_batch_size(self) -> int:
-        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-
     # Losses
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -399,10 +399,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            metrics = self._metrics["train"]
-            metrics[f"{VALUE_FOLDER}/learning_rate"].append(self.value.optimizer.param_groups[0]["lr"])
-            metrics[f"{VALUE_FOLDER}/grad_norm"].append(self.value.step())
-            self.value.step_schedule()
+            self._update_second(VALUE_FOLDER)
         return loss
 
     # Logging
@@ -461,35 +458,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         shown = min(len(means), len(column))
         for i in range(1, shown + 1):
             column[-i] = means[-i]
-
-    # Saving and loading
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.value.prepare(self, max_steps)
-        if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint) / VALUE_FOLDER
-            if not folder.is_dir():
-                raise ValueError(
-                    f"The checkpoint {resume_from_checkpoint} holds no value model; resume from one that `PPOTrainer` "
-                    "wrote, or start a new run with that checkpoint's policy as `model`."
-                )
-            self.value.load_checkpoint(self, folder)
-        return prepared
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
-        self.value.save_pretrained(folder, self.args.should_save)
-        if self.args.should_save:
-            self.processing_class.save_pretrained(folder)
-        super().save_model(output_dir, _internal_call)
-
-    def _save_second_model(self, checkpoint: Path) -> None:
-        self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
-
-    def _load_best_model(self):
-        super()._load_best_model()
-        self.value.load_checkpoint(self, Path(self.state.best_model_checkpoint) / VALUE_FOLDER)
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
