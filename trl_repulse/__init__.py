@@ -10,8 +10,10 @@ __version__ = version("trl-repulse")
 _EXPORTS = {
     "PPOConfig": "configs",
     "RePULSeConfig": "configs",
+    "RePULSePPOConfig": "configs",
     "ReinforceConfig": "configs",
     "PPOTrainer": "trainers",
+    "RePULSePPOTrainer": "trainers",
     "RePULSeTrainer": "trainers",
     "ReinforceTrainer": "trainers",
 }
@@ -20,6 +22,8 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "RePULSeConfig",
+    "RePULSePPOConfig",
+    "RePULSePPOTrainer",
     "RePULSeTrainer",
     "ReinforceConfig",
     "ReinforceTrainer",
@@ -27,8 +31,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig
-    from .trainers import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSePPOConfig
+    from .trainers import PPOTrainer, ReinforceTrainer, RePULSePPOTrainer, RePULSeTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
 from .._vocabulary import check_same_tokens
-from ..configs import RePULSeConfig
+from ..configs import NegativeTermConfig
 from ._deepspeed import gathered_by_layer, zero_stage
 from ._scoring import prepare_scoring
 from ._set_up import as_trained
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 def shares_base(
     model: "str | PreTrainedModel | PeftModel",
-    args: RePULSeConfig | None,
+    args: NegativeTermConfig | None,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
@@ -45,7 +45,7 @@ def shares_base(
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             The policy as it was passed.
-        args ([`RePULSeConfig`], *optional*):
+        args ([`NegativeTermConfig`], *optional*):
             The run's configuration.
         peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
             Configurations of the two adapters.
@@ -85,7 +85,7 @@ def _change_of_base(config: "PeftConfig") -> str | None:
 
 def lends_reference(
     model: "str | PreTrainedModel | PeftModel",
-    args: RePULSeConfig | None,
+    args: NegativeTermConfig | None,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
@@ -111,7 +111,7 @@ def lends_reference(
 def starting_point(
     proposal_model: str | PreTrainedModel | None,
     model: "str | PreTrainedModel | PeftModel",
-    args: RePULSeConfig | None,
+    args: NegativeTermConfig | None,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> str | PreTrainedModel | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._checks import check_arguments
+from ..configs import NegativeTermConfig
 from ._beside import PROPOSAL_FOLDER
 from ._cards import write_proposal_card
 from ._hot_policy import HotPolicy
@@ -57,6 +58,7 @@ class RePULSeHooks(ProposalUploads):
         check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
         given = inspect.signature(super().__init__).bind(model, reward_funcs, args, *rest, **options).arguments
         peft_config, quantization_config = given.get("peft_config"), given.get("quantization_config")
+        _check_turns(args, given)
         self._passed = {"proposal_model": proposal_model}
         lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
         proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
@@ -124,3 +126,13 @@ class RePULSeHooks(ProposalUploads):
         is_adapter = isinstance(self.proposal, SecondAdapter)
         with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
             super()._save_checkpoint(model, trial)
+
+
+def _check_turns(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
+    """Refuses what writes into completions: neither would a proposal's use of it be safe, nor do weights count its tokens."""
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if given.get(name) and (args is None or args.alpha > 0):
+            raise ValueError(
+                f"`{name}` does not go with a negative term: what finds the policy's bad outputs would act with it too, and not all "
+                f"tokens are the model's. Leave `{name}` out, or set `alpha=0`."
+            )

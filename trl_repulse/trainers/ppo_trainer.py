@@ -267,7 +267,8 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             prompts, completions = (list(self._logs[name]) for name in ("prompt", "completion"))
             append_negatives(self, "policy", prompts, completions, rewards.tolist(), transformed)
         first = self.accelerator.process_index * len(inputs)
-        return batch | self._credit(batch, rewards[first : first + len(inputs)])
+        batch["rewards"] = rewards[first : first + len(inputs)]  # (B,)
+        return batch | self._credit(batch, batch["rewards"])
 
     def _credit(self, batch: dict[str, torch.Tensor], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """
