@@ -20,8 +20,8 @@ from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, r
 pytestmark = pytest.mark.trainer
 
 
-class Recorded(RePULSePPOTrainer):
-    """Replaces sampling by the recorded completions."""
+class RecordedRows:
+    """Mixin that replaces sampling by the recorded completions."""
 
     def _generate(self, prompts):
         seen, completions = dict.fromkeys(PROMPTS, 0), []
@@ -36,6 +36,10 @@ class Recorded(RePULSePPOTrainer):
     def _draws_others(self):
         sampled = self.proposal is not None and self.model_wrapped is self.proposal.engine
         return sampled or self.generation_config.temperature != 1.0
+
+
+class Recorded(RecordedRows, RePULSePPOTrainer):
+    pass
 
 
 @pytest.fixture

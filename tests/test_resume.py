@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.trainers._resume import ResumedSampler, find_checkpoint
 
 from .conftest import build_model
@@ -43,6 +43,11 @@ CASES = {
     "RePULSe on PPO, adapters": (RePULSePPOTrainer, ONE_BLOCK | {"beta": 0.1}),
     "hot policy on PPO": (
         RePULSePPOTrainer,
+        ONE_BLOCK | {"use_policy_as_proposal": True, "proposal_temperature": 2.0},
+    ),
+    "RePULSe on GRPO": (RePULSeGRPOTrainer, ONE_BLOCK | {"num_iterations": 2, "beta": 0.1}),
+    "hot policy on GRPO": (
+        RePULSeGRPOTrainer,
         ONE_BLOCK | {"use_policy_as_proposal": True, "proposal_temperature": 2.0},
     ),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
@@ -90,7 +95,7 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
     """Six updates go over several epochs, and with four updates a generation stop in the middle of one."""
     negatives = {"save_negatives": True, "bad_reward_threshold": -1.0}
     whole = run(case, "whole", **negatives)
-    assert whole.state.epoch > 1 or case == "cut prompts" or "PPO" in case
+    assert whole.state.epoch > 1 or case == "cut prompts" or "PO" in case
     expected, written = weights(whole), (tmp_path / "whole" / "negatives.jsonl").read_bytes()
     assert written
     for step in (2, 3, 5):

@@ -10,9 +10,11 @@ __version__ = version("trl-repulse")
 _EXPORTS = {
     "PPOConfig": "configs",
     "RePULSeConfig": "configs",
+    "RePULSeGRPOConfig": "configs",
     "RePULSePPOConfig": "configs",
     "ReinforceConfig": "configs",
     "PPOTrainer": "trainers",
+    "RePULSeGRPOTrainer": "trainers",
     "RePULSePPOTrainer": "trainers",
     "RePULSeTrainer": "trainers",
     "ReinforceTrainer": "trainers",
@@ -22,6 +24,8 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "RePULSeConfig",
+    "RePULSeGRPOConfig",
+    "RePULSeGRPOTrainer",
     "RePULSePPOConfig",
     "RePULSePPOTrainer",
     "RePULSeTrainer",
@@ -31,8 +35,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSePPOConfig
-    from .trainers import PPOTrainer, ReinforceTrainer, RePULSePPOTrainer, RePULSeTrainer
+    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+    from .trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .negative_term_config import NegativeTermConfig
     from .ppo_config import PPOConfig
     from .reinforce_config import ReinforceConfig
+    from .repulse_grpo_config import RePULSeGRPOConfig
     from .reward_config import RewardConfig
     from .scoring_config import ScoringConfig
 
@@ -151,6 +152,16 @@ def check_ppo_config(args: "PPOConfig") -> None:
         require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
     _check_group_free(args)
     _check_second_schedule(args)
+
+
+def check_grpo_config(args: "RePULSeGRPOConfig") -> None:
+    """Refuses bad values among what [`RePULSeGRPOConfig`] shares with other trainers here."""
+    check_reward_config(args)
+    check_engine_config(args)
+    check_scoring_config(args)
+    _check_trl_fields(args)
+    remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
+    require(args, args.reward_transform is None, "reward_transform", remedy)
 
 
 def _check_group_free(args: "PPOConfig") -> None:

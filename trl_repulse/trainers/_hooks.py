@@ -46,6 +46,7 @@ from ._scoring import prepare_scoring
 from ._set_up import as_trained, guard_model
 from ._trl_bridge import (
     disable_dropout,
+    get_config_model_id,
     withheld_from_uploads,
     without_generation_habits,
     without_lasting_changes,
@@ -116,6 +117,14 @@ class TrainerHooks(SecondModels, PooledMetrics):
     # Beside the policy's: models as they were passed, by the names of their arguments, and adapters to be sampled from
     _passed: dict[str, Any] = {}
     _more_adapters: "list[PeftConfig | None]" = []
+
+    @classmethod
+    def _configuration(cls, model: Any, args: Any) -> Any:
+        """A trainer's configuration, or where none is given the default one with an `output_dir` named for its model."""
+        if args is not None:
+            return args
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return cls._config_cls(f"{Path(name).name}-{cls._name}")
 
     def _check_policy(self, adapters: list["PeftConfig | None"]) -> None:
         """Refuses, once TRL has built it, a policy that cannot be sampled and scored, with its tokenizer and adapters."""

@@ -6,7 +6,6 @@ completions (n = N) where a micro-batch holds whole prompts, and a single comple
 """
 
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from ._metrics import Moments, mean
 from ._naming import check_loadable
 from ._records import record_advantages, record_samples
 from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
-from ._trl_bridge import get_config_model_id, require_pinned
+from ._trl_bridge import require_pinned
 from ._units import UnitSampling
 
 
@@ -120,9 +119,7 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
         require_pinned()
         check_arguments(self._config_cls, args, model=model)
         check_reward_funcs(reward_funcs)
-        if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        args = self._configuration(model, args)
         connect(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         if eval_dataset is not None:
