@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.generation import vllm_generation
-from trl.trainer import rloo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
 
 from .vllm_double import LLM, build_engine
@@ -40,12 +40,17 @@ class DrawingLLM(LLM):
 
 
 HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+UNCORRECTED = {"vllm_importance_sampling_correction": False}  # TRL's correction rounds
 
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize(
-    ("trainer_cls", "method"), [(RePULSeTrainer, {}), (RePULSeTrainer, HOT), (ReinforceTrainer, {})]
+    ("trainer_cls", "method"),
+    [
+        *[(RePULSeTrainer, {}), (RePULSeTrainer, HOT), (ReinforceTrainer, {})],
+        *[(RePULSePPOTrainer, UNCORRECTED), (RePULSePPOTrainer, HOT | UNCORRECTED), (RePULSeGRPOTrainer, UNCORRECTED)],
+    ],
 )
 def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_path, trainer_cls, method, forgets):
     """Bit for bit: what training with an engine does otherwise than without is to draw other random numbers."""
@@ -64,7 +69,8 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
         return engine
 
     monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
-    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", build)
+    for module in (rloo_trainer, grpo_trainer):
+        monkeypatch.setattr(module, "VLLMGeneration", build)
     monkeypatch.setattr(_engine, "check_vllm", lambda: None)
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
@@ -79,7 +85,7 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
     served = make(trainer_cls, output_dir=str(tmp_path / "served"), use_vllm=True, **settings)
     served.train()
     models = [(plain.model, served.model)]
-    if trainer_cls is RePULSeTrainer and plain.proposal is not None:
+    if trainer_cls is not ReinforceTrainer and plain.proposal is not None:
         models.append((plain.proposal.module, served.proposal.module))
     for ours, theirs in models:
         same = [torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]

@@ -56,7 +56,7 @@ class RePULSeHooks(ProposalUploads):
         **options: Any,
     ):
         check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
-        given = inspect.signature(super().__init__).bind(model, reward_funcs, args, *rest, **options).arguments
+        given = self._by_name(model, reward_funcs, args, *rest, **options)
         peft_config, quantization_config = given.get("peft_config"), given.get("quantization_config")
         _check_turns(args, given)
         self._passed = {"proposal_model": proposal_model}
@@ -85,6 +85,14 @@ class RePULSeHooks(ProposalUploads):
             if self.use_vllm:
                 serve_proposal(self, self.proposal)
             self._negative = LearnedProposal(self, self.proposal)
+
+    @classmethod
+    def _by_name(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        """A constructor's arguments by the names that the base writes out, those of parts between them left out."""
+        signatures = (inspect.signature(base.__init__) for base in cls.__mro__)
+        signature = next(each for each in signatures if "peft_config" in each.parameters)
+        named = {name: value for name, value in options.items() if name in signature.parameters}
+        return signature.bind_partial(cls, *args, **named).arguments
 
     def update_proposal(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
         """
