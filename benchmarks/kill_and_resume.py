@@ -27,7 +27,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.trainers import _resume, repulse_trainer
+from trl_repulse.trainers import _resume
+from trl_repulse.trainers._learned_proposal import LearnedProposal
+from trl_repulse.trainers.second_model import SecondModel
 
 
 PLACES = (
@@ -46,12 +48,11 @@ def reward(completion_ids, **kwargs):
 
 def kill_at(place: str, after: int) -> None:
     """Makes the process kill itself the `after`-th time it comes to a place."""
-    cls = repulse_trainer.RePULSeTrainer
     owner, name = {
-        "sampling the policy": (cls, "_draw"),
-        "sampling the proposal": (cls, "_draw_proposals"),
-        "between backward passes": (cls, "_learn"),
-        "writing the proposal": (repulse_trainer.SecondModel, "save_state"),
+        "sampling the policy": (RePULSeTrainer, "_draw"),
+        "sampling the proposal": (LearnedProposal, "draw"),
+        "between backward passes": (LearnedProposal, "_accumulate"),
+        "writing the proposal": (SecondModel, "save_state"),
         "writing weights": (_resume, "save_position"),
     }[place]
     original, calls = getattr(owner, name), []

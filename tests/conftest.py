@@ -147,7 +147,8 @@ def reward():
 @pytest.fixture
 def make(tmp_path, model_dirs, prompts, reward):
     """Builds a trainer, RePULSe's by default; `extra` are arguments of the trainer, `kwargs` of its configuration."""
-    from trl_repulse import RePULSeConfig, RePULSeTrainer
+    from trl_repulse import RePULSeTrainer
+    from trl_repulse.configs import NegativeTermConfig
 
     def make(trainer_cls=RePULSeTrainer, model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
         config_cls = trainer_cls._config_cls
@@ -168,7 +169,7 @@ def make(tmp_path, model_dirs, prompts, reward):
             "learning_rate": 1e-2,
             "lr_scheduler_type": "constant",
         }
-        if config_cls is RePULSeConfig:
+        if issubclass(config_cls, NegativeTermConfig):
             settings |= {"target_dist_beta": -2.0, "alpha": 1.0}
         model = model_dirs.get(model, model) if isinstance(model, str) else model
         return trainer_cls(

@@ -6,8 +6,11 @@ import pickle
 import pytest
 from trl import GRPOConfig, RLOOConfig, TrlParser
 
-from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
-from trl_repulse.configs import EngineConfig, RewardConfig, ScoringConfig
+from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig
+
+
+ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
 
 
 @pytest.fixture
@@ -253,12 +256,13 @@ def test_ppo_needs_no_group(make):
         make(GRPOConfig, num_generations=1)
 
 
-@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
+@pytest.mark.parametrize("config_cls", ALL)
 def test_every_own_field_has_help(config_cls):
-    base = GRPOConfig if issubclass(config_cls, GRPOConfig) else RLOOConfig
+    trl_config = GRPOConfig if issubclass(config_cls, GRPOConfig) else RLOOConfig
     documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__ + ScoringConfig.__doc__
-    documented += ReinforceConfig.__doc__ if issubclass(config_cls, ReinforceConfig) else ""
-    inherited = {field.name for field in dataclasses.fields(base)}
+    for base in (ReinforceConfig, PPOConfig, NegativeTermConfig):
+        documented += base.__doc__ if issubclass(config_cls, base) else ""
+    inherited = {field.name for field in dataclasses.fields(trl_config)}
     for field in dataclasses.fields(config_cls):
         if field.name not in inherited:
             assert len(field.metadata.get("help", "")) > 20, field.name
@@ -281,7 +285,7 @@ def test_command_line_of_ppo(tmp_path):
     assert (config.num_generations, config.gae_lambda, config.reward_transform) == (1, 0.95, "exponential")
 
 
-@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
+@pytest.mark.parametrize("config_cls", ALL)
 def test_an_unknown_field_is_answered_with_the_nearest(make, config_cls):
     with pytest.raises(
         TypeError, match=f"{config_cls.__name__} has no field `learning_rat`. Did you mean `learning_rate`"

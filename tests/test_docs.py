@@ -11,16 +11,16 @@ import pytest
 from trl import GRPOConfig, RLOOConfig
 
 import trl_repulse
-from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig
-from trl_repulse.configs import RewardConfig
+from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from trl_repulse.configs import NegativeTermConfig, RewardConfig
 from trl_repulse.evaluation.gcg import GCGConfig, GCGEvaluationConfig, GCGRunArguments
 
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trl_repulse"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/**/*.md"))
-CONFIGS = [RewardConfig, ReinforceConfig, RePULSeConfig, PPOConfig]
-DOCUMENTED = [*CONFIGS, GCGConfig, GCGEvaluationConfig, GCGRunArguments]
+CONFIGS = [RewardConfig, ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
+DOCUMENTED = [*CONFIGS, NegativeTermConfig, GCGConfig, GCGEvaluationConfig, GCGRunArguments]
 COMMANDS = {
     "test": 'pip install -e ".[test]" && pytest -n auto',
     "train": "pip install -e . && accelerate launch examples/repulse.py",
@@ -154,7 +154,11 @@ def test_configuration_docstrings_state_the_defaults(config, name):
 
 @pytest.mark.parametrize("config", CONFIGS[1:])
 def test_changed_defaults_are_announced(config):
-    trl_config, ours = (GRPOConfig, PPOConfig) if config is PPOConfig else (RLOOConfig, ReinforceConfig)
+    trl_config, ours = {
+        PPOConfig: (GRPOConfig, PPOConfig),
+        RePULSePPOConfig: (PPOConfig, RePULSePPOConfig),
+        RePULSeGRPOConfig: (GRPOConfig, RePULSeGRPOConfig),
+    }.get(config, (RLOOConfig, ReinforceConfig))
     base = {field.name: field.default for field in dataclasses.fields(trl_config)}
     announced = inspect.getdoc(ours)
     for field in dataclasses.fields(config):
@@ -184,8 +188,13 @@ def test_metrics_are_documented():
         rf"""(?:\[f?"([^"]+)"\]\.append\(|_log_\w+\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""", source
     )
     names = {
-        "".join(pair).replace("{PROPOSAL_FOLDER}", "proposal").replace("{name}", "NAME").replace("{prefix}", prefix)
+        "".join(pair)
+        .replace("{PROPOSAL_FOLDER}", "proposal")
+        .replace("{name}", "NAME")
+        .replace("{prefix}", prefix)
+        .replace("{folder}", folder)
         for pair in written
+        for folder in ("proposal", "value")
         for prefix in ("proposal", "negative")
     }
     names = {name.replace("{VALUE_FOLDER}", "value") for name in names}

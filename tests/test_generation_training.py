@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.generation import vllm_generation
-from trl.trainer import rloo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
 
 from . import test_generation
@@ -52,19 +52,25 @@ def serve_by(llm_class, monkeypatch, lora=False):
         return engine
 
     monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
-    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", build)
+    for module in (rloo_trainer, grpo_trainer):
+        monkeypatch.setattr(module, "VLLMGeneration", build)
     monkeypatch.setattr(_engine, "check_vllm", lambda: None)
 
 
 lora_requests = test_generation.lora_requests  # a fixture
 
 HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+UNCORRECTED = {"vllm_importance_sampling_correction": False}  # TRL's correction rounds
 
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize(
-    ("trainer_cls", "method"), [(RePULSeTrainer, {}), (RePULSeTrainer, HOT), (ReinforceTrainer, {})]
+    ("trainer_cls", "method"),
+    [
+        *[(RePULSeTrainer, {}), (RePULSeTrainer, HOT), (ReinforceTrainer, {})],
+        *[(RePULSePPOTrainer, UNCORRECTED), (RePULSePPOTrainer, HOT | UNCORRECTED), (RePULSeGRPOTrainer, UNCORRECTED)],
+    ],
 )
 def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_path, trainer_cls, method, forgets):
     """Bit for bit: what training with an engine does otherwise than without is to draw other random numbers."""
@@ -87,12 +93,12 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
     served = make(trainer_cls, output_dir=str(tmp_path / "served"), use_vllm=True, **settings)
     served.train()
     models = [(plain.model, served.model)]
-    if trainer_cls is RePULSeTrainer and plain.proposal is not None:
+    if trainer_cls is not ReinforceTrainer and plain.proposal is not None:
         models.append((plain.proposal.module, served.proposal.module))
     for ours, theirs in models:
         same = [torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
         assert not any(same) if forgets else all(same)
-    drawn_at_once = method is HOT or trainer_cls is ReinforceTrainer
+    drawn_at_once = "proposal_temperature" in method or trainer_cls is ReinforceTrainer
     assert len(served.vllm_generation.llm.llm.calls) == (1 if drawn_at_once else 2) * 6
     if not forgets:
         logs = [[log["reward"] for log in trainer.state.log_history if "reward" in log] for trainer in (plain, served)]
@@ -119,7 +125,7 @@ def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
         num_proposal_generations=proposals,
         extra={"peft_config": config, "callbacks": [Watch()]},
     )
-    logs_of = {"policy": trainer._logs, "proposal": trainer._proposal_logs}
+    logs_of = {"policy": trainer._logs, "proposal": trainer._negative.logs}
     trainer.train()
     n, m = 4, proposals or 4
     assert trainer.vllm_generation.llm.llm.calls == [16 + 16 // n * m] * 3

@@ -149,7 +149,7 @@ def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
     )
     trainer.train()
     tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
-    for logs, temperature in ((trainer._logs, 1.0), (trainer._proposal_logs, 2.0)):
+    for logs, temperature in ((trainer._logs, 1.0), (trainer._negative.logs, 2.0)):
         counts = torch.zeros(len(tokenizer))
         for prompt, completion in zip(logs["prompt"], logs["completion"], strict=True):
             if prompt == "fish":

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import integration_utils
 
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.configs import _uploads
 
 from .conftest import same_parameters
@@ -118,8 +118,9 @@ def test_of_two_adapters_only_the_policys_leaves(hub, push, strategy, tmp_path):
         assert torch.equal(fetched(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)
 
 
-def test_ppos_value_model_and_completions_stay(hub, push, tmp_path):
-    trainer = push(PPOTrainer, hub_strategy="all_checkpoints", log_completions=True)
+@pytest.mark.parametrize("trainer_cls", [PPOTrainer, RePULSePPOTrainer])
+def test_ppos_value_model_and_completions_stay(hub, push, tmp_path, trainer_cls):
+    trainer = push(trainer_cls, hub_strategy="all_checkpoints", log_completions=True)
     assert [*(tmp_path / "out" / "completions").glob("*.parquet")]
     assert (tmp_path / "out" / "checkpoint-2" / "value" / "optimizer.safetensors").is_file()
     in_checkpoints = FULL | {"trainer_state.json"}
@@ -135,10 +136,12 @@ def test_a_checkpoint_of_one_model_leaves_whole(hub, push):
     assert set(hub.repositories["me/out"].files) == FULL | CARD | checkpoint_files("checkpoint", FULL | state)
 
 
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, RePULSePPOTrainer])
 @pytest.mark.parametrize(("adapters", "name"), [(False, None), (True, "me/hunter")])
-def test_the_proposal_goes_to_a_private_repository_of_its_own(hub, push, tmp_path, adapters, name):
+def test_the_proposal_goes_to_a_private_repository_of_its_own(hub, push, tmp_path, adapters, name, trainer_cls):
     extra = {"peft_config": lora()} if adapters else None
-    trainer = push(extra=extra, hub_strategy="all_checkpoints", push_proposal_to_hub=True, hub_proposal_model_id=name)
+    settings = {"hub_strategy": "all_checkpoints", "push_proposal_to_hub": True, "hub_proposal_model_id": name}
+    trainer = push(trainer_cls, extra=extra, **settings)
     name = name or "me/out-proposal"
     assert set(hub.repositories) == {"me/out", name}
     assert not [file for file in hub.repositories["me/out"].files if "proposal" in file]

@@ -432,7 +432,7 @@ def test_passes_without_gradient_are_chunked(make, share, most):
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4)
     sizes.clear()
-    trainer._hot.score(batch)
+    trainer._negative.score(batch)
     assert max(sizes) == most and sum(sizes) == 32
 
 

@@ -115,7 +115,7 @@ def test_schedules_move_geometrically(make):
 
     class Watch(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            seen.append((trainer._scheduled("alpha"), trainer._scheduled("target_dist_beta")))
+            seen.append((trainer._negative.scheduled("alpha"), trainer._negative.scheduled("target_dist_beta")))
 
     trainer.add_callback(Watch())
     trainer.train()
@@ -231,7 +231,7 @@ def test_logs(make):
 def test_completions_tables(make, capsys):
     trainer = make(log_completions=True, max_steps=1)
     trainer.train()
-    assert len(trainer._logs["prompt"]) == len(trainer._proposal_logs["prompt"]) == 16
+    assert len(trainer._logs["prompt"]) == len(trainer._negative.logs["prompt"]) == 16
     advantages = torch.tensor(list(trainer._logs["advantages"])).view(4, 4)
     rewards = torch.tensor(list(trainer._logs["rewards"]["word_reward"])).view(4, 4)
     torch.testing.assert_close(advantages, rewards - (rewards.sum(1, keepdim=True) - rewards) / 3)

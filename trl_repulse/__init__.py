@@ -10,8 +10,12 @@ __version__ = version("trl-repulse")
 _EXPORTS = {
     "PPOConfig": "configs",
     "RePULSeConfig": "configs",
+    "RePULSeGRPOConfig": "configs",
+    "RePULSePPOConfig": "configs",
     "ReinforceConfig": "configs",
     "PPOTrainer": "trainers",
+    "RePULSeGRPOTrainer": "trainers",
+    "RePULSePPOTrainer": "trainers",
     "RePULSeTrainer": "trainers",
     "ReinforceTrainer": "trainers",
 }
@@ -20,6 +24,10 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "RePULSeConfig",
+    "RePULSeGRPOConfig",
+    "RePULSeGRPOTrainer",
+    "RePULSePPOConfig",
+    "RePULSePPOTrainer",
     "RePULSeTrainer",
     "ReinforceConfig",
     "ReinforceTrainer",
@@ -27,8 +35,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig
-    from .trainers import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+    from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+    from .trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -3,14 +3,17 @@
 import math
 from typing import TYPE_CHECKING
 
+from trl import GRPOConfig
+
 from ._uploads import check_uploads
 
 
 if TYPE_CHECKING:
     from .engine_config import EngineConfig
+    from .negative_term_config import NegativeTermConfig
     from .ppo_config import PPOConfig
     from .reinforce_config import ReinforceConfig
-    from .repulse_config import RePULSeConfig
+    from .repulse_grpo_config import RePULSeGRPOConfig
     from .reward_config import RewardConfig
     from .scoring_config import ScoringConfig
 
@@ -151,6 +154,16 @@ def check_ppo_config(args: "PPOConfig") -> None:
     _check_second_schedule(args)
 
 
+def check_grpo_config(args: "RePULSeGRPOConfig") -> None:
+    """Refuses bad values among what [`RePULSeGRPOConfig`] shares with other trainers here."""
+    check_reward_config(args)
+    check_engine_config(args)
+    check_scoring_config(args)
+    _check_trl_fields(args)
+    remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
+    require(args, args.reward_transform is None, "reward_transform", remedy)
+
+
 def _check_group_free(args: "PPOConfig") -> None:
     """Refuses what GRPO offers around group advantages and losses that are not PPO's."""
     remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
@@ -166,8 +179,8 @@ def _check_group_free(args: "PPOConfig") -> None:
     require(args, args.off_policy_mask_threshold is None, "off_policy_mask_threshold", remedy)
 
 
-def check_repulse_config(args: "RePULSeConfig") -> None:
-    """Refuses bad or contradictory values among [`RePULSeConfig`]'s own fields."""
+def check_repulse_config(args: "NegativeTermConfig") -> None:
+    """Refuses bad or contradictory values among [`NegativeTermConfig`]'s fields."""
     require_choice(args, "potential", ("tilted", "indicator", "class"))
     require_choice(args, "target_class", (0, 1))
     require_choice(args, "alpha_normalization", ("samples", "none"))
@@ -176,23 +189,25 @@ def check_repulse_config(args: "RePULSeConfig") -> None:
     require_choice(args, "proposal_loss", ("ctl", "ctl_no_second_term", "dpg", "sixo"))
     require_choice(args, "proposal_parameterization", ("token", "prefix"))
     require_choice(args, "proposal_update_order", ("before", "after"))
-    require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 is plain REINFORCE)")
+    require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 leaves the negative term out)")
     _check_target(args)
     _check_schedules(args)
     if args.alpha == 0:
-        # One switch to plain REINFORCE: what belongs to the proposal may stay in a configuration file
-        remedy = "contradicts `alpha=0`, plain REINFORCE; set `alpha` above 0"
+        # One switch to the policy's own loss: what belongs to the proposal may stay in a configuration file
+        remedy = "contradicts `alpha=0`, which leaves the negative term out; set `alpha` above 0"
         require(args, not args.use_policy_as_proposal, "use_policy_as_proposal", remedy)
         return
     _check_sampling(args)
     _check_negative_term(args)
+    if isinstance(args, GRPOConfig):
+        _check_rows(args)
     if args.has_proposal:
         _check_proposal(args)
     else:
         _check_no_proposal(args)
 
 
-def _check_target(args: "RePULSeConfig") -> None:
+def _check_target(args: "NegativeTermConfig") -> None:
     if args.potential == "tilted":
         remedy = (
             "must be below 0 for the tilted potential: the target policy · exp(β·reward) has to seek low rewards "
@@ -217,7 +232,7 @@ def _check_target(args: "RePULSeConfig") -> None:
         require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
 
 
-def _check_schedules(args: "RePULSeConfig") -> None:
+def _check_schedules(args: "NegativeTermConfig") -> None:
     for name in ("alpha", "target_dist_beta"):
         start, end = getattr(args, f"{name}_start"), getattr(args, name)
         if start is not None:
@@ -225,7 +240,7 @@ def _check_schedules(args: "RePULSeConfig") -> None:
             require(args, math.isfinite(start) and start * end > 0, f"{name}_start", remedy)
 
 
-def _check_sampling(args: "RePULSeConfig") -> None:
+def _check_sampling(args: "NegativeTermConfig") -> None:
     exact = {
         "temperature": (1.0,),
         "top_p": (1.0,),
@@ -252,7 +267,7 @@ def _check_sampling(args: "RePULSeConfig") -> None:
     require(args, not args.mask_truncated_completions, "mask_truncated_completions", remedy)
 
 
-def _check_negative_term(args: "RePULSeConfig") -> None:
+def _check_negative_term(args: "NegativeTermConfig") -> None:
     if args.negative_loss != "reinforce":
         remedy = "has no effect; set `negative_loss='reinforce'`"
         require(args, args.negative_baseline == "none", "negative_baseline", remedy)
@@ -261,12 +276,36 @@ def _check_negative_term(args: "RePULSeConfig") -> None:
         require(args, args.reweighting_beta is None, "reweighting_beta", remedy)
 
 
-def _check_second_schedule(args: "RePULSeConfig | PPOConfig") -> None:
+def _check_rows(args: "NegativeTermConfig") -> None:
+    """Refuses what needs all samples of a prompt in one micro-batch: GRPO's batches are of single completions."""
+    drawn = args.num_proposal_generations or args.num_generations
+    remedy = f"must be a multiple of `num_generations={args.num_generations}`: each completion gets as many proposal samples"
+    require(args, drawn % args.num_generations == 0, "num_proposal_generations", remedy)
+    remedy = "leaves a prompt one sample, and weights compare several; set at least 2, or `num_proposal_generations`"
+    require(args, drawn >= 2, "num_generations", remedy)
+    if args.use_policy_as_proposal and args.proposal_temperature == 1.0:
+        remedy = (
+            "is too few for the policy as its own proposal, whose weights compare a prompt's samples; set at least 2"
+        )
+        require(args, args.num_generations >= 2, "num_generations", remedy)
+    unset = {
+        "negative_loss": "push_down",
+        "proposal_updates_per_step": 1,
+        "proposal_update_order": "before",
+    }
+    for name, default in unset.items():
+        require(args, getattr(args, name) == default, name, f"is for `RePULSeTrainer` alone; leave it at {default!r}")
+    remedy = "is for `RePULSeTrainer` alone; choose 'ctl', 'ctl_no_second_term' or 'sixo'"
+    require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
+    require_choice(args, "logprob_reduction", ("mean", "sum"))
+
+
+def _check_second_schedule(args: "NegativeTermConfig | PPOConfig") -> None:
     remedy = "follows one metric, and would have to serve two models; choose a schedule of the number of updates"
     require(args, args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", remedy)
 
 
-def _check_proposal(args: "RePULSeConfig") -> None:
+def _check_proposal(args: "NegativeTermConfig") -> None:
     check_uploads(args)
     _check_second_schedule(args)
     remedy = "acts on the policy as its own proposal; set `use_policy_as_proposal=True`, or leave it at 1.0"
@@ -295,6 +334,8 @@ def _check_proposal(args: "RePULSeConfig") -> None:
         require(args, different, "proposal_vllm_server_base_url", remedy)
         remedy = "must differ from `vllm_group_port`: each server has a port for weights"
         require(args, args.proposal_vllm_group_port != args.vllm_group_port, "proposal_vllm_group_port", remedy)
+    if isinstance(args, GRPOConfig):
+        return
     if args.per_device_train_batch_size % args.num_generations:
         whole = (
             f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
@@ -305,10 +346,10 @@ def _check_proposal(args: "RePULSeConfig") -> None:
         require(args, args.proposal_loss != "dpg", "proposal_loss", whole)
 
 
-def _check_number_of_proposals(args: "RePULSeConfig") -> None:
+def _check_number_of_proposals(args: "NegativeTermConfig") -> None:
     remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
     require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
-    if args.per_device_train_batch_size % args.num_generations:
+    if not isinstance(args, GRPOConfig) and args.per_device_train_batch_size % args.num_generations:
         remedy = (
             f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
             f"`num_generations={args.num_generations}`"
@@ -317,7 +358,7 @@ def _check_number_of_proposals(args: "RePULSeConfig") -> None:
         require(args, same, "num_proposal_generations", remedy)
 
 
-def _check_no_proposal(args: "RePULSeConfig") -> None:
+def _check_no_proposal(args: "NegativeTermConfig") -> None:
     unset = {
         "proposal_updates_per_step": 1,
         "proposal_update_order": "before",
@@ -338,7 +379,7 @@ def _check_no_proposal(args: "RePULSeConfig") -> None:
         _check_hot_policy(args)
 
 
-def _check_hot_policy(args: "RePULSeConfig") -> None:
+def _check_hot_policy(args: "NegativeTermConfig") -> None:
     remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
     require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
     fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0

@@ -8,7 +8,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 
 if TYPE_CHECKING:
-    from .repulse_config import RePULSeConfig
+    from .negative_term_config import NegativeTermConfig
 
 _TRUE = ("1", "on", "true", "yes")
 # Trackers that upload whole checkpoints, or all of `output_dir`, where the environment tells them to (transformers
@@ -24,14 +24,14 @@ _CHECKPOINT_UPLOADS = (
 )
 
 
-def check_uploads(args: "RePULSeConfig", pushing: bool = False) -> None:
+def check_uploads(args: "NegativeTermConfig", pushing: bool = False) -> None:
     """
     Refuses uploads of the proposal, or of what it wrote, other than to a private repository of its own.
 
     A configuration is looked at when it is made; its trainer looks again, since fields and environment may have changed.
 
     Args:
-        args ([`RePULSeConfig`]):
+        args ([`NegativeTermConfig`]):
             Configuration of a run with a proposal.
         pushing (`bool`, *optional*, defaults to `False`):
             Whether the policy is being pushed, which is possible without `push_to_hub=True`.

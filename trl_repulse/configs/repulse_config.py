@@ -1,14 +1,14 @@
 """Configuration of [`~trl_repulse.RePULSeTrainer`]."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from ._checks import check_repulse_config
+from .negative_term_config import NegativeTermConfig
 from .reinforce_config import ReinforceConfig
 
 
 @dataclass
-class RePULSeConfig(ReinforceConfig):
+class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
     r"""
     Configuration class for the [`RePULSeTrainer`].
 
@@ -17,186 +17,11 @@ class RePULSeConfig(ReinforceConfig):
     > reference model (0.05 by default, as in [`~trl.RLOOConfig`]). The paper's β, the inverse temperature of the target
     > σ ∝ policy · exp(β·reward), is `target_dist_beta`, and it is **negative** here: σ seeks low rewards.
 
-    Arguments not listed here are those of [`ReinforceConfig`], [`~trl.RLOOConfig`] and
+    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`ReinforceConfig`], [`~trl.RLOOConfig`] and
     [`~transformers.TrainingArguments`]. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler
     apply to each model on its own; only the proposal's learning rate can differ.
-
-    Parameters:
-        > Parameters that control the target distribution
-
-        target_dist_beta (`float`, *optional*, defaults to `-10.0`):
-            Inverse temperature β of the target, per unit of reward: below 0 for `potential="tilted"`, above 0 for
-            `"class"` (its multiplier of the class's log-probability), without effect for `"indicator"`.
-        target_dist_beta_start (`float`, *optional*):
-            If set, β moves geometrically from this value to `target_dist_beta` over all updates.
-        potential (`str`, *optional*, defaults to `"tilted"`):
-            How the target weighs a completion of reward r: `"tilted"` by exp(β·min(r, `reward_cap`)), `"indicator"` by
-            1[r < `bad_reward_threshold`] (+ 1e-16), `"class"` by P(`target_class` | r)^β with r a classifier's logit.
-        target_class (`int`, *optional*, defaults to `1`):
-            Class of the `"class"` potential: 1 is sought where the logit is high, 0 where it is low.
-        reward_cap (`float`, *optional*):
-            Rewards above the cap count as the cap in the tilted potential.
-
-        > Parameters that control the negative term
-
-        alpha (`float`, *optional*, defaults to `0.1`):
-            Weight of the negative term. 0 is plain REINFORCE: no proposal is built, nothing is drawn from it.
-        alpha_start (`float`, *optional*):
-            If set, α moves geometrically from this value to `alpha` over all updates.
-        alpha_normalization (`str`, *optional*, defaults to `"samples"`):
-            `"samples"`: the convention of the published α, the paper's Eq. 4 with α / N (N proposal samples a prompt).
-            `"none"`: Eq. 4 itself, whose fixed point does not depend on N.
-        negative_loss (`str`, *optional*, defaults to `"push_down"`):
-            What the policy does with the weighted proposal samples: `"push_down"` lowers their log-probability,
-            `"reinforce"` applies REINFORCE to them (the paper found it harmful).
-        negative_baseline (`str`, *optional*, defaults to `"none"`):
-            Baseline of `negative_loss="reinforce"`: `"none"`, the mean return of the prompt's other proposal samples
-            (`"proposal"`) or of its policy samples (`"policy"`).
-        reweighting_beta (`float`, *optional*):
-            If set, the negative term's weights use this β instead of `target_dist_beta`, which the proposal keeps.
-        uniform_weights (`bool`, *optional*, defaults to `False`):
-            Whether the negative term weighs a prompt's proposal samples equally instead of by importance.
-
-        > Parameters that control the proposal
-
-        use_policy_as_proposal (`bool`, *optional*, defaults to `False`):
-            Whether the policy's own samples, weighted by the potential alone, serve the negative term: no second
-            model, no second sampling.
-        proposal_temperature (`float`, *optional*, defaults to `1.0`):
-            With `use_policy_as_proposal=True`, above 1: the policy draws `num_proposal_generations` more completions a prompt
-            at this temperature, and these *hot* samples and its own serve the negative term together, weighed against
-            their mixture. Only samples with a reward under `bad_reward_threshold` are pushed down. vLLM draws at temperatures up
-            to 2.
-        proposal_learning_rate (`float`, *optional*):
-            Learning rate of the proposal. If `None`, `learning_rate`.
-        proposal_loss (`str`, *optional*, defaults to `"ctl"`):
-            Contrastive twist learning (`"ctl"`, Eq. 6), the same without its second term (`"ctl_no_second_term"`),
-            `"dpg"` (second term by an exact sum over the vocabulary; one more policy pass and full logits) or `"sixo"`.
-        proposal_parameterization (`str`, *optional*, defaults to `"token"`):
-            Twist of CTL: from each token's log-ratio (`"token"`, Eq. 7) or from the prefix's (`"prefix"`).
-        num_proposal_generations (`int`, *optional*):
-            Proposal samples a prompt, at least 2. If `None`, `num_generations`.
-        proposal_updates_per_step (`int`, *optional*, defaults to `1`):
-            Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy, and
-            the last update is repeated with each update of the policy that is made with the batch. Above 1,
-            `steps_per_generation` must be a multiple of `gradient_accumulation_steps`, as it is by default.
-        proposal_update_order (`str`, *optional*, defaults to `"before"`):
-            Whether the proposal learns from the policy as it was `"before"` its update (no extra pass) or `"after"`.
-        push_proposal_to_hub (`bool`, *optional*, defaults to `False`):
-            Whether to push the proposal too when `push_to_hub` pushes the final policy, to a **private** repository of
-            its own; one that exists and is public is refused.
-        hub_proposal_model_id (`str`, *optional*):
-            Name of that repository. If `None`, the policy's with `-proposal` behind it.
-        proposal_vllm_server_base_url (`str`, *optional*):
-            With `vllm_mode="server"`, a server for the proposal. If `None`, both models take turns on the policy's.
-        proposal_vllm_group_port (`int`, *optional*, defaults to `51217`):
-            Port over which the proposal's server gets its weights.
     """
-
-    target_dist_beta: float = field(
-        default=-10.0,
-        metadata={
-            "help": "Inverse temperature of the target distribution (the paper's beta with its sign): below 0 for the "
-            "tilted potential. Not the KL coefficient, which is `beta`."
-        },
-    )
-    target_dist_beta_start: float | None = field(
-        default=None,
-        metadata={"help": "If set, target_dist_beta moves geometrically from this value over all updates."},
-    )
-    potential: Literal["tilted", "indicator", "class"] = field(
-        default="tilted",
-        metadata={"help": "How the target weighs a completion: `tilted`, `indicator` or `class` potential."},
-    )
-    target_class: Literal[0, 1] = field(default=1, metadata={"help": "Class of the `class` potential, 0 or 1."})
-    reward_cap: float | None = field(
-        default=None, metadata={"help": "Rewards above the cap count as the cap in the tilted potential."}
-    )
-    alpha: float = field(
-        default=0.1, metadata={"help": "Weight of the negative term. 0 is plain REINFORCE, without a proposal."}
-    )
-    alpha_start: float | None = field(
-        default=None, metadata={"help": "If set, alpha moves geometrically from this value over all updates."}
-    )
-    alpha_normalization: Literal["samples", "none"] = field(
-        default="samples",
-        metadata={"help": "`samples`: alpha is divided by N, as in the published runs. `none`: Eq. 4 of the paper."},
-    )
-    negative_loss: Literal["push_down", "reinforce"] = field(
-        default="push_down",
-        metadata={"help": "What the policy does with weighted proposal samples: `push_down` or `reinforce`."},
-    )
-    negative_baseline: Literal["none", "proposal", "policy"] = field(
-        default="none", metadata={"help": "Baseline of `negative_loss='reinforce'`: `none`, `proposal` or `policy`."}
-    )
-    reweighting_beta: float | None = field(
-        default=None, metadata={"help": "If set, the negative term's weights use this beta, not target_dist_beta."}
-    )
-    uniform_weights: bool = field(
-        default=False, metadata={"help": "Whether the negative term weighs a prompt's proposal samples equally."}
-    )
-    use_policy_as_proposal: bool = field(
-        default=False, metadata={"help": "Whether the policy's own samples, reweighted, serve the negative term."}
-    )
-    proposal_temperature: float = field(
-        default=1.0,
-        metadata={
-            "help": "With `use_policy_as_proposal`, above 1: the temperature of the policy's extra, hot samples, which serve "
-            "the negative term."
-        },
-    )
-    proposal_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the proposal. If `None`, `learning_rate`."}
-    )
-    proposal_loss: Literal["ctl", "ctl_no_second_term", "dpg", "sixo"] = field(
-        default="ctl", metadata={"help": "Loss of the proposal: `ctl`, `ctl_no_second_term`, `dpg` or `sixo`."}
-    )
-    proposal_parameterization: Literal["token", "prefix"] = field(
-        default="token", metadata={"help": "Twist of CTL: from each token's log-ratio or from the prefix's."}
-    )
-    num_proposal_generations: int | None = field(
-        default=None, metadata={"help": "Proposal samples a prompt, at least 2. If `None`, `num_generations`."}
-    )
-    proposal_updates_per_step: int = field(
-        default=1, metadata={"help": "Proposal updates for each batch of generations, each on fresh proposal samples."}
-    )
-    proposal_update_order: Literal["before", "after"] = field(
-        default="before",
-        metadata={"help": "Whether the proposal learns from the policy `before` or `after` the policy's update."},
-    )
-    push_proposal_to_hub: bool = field(
-        default=False,
-        metadata={"help": "Whether to push the proposal with the final policy, to a private repository of its own."},
-    )
-    hub_proposal_model_id: str | None = field(
-        default=None,
-        metadata={
-            "help": "Private repository of the proposal. If `None`, the policy's name with `-proposal` behind it."
-        },
-    )
-    proposal_vllm_server_base_url: str | None = field(
-        default=None,
-        metadata={"help": "With `vllm_mode='server'`, a server for the proposal. If `None`, it shares the policy's."},
-    )
-    proposal_vllm_group_port: int = field(
-        default=51217, metadata={"help": "Port over which the proposal's vLLM server gets its weights."}
-    )
 
     def __post_init__(self):
         super().__post_init__()
         check_repulse_config(self)
-
-    @property
-    def has_proposal(self) -> bool:
-        """Whether a second model is built: α above 0 and the policy not its own proposal."""
-        return self.alpha > 0 and not self.use_policy_as_proposal
-
-    @property
-    def draws_hot(self) -> bool:
-        """Whether the policy is drawn at a higher temperature in the place of a proposal."""
-        return self.alpha > 0 and self.use_policy_as_proposal and self.proposal_temperature != 1.0
-
-    @property
-    def draws_twice(self) -> bool:
-        """Whether a second set of completions is drawn, from a proposal or from the policy drawn hotter."""
-        return self.has_proposal or self.draws_hot

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
-from ..configs import RePULSeConfig
-from ..trainers import RePULSeTrainer
+from ..configs import NegativeTermConfig
 from ..trainers._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
 from .exact import ExactEvaluator, _reward_of_model
@@ -45,7 +44,7 @@ class TrackingCallback(TrainerCallback):
         self.trainer = trainer
         self.updates = 0
         self.history: list[dict[str, Any]] = []
-        self._proposal = trainer.proposal if isinstance(trainer, RePULSeTrainer) else None
+        self._proposal = trainer.proposal if isinstance(trainer.args, NegativeTermConfig) else None
         self._micro_batches = 0
         self._seconds = 0.0
         self._since: float | None = None
@@ -55,7 +54,7 @@ class TrackingCallback(TrainerCallback):
         args = self.trainer.args
         rounds = math.ceil(self._micro_batches / (args.steps_per_generation * args.num_iterations))
         a_round = args.generation_batch_size
-        if isinstance(args, RePULSeConfig) and args.draws_twice:
+        if isinstance(args, NegativeTermConfig) and args.draws_twice:
             prompts = args.generation_batch_size // args.num_generations
             draws = args.num_proposal_generations or args.num_generations
             a_round += prompts * draws * args.proposal_updates_per_step

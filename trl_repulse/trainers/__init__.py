@@ -2,7 +2,9 @@
 
 from .ppo_trainer import PPOTrainer
 from .reinforce_trainer import ReinforceTrainer
+from .repulse_grpo_trainer import RePULSeGRPOTrainer
+from .repulse_ppo_trainer import RePULSePPOTrainer
 from .repulse_trainer import RePULSeTrainer
 
 
-__all__ = ["PPOTrainer", "RePULSeTrainer", "ReinforceTrainer"]
+__all__ = ["PPOTrainer", "RePULSeGRPOTrainer", "RePULSePPOTrainer", "RePULSeTrainer", "ReinforceTrainer"]

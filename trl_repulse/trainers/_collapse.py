@@ -5,17 +5,14 @@ prompt, T completion tokens.
 """
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
 
 from ..importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
 from ._metrics import mean
+from ._negative_term import NegativeTerm
 
-
-if TYPE_CHECKING:
-    from .repulse_trainer import RePULSeTrainer
 
 logger = get_logger(__name__)
 
@@ -32,12 +29,12 @@ class CollapseWatch:
     proposal whose samples put it lower than that finds less of the target than no proposal at all.
 
     Args:
-        trainer ([`RePULSeTrainer`]):
-            Trainer of both models.
+        part ([`NegativeTerm`]):
+            What draws the samples.
     """
 
-    def __init__(self, trainer: "RePULSeTrainer"):
-        self._trainer = trainer
+    def __init__(self, part: NegativeTerm):
+        self._part = part
         self._gaps: deque[float] = deque(maxlen=BATCHES)
         self._warned = False
 
@@ -57,16 +54,16 @@ class CollapseWatch:
             log_p, mask (`torch.Tensor` of shape `(P, K, T)`):
                 Log-probabilities (nats) of the proposal's samples under the policy, and their mask.
         """
-        trainer = self._trainer
+        trainer = self._part.trainer
         mode = "train" if trainer.model.training else "eval"
-        size, proposals = trainer._num_generations(mode), trainer._num_proposals(mode)
+        size, proposals = trainer._num_generations(mode), self._part.size(mode)
         scored = ~trainer._to_prompts(batch["proposal_rewards"], proposals).isnan()  # (P, K)
         known = scored.any(dim=1)  # (P,); other prompts may only fill up a batch
         distinct = distinct_share(trainer._to_prompts(batch["proposal_completion_ids"], proposals), mask)
         distinct = trainer._everyones(distinct[known])
         trainer._record({"proposal/distinct": mean}, distinct)
 
-        log_potential = trainer._to_prompts(trainer._log_potential(batch["rewards"]), size)  # (P, N)
+        log_potential = trainer._to_prompts(self._part.log_potential(batch["rewards"]), size)  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
         gap = trainer._everyones(torch.where(gap.isinf(), torch.nan, gap))

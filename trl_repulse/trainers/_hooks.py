@@ -24,13 +24,13 @@ from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
 from ..rewards.transforms import exponential_transform, indicator_transform
 from . import _fsdp
+from ._beside import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
 from ._cards import amend_model_card
 from ._deepspeed import gathered_by_layer, is_partitioned
 from ._layout import Layout
 from ._metrics import highest, mean
 from ._peft_bridge import adapters_kept, keep_gradients
 from ._pooling import PooledMetrics
-from ._proposal import PROPOSAL_FOLDER
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
 from ._resume import (
@@ -46,11 +46,11 @@ from ._scoring import prepare_scoring
 from ._set_up import as_trained, guard_model
 from ._trl_bridge import (
     disable_dropout,
+    get_config_model_id,
     withheld_from_uploads,
     without_generation_habits,
     without_lasting_changes,
 )
-from ._value import VALUE_FOLDER
 
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _WeightsChanged(TrainerCallback):
         self._generator.changed("policy")
 
 
-class TrainerHooks(PooledMetrics):
+class TrainerHooks(SecondModels, PooledMetrics):
     """
     Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
     """
@@ -114,6 +114,17 @@ class TrainerHooks(PooledMetrics):
     )
     _has_begun = False  # whether the negative data in the folder are this run's
     _guard = Guard()  # what keeps sampling and scoring right for all models
+    # Beside the policy's: models as they were passed, by the names of their arguments, and adapters to be sampled from
+    _passed: dict[str, Any] = {}
+    _more_adapters: "list[PeftConfig | None]" = []
+
+    @classmethod
+    def _configuration(cls, model: Any, args: Any) -> Any:
+        """A trainer's configuration, or where none is given the default one with an `output_dir` named for its model."""
+        if args is not None:
+            return args
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return cls._config_cls(f"{Path(name).name}-{cls._name}")
 
     def _check_policy(self, adapters: list["PeftConfig | None"]) -> None:
         """Refuses, once TRL has built it, a policy that cannot be sampled and scored, with its tokenizer and adapters."""
@@ -221,6 +232,9 @@ class TrainerHooks(PooledMetrics):
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
         self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
 
+    def _micro_batch_size(self) -> int:
+        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+
     # Several processes
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -283,15 +297,12 @@ class TrainerHooks(PooledMetrics):
         with adapters_kept(self.model if model is None else model):  # a second model's is not the policy's
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _save_second_model(self, checkpoint: Path) -> None:
-        """Writes what goes on training a second model, beside the weights that `save_model` writes."""
-
     def _save_checkpoint(self, model, trial):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
         checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         begin_checkpoint(self, checkpoint)
         if not self.args.save_only_model:
-            self._save_second_model(checkpoint)
+            self._save_second_models(checkpoint)
             save_reference(self, checkpoint)
             save_position(self, checkpoint)
         super()._save_checkpoint(model, trial)

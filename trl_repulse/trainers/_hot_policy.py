@@ -4,21 +4,18 @@ Axis letters: U units of n policy samples and m hot ones, P prompts, N policy sa
 completion tokens.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
+from ._beside import PROPOSAL_FOLDER
+from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
 from ._records import log_importance
+from ._units import UnitSampling
 
 
-if TYPE_CHECKING:
-    from .repulse_trainer import RePULSeTrainer
-
-OWN, HOT = "completion", "proposal_completion"
-
-
-class HotPolicy:
+class HotPolicy(DrawnTerm):
     """
     Finds the policy's bad outputs by drawing from the policy itself at a higher temperature, and weighs them.
 
@@ -27,13 +24,18 @@ class HotPolicy:
     prompt for which nothing bad was drawn is not pushed at all.
 
     Args:
-        trainer ([`RePULSeTrainer`]):
+        trainer ([`UnitSampling`]):
             Trainer of the policy.
     """
 
-    def __init__(self, trainer: "RePULSeTrainer"):
-        self._trainer = trainer
+    def __init__(self, trainer: UnitSampling):
+        super().__init__(trainer)
         self.temperature = trainer.args.proposal_temperature
+
+    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.draw`], and how probable all samples are at the higher temperature."""
+        drawn = super().draw(rows, batch)
+        return drawn | self.score(batch | drawn)
 
     def score(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
@@ -46,8 +48,9 @@ class HotPolicy:
         Returns:
             `dict[str, torch.Tensor]`: `hot_log_p` of shape `(U, n)` and `proposal_hot_log_p` of shape `(U, m, T)`, nats.
         """
-        trainer = self._trainer
-        scored = trainer._score(trainer.model, batch, (OWN, HOT), gradient=False, temperature=self.temperature)
+        scored = self.trainer._score(
+            self.trainer.model, batch, (OWN, NEGATIVE), gradient=False, temperature=self.temperature
+        )
         own, hot = scored[:2]
         return {"hot_log_p": sequence_log_prob(own, batch[f"{OWN}_mask"]), "proposal_hot_log_p": hot}
 
@@ -67,17 +70,16 @@ class HotPolicy:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape
             `(U, m)`, for the policy loss.
         """
-        trainer, args = self._trainer, self._trainer.args
-        mode = "train" if trainer.model.training else "eval"
-        sizes = trainer._num_generations(mode), trainer._num_proposals(mode)
+        trainer, args = self.trainer, self.trainer.args
+        sizes = trainer._num_generations(self._mode), self.size(self._mode)
 
         def whole(own: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
             return torch.cat([trainer._to_prompts(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
 
         rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
-        at_1 = [sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in ((log_p, OWN), (log_p_hot, HOT))]
-        hot = batch["hot_log_p"], sequence_log_prob(batch["proposal_hot_log_p"], batch[f"{HOT}_mask"])
-        log_potential = trainer._log_potential(rewards, args.reweighting_beta)
+        at_1 = [sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in ((log_p, OWN), (log_p_hot, NEGATIVE))]
+        hot = batch["hot_log_p"], sequence_log_prob(batch["proposal_hot_log_p"], batch[f"{NEGATIVE}_mask"])
+        log_potential = self.log_potential(rewards, args.reweighting_beta)
         log_potential = log_potential.masked_fill(rewards >= args.bad_reward_threshold, -torch.inf)
         log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
 
@@ -86,29 +88,17 @@ class HotPolicy:
         log_importance(trainer, "negative", log_w[found], scored[found])
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
         trainer._log_mean("negative/p_bad", p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)])
-        alpha = trainer._scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
+        alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
         # The policy loss divides by the number of each kind
         own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
         return {
-            "own_negative_coefficients": trainer._to_units(own, batch["rewards"]),
-            "negative_coefficients": trainer._to_units(hot, batch["proposal_rewards"]),
+            COEFFICIENTS[OWN]: trainer._to_units(own, batch["rewards"]),
+            COEFFICIENTS[NEGATIVE]: trainer._to_units(hot, batch["proposal_rewards"]),
         }
 
-    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The policy's loss on a micro-batch: one pass over samples and hot samples, which are pushed down where bad."""
-        trainer = self._trainer
-        log_p, log_p_hot, entropy, aux_loss = trainer._score(model, inputs, (OWN, HOT))
-        old_log_p = inputs.get("old_log_p", log_p.detach())
-        trainer._log_engine(inputs, OWN, old_log_p)
-        trainer._log_engine(inputs, HOT, inputs["proposal_hot_log_p"], "proposal/")
-        if "coefficients" not in inputs:
-            inputs = inputs | trainer._credit(inputs, old_log_p)
-        if "negative_coefficients" not in inputs:
-            inputs = inputs | self.weigh(inputs, old_log_p, log_p_hot.detach())
-        own = inputs["coefficients"] + inputs["own_negative_coefficients"]
-        loss = trainer._policy_loss(log_p, inputs[f"{OWN}_mask"], own, inputs.get("old_log_p"))
-        loss = loss + trainer._policy_loss(
-            *(log_p_hot, inputs[f"{HOT}_mask"], inputs["negative_coefficients"]),
-            None if trainer._on_policy else inputs.get("proposal_old_log_p"),
-        )
-        return trainer._finish_policy_loss(loss, entropy, aux_loss, inputs)
+    def learn(
+        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.learn`]."""
+        self.trainer._log_engine(inputs, NEGATIVE, inputs["proposal_hot_log_p"], f"{PROPOSAL_FOLDER}/")
+        return super().learn(inputs, log_p, log_p_negative)

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ..configs._uploads import check_uploads
-from ._proposal import PROPOSAL_FOLDER
+from ._beside import PROPOSAL_FOLDER
 
 
 class ProposalUploads:

@@ -1,22 +1,16 @@
-"""Building the proposal, and its losses from one batch of samples.
+"""Building the proposal, beside a policy or as a second adapter over its base."""
 
-Axis letters: U units of m proposal samples, T completion tokens, V vocabulary.
-"""
-
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
 from .._vocabulary import check_same_tokens
-from ..configs import RePULSeConfig
-from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
+from ..configs import NegativeTermConfig
 from ._deepspeed import gathered_by_layer, zero_stage
 from ._peft_bridge import keep_gradients
 from ._scoring import prepare_scoring
@@ -35,27 +29,14 @@ from .second_model import SecondModel
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-    from .repulse_trainer import RePULSeTrainer
+    from ._hooks import TrainerHooks
 
 logger = get_logger(__name__)
-
-# Folder of the proposal inside `output_dir` and inside each checkpoint.
-PROPOSAL_FOLDER = "proposal"
-
-
-class UpdateProposalAfterPolicy(TrainerCallback):
-    """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
-
-    def __init__(self, trainer: "RePULSeTrainer"):
-        self._trainer = trainer
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._trainer.update_proposal(self._trainer.take_pending())
 
 
 def shares_base(
     model: "str | PreTrainedModel | PeftModel",
-    args: RePULSeConfig | None,
+    args: NegativeTermConfig | None,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
@@ -65,7 +46,7 @@ def shares_base(
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             The policy as it was passed.
-        args ([`RePULSeConfig`], *optional*):
+        args ([`NegativeTermConfig`], *optional*):
             The run's configuration.
         peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
             Configurations of the two adapters.
@@ -105,7 +86,7 @@ def _change_of_base(config: "PeftConfig") -> str | None:
 
 def lends_reference(
     model: "str | PreTrainedModel | PeftModel",
-    args: RePULSeConfig | None,
+    args: NegativeTermConfig | None,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
@@ -131,7 +112,7 @@ def lends_reference(
 def starting_point(
     proposal_model: str | PreTrainedModel | None,
     model: "str | PreTrainedModel | PeftModel",
-    args: RePULSeConfig | None,
+    args: NegativeTermConfig | None,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> str | PreTrainedModel | None:
@@ -194,7 +175,7 @@ def starting_point(
 
 def build_proposal(
     model: "str | PreTrainedModel | None",
-    trainer: "RePULSeTrainer",
+    trainer: "TrainerHooks",
     peft_config: "PeftConfig | None" = None,
     proposal_peft_config: "PeftConfig | None" = None,
     quantization_config: Any = None,
@@ -207,7 +188,7 @@ def build_proposal(
             Where the proposal starts from. A path or id is loaded with the trainer's `model_init_kwargs`; a folder
             that holds an adapter over the policy's base joins it there. If `None`, the proposal is a second adapter
             over the policy's base.
-        trainer ([`RePULSeTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer with its policy in place.
         peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
             Configurations of the policy's adapter and of the proposal's; the policy's serves both if it is alone.
@@ -266,7 +247,7 @@ def _has_base(policy: Any, config: "PeftConfig") -> bool:
 
 def _ready(
     model: "str | PreTrainedModel",
-    trainer: "RePULSeTrainer",
+    trainer: "TrainerHooks",
     peft_config: "PeftConfig | None",
     quantization_config: Any,
 ) -> "PreTrainedModel | PeftModel":
@@ -321,15 +302,17 @@ def _ready(
     return model.train()  # activation checkpointing works in training mode alone
 
 
-def serve_proposal(trainer: "RePULSeTrainer") -> None:
+def serve_proposal(trainer: "TrainerHooks", proposal: SecondModel) -> None:
     """
     Lets the vLLM engine, or a server of its own, sample from the proposal too.
 
     Args:
-        trainer ([`RePULSeTrainer`]):
-            Trainer with engine and proposal in place.
+        trainer ([`TrainerHooks`]):
+            Trainer with its engine in place.
+        proposal ([`SecondModel`]):
+            The proposal.
     """
-    module, args, server = trainer.proposal.module, trainer.args, {}
+    module, args, server = proposal.module, trainer.args, {}
     if args.proposal_vllm_server_base_url is not None:
         server["server_base_url"] = args.proposal_vllm_server_base_url
         server["group_port"] = args.proposal_vllm_group_port
@@ -337,144 +320,3 @@ def serve_proposal(trainer: "RePULSeTrainer") -> None:
         trainer.vllm_generation.add("proposal", module.model, module.name, **server)
     else:
         trainer.vllm_generation.add("proposal", module, **server)
-
-
-def drawn_together(trainer: "RePULSeTrainer") -> contextlib.AbstractContextManager[None]:
-    """
-    Context in which vLLM draws the samples of both models in the call for the policy's, where one call can.
-
-    Args:
-        trainer ([`RePULSeTrainer`]):
-            Trainer whose samples are drawn inside.
-    """
-    if not (trainer.use_vllm and trainer.args.draws_twice):
-        return contextlib.nullcontext()
-    mode = "train" if trainer.model.training else "eval"
-    rows = (trainer._num_generations(mode), trainer._num_proposals(mode)) if trainer._whole(mode) else (1, 1)
-    if trainer.proposal is None:
-        return trainer.vllm_generation.together("policy", rows, trainer.args.proposal_temperature)
-    return trainer.vllm_generation.together(PROPOSAL_FOLDER, rows)
-
-
-def proposal_coefficients(
-    args: RePULSeConfig,
-    log_q_now: torch.Tensor,
-    log_q: torch.Tensor,
-    log_p: torch.Tensor,
-    normalized_w: torch.Tensor,
-    mask: torch.Tensor,
-    scored: torch.Tensor,
-) -> torch.Tensor:
-    """
-    What a prompt's samples set against their weights in the proposal's loss; needs them together; detached.
-
-    Args:
-        args ([`RePULSeConfig`]):
-            Gives loss and parameterisation.
-        log_q_now, log_q, log_p (`torch.Tensor` of shape `(P, N, T)`):
-            Log-probabilities (nats) under the proposal as it is, as it was sampled, and under the policy.
-        normalized_w (`torch.Tensor` of shape `(P, N)`):
-            Importance weights, normalised within each prompt.
-        mask (`torch.Tensor` of shape `(P, N, T)`):
-            1 at completion tokens.
-        scored (`torch.Tensor` of shape `(P, N)`):
-            Which samples have a reward; the others take part in nothing.
-
-    Returns:
-        `torch.Tensor`: Of shape `(P, N, T)`, the token coefficients of CTL (w − w⁻_t, or w alone without its second
-        term); of shape `(P, N)`, SIXO's weights towards the policy. DPG needs none and gets `normalized_w` back.
-    """
-    if args.proposal_loss == "dpg":
-        return normalized_w
-    if args.proposal_loss == "sixo":
-        return sixo_negative_weights(log_q, log_p, normalized_w, mask, scored)
-    return ctl_coefficients(
-        log_q_now,
-        log_q,
-        log_p,
-        normalized_w,
-        mask,
-        second_term=args.proposal_loss != "ctl_no_second_term",
-        parameterization=args.proposal_parameterization,
-        scored=scored,
-    )
-
-
-def contrast(
-    trainer: "RePULSeTrainer",
-    batch: dict[str, torch.Tensor],
-    log_p: torch.Tensor,
-    log_q: torch.Tensor,
-    log_q_now: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """
-    [`proposal_coefficients`] of units of samples, which may be parts of a prompt's.
-
-    Args:
-        trainer ([`RePULSeTrainer`]):
-            Trainer of both models.
-        batch (`dict[str, torch.Tensor]`):
-            Units with `proposal_w`, `proposal_completion_mask` and `proposal_rewards`.
-        log_p, log_q, log_q_now (`torch.Tensor` of shape `(U, m, T)`):
-            Log-probabilities (nats) under the policy, and under the proposal as it was sampled and as it is; detached.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `proposal_coefficients` of shape `(U, m, T)`, or `(U, m)` for SIXO and DPG.
-    """
-    size = trainer._num_proposals("train" if trainer.model.training else "eval")
-    rewards, weights = batch["proposal_rewards"], batch["proposal_w"]
-    units = (log_q_now, log_q, log_p, weights, batch["proposal_completion_mask"], ~rewards.isnan())
-    coefficients = proposal_coefficients(trainer.args, *(trainer._to_prompts(x, size) for x in units))
-    return {"proposal_coefficients": trainer._to_units(coefficients, rewards)}
-
-
-def proposal_loss(
-    trainer: "RePULSeTrainer", batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor
-) -> torch.Tensor:
-    """
-    The proposal's loss on one micro-batch of its samples.
-
-    Args:
-        trainer ([`RePULSeTrainer`]):
-            Trainer of both models.
-        batch (`dict[str, torch.Tensor]`):
-            Units with `proposal_w` of shape `(U, m)` and the `proposal_coefficients` of [`proposal_coefficients`].
-        log_q_now (`torch.Tensor` of shape `(U, m, T)`):
-            Log-probabilities (nats) under the proposal, carrying gradient.
-        log_p (`torch.Tensor` of shape `(U, m, T)`):
-            Log-probabilities (nats) under the sampling-time policy.
-
-    Returns:
-        `torch.Tensor`: Scalar, a mean over the samples.
-    """
-    args, mask = trainer.args, batch["proposal_completion_mask"]
-    if args.proposal_loss == "dpg":
-        with torch.no_grad():
-            log_p_all = _all_log_probs(trainer, trainer.model, batch)
-        return dpg_loss(
-            _all_log_probs(trainer, trainer.proposal.engine, batch),
-            log_p_all,
-            batch["proposal_completion_ids"],
-            batch["proposal_w"],
-            mask,
-        )
-    if args.proposal_loss == "sixo":
-        return sixo_loss(log_q_now, log_p, batch["proposal_w"], batch["proposal_coefficients"], mask)
-    return log_ratio_loss(
-        log_q_now, log_p, batch["proposal_coefficients"], mask, parameterization=args.proposal_parameterization
-    )
-
-
-def _all_log_probs(trainer: "RePULSeTrainer", model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
-    ids, mask = batch["proposal_completion_ids"], batch["proposal_completion_mask"]
-    units, m, width = ids.shape
-    input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(m, 0), ids.flatten(0, 1)], dim=1)
-    attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(m, 0), mask.flatten(0, 1)], dim=1)
-
-    def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
-        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
-
-    return trainer._by_length(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)

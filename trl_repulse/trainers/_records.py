@@ -20,8 +20,8 @@ from ._trl_bridge import print_prompt_completions_sample
 
 
 if TYPE_CHECKING:
-    from .ppo_trainer import PPOTrainer
-    from .reinforce_trainer import ReinforceTrainer, Samples
+    from ._hooks import TrainerHooks
+    from ._units import Samples, UnitSampling
 
 logger = get_logger(__name__)
 
@@ -41,12 +41,12 @@ def new_logs(size: int) -> dict[str, Any]:
     }
 
 
-def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[str, Any], source: str) -> None:
+def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, Any], source: str) -> None:
     """
     Appends samples of all processes to a completions table and, if asked for, the bad ones to the negative data.
 
     Args:
-        trainer ([`ReinforceTrainer`]):
+        trainer ([`UnitSampling`]):
             Trainer that drew the samples; the columns that its reward functions logged of them are flushed.
         samples ([`Samples`]):
             This process's samples.
@@ -85,12 +85,12 @@ def record_samples(trainer: "ReinforceTrainer", samples: "Samples", logs: dict[s
             append_negatives(trainer, source, prompts, completions, rewards, transformed)
 
 
-def log_importance(trainer: "ReinforceTrainer", prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+def log_importance(trainer: "UnitSampling", prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
     """
     Logs the diagnostics of importance weights over all processes.
 
     Args:
-        trainer ([`ReinforceTrainer`]):
+        trainer ([`UnitSampling`]):
             Trainer whose metrics they join.
         prefix (`str`):
             What their names begin with: `"proposal"`, or `"negative"` for the policy as its own proposal.
@@ -129,7 +129,7 @@ def set_negatives_aside(output_dir: str) -> None:
 
 
 def append_negatives(
-    trainer: "ReinforceTrainer | PPOTrainer",
+    trainer: "TrainerHooks",
     source: str,
     prompts: list,
     completions: list,
@@ -140,7 +140,7 @@ def append_negatives(
     Appends the bad ones among completions of all processes to the negative data; for the main process alone.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Gives the threshold and the folder.
         source (`str`):
             As for [`record_samples`].
@@ -166,12 +166,12 @@ def append_negatives(
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def record_advantages(trainer: "ReinforceTrainer", rows: torch.Tensor, advantages: torch.Tensor) -> None:
+def record_advantages(trainer: "UnitSampling", rows: torch.Tensor, advantages: torch.Tensor) -> None:
     """
     Fills the latest generation batch's advantages into the policy's completions table.
 
     Args:
-        trainer ([`ReinforceTrainer`]):
+        trainer ([`UnitSampling`]):
             Trainer whose table is completed.
         rows (`torch.Tensor`):
             Places of the samples among this process's rows of the generation batch.
@@ -192,12 +192,12 @@ def record_advantages(trainer: "ReinforceTrainer", rows: torch.Tensor, advantage
                 column[place] = advantage
 
 
-def show_completions(trainer: "ReinforceTrainer", logs: dict[str, Any], name: str) -> None:
+def show_completions(trainer: "UnitSampling", logs: dict[str, Any], name: str) -> None:
     """
     Prints a completions table and sends it to wandb and trackio where the run reports to them, as TRL does.
 
     Args:
-        trainer ([`ReinforceTrainer`]):
+        trainer ([`UnitSampling`]):
             Trainer that logs; only its main process does anything.
         logs (`dict`):
             The table.

@@ -24,8 +24,7 @@ from ._reference import REFERENCE
 
 
 if TYPE_CHECKING:
-    from .ppo_trainer import PPOTrainer
-    from .reinforce_trainer import ReinforceTrainer
+    from ._hooks import TrainerHooks
 
 logger = get_logger(__name__)
 
@@ -87,7 +86,7 @@ _SAID_OF_MODELS = {
     "model": "a new reference is loaded from a new `model`",
     "reward functions": "the run goes on with the rewards that are given here",
 }
-_ADAPTERS = ("adapter", "second adapter")
+_ADAPTERS = ("adapter", "second adapter", "third adapter")
 # Of an adapter's configuration: where it came from and how it began, not what it computes.
 _NOT_OF_ADAPTERS = (
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
@@ -199,13 +198,13 @@ def incomplete(checkpoint: Path) -> str | None:
     return f"{cut[0]} is missing or cut off" if cut else None
 
 
-def begin_checkpoint(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+def begin_checkpoint(trainer: "TrainerHooks", checkpoint: Path) -> None:
     """
     Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
     out of it: `save_only_model=True` writes none in its place. All processes must call it.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer that writes.
         checkpoint (`Path`):
             Folder to write to.
@@ -218,12 +217,12 @@ def begin_checkpoint(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path)
     trainer.accelerator.wait_for_everyone()
 
 
-def save_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+def save_position(trainer: "TrainerHooks", checkpoint: Path) -> None:
     """
     Writes where in its data and its generations a process is. All processes must call it.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer between two updates.
         checkpoint (`Path`):
             Folder to write to; created if missing.
@@ -253,12 +252,12 @@ def save_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) ->
     trainer.accelerator.wait_for_everyone()
 
 
-def load_position(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+def load_position(trainer: "TrainerHooks", checkpoint: Path) -> None:
     """
     Takes up what [`save_position`] wrote, and cuts off the negative data that came after it.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer that is about to train.
         checkpoint (`Path`):
             Folder of the checkpoint.
@@ -303,11 +302,11 @@ def _first_row(path: Path) -> str:
     return hashlib.sha256(row).hexdigest() if row else ""
 
 
-def _generate_every(trainer: "ReinforceTrainer | PPOTrainer") -> int:
+def _generate_every(trainer: "TrainerHooks") -> int:
     return trainer.args.steps_per_generation * trainer.num_iterations
 
 
-def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
+def _settings(trainer: "TrainerHooks") -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
@@ -315,12 +314,12 @@ def _settings(trainer: "ReinforceTrainer | PPOTrainer") -> dict[str, Any]:
         settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
     if trainer.args.sync_ref_model:
         settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}
-    second = next((vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)), None)
-    settings["second model"] = None if second is None else type(second).__name__
+    beside = list(trainer._beside.values())
+    settings["second model"] = " and ".join(type(model).__name__ for model in beside) or None
     settings["model"] = trainer.model.config._name_or_path
     settings["reward functions"] = trainer.reward_func_names
-    modules = (trainer.model, None if second is None else second.module)
-    settings |= {name: _adapter_settings(module) for name, module in zip(_ADAPTERS, modules, strict=True)}
+    modules = [trainer.model, *(model.module for model in beside)]
+    settings |= dict.fromkeys(_ADAPTERS) | dict(zip(_ADAPTERS, map(_adapter_settings, modules), strict=False))
     data = trainer.train_dataset
     settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
     return json.loads(json.dumps(settings, default=str))
@@ -338,21 +337,21 @@ def _adapter_settings(module: Any) -> dict[str, Any] | None:
     return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
 
 
-def _as_model(trainer: "ReinforceTrainer | PPOTrainer") -> str:
+def _as_model(trainer: "TrainerHooks") -> str:
     """How a checkpoint's policy is given to a new run, in words."""
     if is_peft_model(trainer.model):  # the folder holds the adapter alone
         return "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
     return "`model` set to the checkpoint"
 
 
-def check_settings(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+def check_settings(trainer: "TrainerHooks", checkpoint: Path) -> None:
     """
     Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed.
 
     What a checkpoint does not know, since it was written by an earlier version, is not compared.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer that has loaded nothing yet.
         checkpoint (`Path`):
             Folder of the checkpoint.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
 
 from .._errors import RAISED_BY
 from .._loading import load_model, load_tokenizer
@@ -15,6 +15,9 @@ from .._model_checks import check_reward_model, check_separate
 from ..rewards._numbers import as_number, as_values
 from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
+
+
+RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
 def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArguments) -> tuple[list[Any], list[Any]]:

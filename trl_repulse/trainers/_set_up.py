@@ -24,8 +24,7 @@ from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
 
 if TYPE_CHECKING:
-    from .ppo_trainer import PPOTrainer
-    from .reinforce_trainer import ReinforceTrainer
+    from ._hooks import TrainerHooks
 
 logger = logging.get_logger(__name__)
 
@@ -33,7 +32,7 @@ VALUE_MODEL = "value model"
 _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in their names
 
 
-def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any, quiet: bool) -> Guard:
+def guard_model(trainer: "TrainerHooks", name: str, model: Any, quiet: bool) -> Guard:
     """
     Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it.
 
@@ -41,7 +40,7 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
     ZeRO-3 all make the same passes, in which one layer at a time is whole.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer that samples from the model or scores with it.
         name (`str`):
             What the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from.
@@ -81,7 +80,7 @@ def guard_model(trainer: "ReinforceTrainer | PPOTrainer", name: str, model: Any,
 
 
 @contextlib.contextmanager
-def as_trained(trainer: "ReinforceTrainer | PPOTrainer", model: nn.Module) -> Iterator[None]:
+def as_trained(trainer: "TrainerHooks", model: nn.Module) -> Iterator[None]:
     """
     Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device.
 
@@ -89,7 +88,7 @@ def as_trained(trainer: "ReinforceTrainer | PPOTrainer", model: nn.Module) -> It
     one for float32, which weights are in that run under autocast.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer that will wrap the model.
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             The model.
@@ -107,9 +106,7 @@ def as_trained(trainer: "ReinforceTrainer | PPOTrainer", model: nn.Module) -> It
             base.set_attn_implementation(chosen)
 
 
-def _find_out(
-    trainer: "ReinforceTrainer | PPOTrainer", name: str, model: nn.Module, quiet: bool, attention: str
-) -> Guard:
+def _find_out(trainer: "TrainerHooks", name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
     if quiet:
         check_noise(model, name)
     wanted = trainer.args.share_prompts

@@ -224,7 +224,7 @@ def no_reference_built(args: TrainingArguments) -> Iterator[None]:
     afterwards. Way out: a `ref_model` argument, as TRL's DPO trainer has.
 
     Args:
-        args ([`RePULSeConfig`]):
+        args ([`NegativeTermConfig`]):
             The trainer's configuration, as it was outside of the context.
     """
     beta, args.beta = args.beta, 0.0

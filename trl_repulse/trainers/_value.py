@@ -25,10 +25,6 @@ from ._proposal import adapter_config
 from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
 
-# Folder of the value model inside `output_dir` and inside each checkpoint, and prefix of its metrics.
-VALUE_FOLDER = "value"
-
-
 def build_value_model(
     model: str | PreTrainedModel, init_kwargs: dict[str, Any], peft_config: Any = None
 ) -> PreTrainedModel:

@@ -5,58 +5,38 @@ Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens,
 
 import functools
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import is_peft_model, set_seed
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer
+from transformers import PreTrainedModel, TrainerCallback
 
-from .._checks import (
-    check_adapters,
-    check_arguments,
-    check_datasets,
-    check_eval_batch,
-    check_reward_funcs,
-    check_rows,
-)
-from .._model_checks import check_language_model, check_separate
+from .._model_checks import check_separate
 from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
 from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
-from ._deepspeed import connect, zero_stage
-from ._hooks import TrainerHooks, transform_rewards
+from ._beside import VALUE_FOLDER
+from ._deepspeed import zero_stage
+from ._grpo import GRPOBase
+from ._hooks import transform_rewards
 from ._layout import Layout
-from ._metrics import Moments, Pooled, drop_batch_means, highest, lowest, mean, share_explained
-from ._naming import check_loadable
+from ._metrics import Moments, Pooled, mean, share_explained
 from ._proposal import adapter_config
-from ._records import append_negatives
 from ._resume import RESUME_STATE
-from ._rewards import check_separate_rewards, load_reward_models
-from ._scoring import Scores, prepare_scoring, token_log_probs
+from ._rewards import RewardFunc, check_separate_rewards
+from ._scoring import prepare_scoring
 from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import (
     disable_gradient_checkpointing,
-    get_config_model_id,
-    require_pinned,
     without_kl_in_loss,
 )
-from ._value import VALUE_FOLDER, build_value_model, check_value_model, token_values
-from .reinforce_trainer import RewardFunc
+from ._value import build_value_model, check_value_model, token_values
 from .second_model import SecondModel
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from peft import PeftConfig, PeftModel
-
-
-# What GRPO logs of rewards, which says something of groups alone or is logged anew, and of the engine
-_OF_BATCHES = ("frac_reward_zero_std", "reward", "sampling/")
+    from peft import PeftConfig
 
 
 class _HoldPolicy(TrainerCallback):
@@ -70,7 +50,7 @@ class _HoldPolicy(TrainerCallback):
             self._trainer.model.zero_grad(set_to_none=True)
 
 
-class PPOTrainer(TrainerHooks, GRPOTrainer):
+class PPOTrainer(GRPOBase):
     """
     Trainer for PPO ([Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347)).
 
@@ -134,98 +114,36 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             }"""),
     }
     _config_cls = PPOConfig
-    _withheld = (*TrainerHooks._withheld, *RESUME_STATE)
+    _withheld = (*GRPOBase._withheld, *RESUME_STATE)
+    _dropped = (*GRPOBase._dropped, "frac_reward_zero_std")  # of groups
 
     def __init__(
         self,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Any,
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: PPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: "PeftConfig | None" = None,
-        tools: "list[Callable] | None" = None,
-        rollout_func: "Callable | None" = None,
-        environment_factory: "Callable | dict[str, Callable] | None" = None,
+        *rest: Any,
         value_model: str | PreTrainedModel | None = None,
         value_peft_config: "PeftConfig | None" = None,
+        **options: Any,
     ):
-        require_pinned()
-        check_arguments(self._config_cls, args, model=model, value_model=value_model)
-        if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = self._config_cls(f"{Path(model_name).name}-{self._name}")
-        connect(args)
-        if eval_dataset is not None:
-            check_eval_batch(args)
-        if environment_factory is None:  # an environment may bring prompts and rewards
-            check_reward_funcs(reward_funcs)
-            check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
-        check_adapters(model, peft_config)
-        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, value_model=value_model)
-        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
-        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
-        if reward_funcs is not None:
-            reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
-        init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-        init_kwargs["device_map"] = None
-        if value_model is not None and value_model != model:
-            init_kwargs.pop("revision", None)  # the policy's
-        value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
-        if value_is_adapter and quantization_config is not None:
-            init_kwargs["quantization_config"] = quantization_config
-        # Before TRL wraps or patches the policy; a new adapter is drawn from the seed, as TRL draws the policy's
-        set_seed(args.seed)
-        value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
-        check_separate_rewards(reward_funcs, value, "`value_model`", trained=True)  # it may be a copy of one
-        if not isinstance(model, str) and value_model is not None:
-            remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
-            check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
-        with self._engine_fits(args, model, [peft_config]):
-            super().__init__(
-                model,
-                reward_funcs,
-                args,
-                train_dataset,
-                eval_dataset,
-                processing_class,
-                reward_processing_classes,
-                callbacks,
-                optimizers,
-                quantization_config,
-                peft_config,
-                tools,
-                rollout_func,
-                environment_factory,
-            )
-        self._check_policy([peft_config])
-        self._take_engine()
-        if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
-            self._check_templates(train_dataset, eval_dataset)
-        self._check_reward_functions()
-        self._prepare_scoring()
+        self._passed = {"value_model": value_model, **self._passed}
+        self._value_peft_config = value_peft_config
+        super().__init__(model, reward_funcs, args, *rest, **options)
+        value = self._initial_value
         prepare_scoring(value.get_base_model() if is_peft_model(value) else value)
         self._guard_model(VALUE_MODEL, value)
         with as_trained(self, value):
             check_value_model(value, self.model)
         if isinstance(value_model, str) and value_model != model:
-            check_same_tokens(value_model, "`value_model`", self._tokenizer, args.trust_remote_code)
-        if value_is_adapter and self.args.activation_checkpointing:
+            check_same_tokens(value_model, "`value_model`", self._tokenizer, self.args.trust_remote_code)
+        if is_peft_model(value) and self.args.activation_checkpointing:
             value.enable_input_require_grads()
         learning_rate = self.args.value_learning_rate
         self.value = SecondModel(
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
+        self._beside = {VALUE_FOLDER: self.value}
         if self.args.value_warmup_steps > 0:
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
@@ -235,36 +153,28 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             self.add_callback(_HoldPolicy(self))
         self._sum_over_processes = functools.partial(self.accelerator.reduce, reduction="sum")
 
+    def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
+        value_model, value_peft_config = self._passed["value_model"], self._value_peft_config
+        init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        init_kwargs["device_map"] = None
+        if value_model is not None and value_model != model:
+            init_kwargs.pop("revision", None)  # the policy's
+        value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
+        if value_is_adapter and quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+        set_seed(args.seed)  # a new adapter is drawn from it, as TRL draws the policy's
+        value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
+        check_separate_rewards(reward_funcs, value, "`value_model`", trained=True)  # it may be a copy of one
+        if not isinstance(model, str) and value_model is not None:
+            remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
+            check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
+        self._initial_value = value
+
     # Sampling and credit
 
-    def _written(self, generated):
-        tool_mask = generated[2]
-        return super()._written(generated) if tool_mask is None else [sum(mask) for mask in tool_mask]
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_per_func = rewards_per_func  # (B_all, F)
-        return rewards_per_func
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
-        mode = "train" if self.model.training else "eval"
-        if self.environment_factories is None:
-            check_rows(inputs)
-        with self._weighing(self._real_rows(len(inputs))) as metrics:
-            batch = super()._generate_and_score_completions(inputs)
-            drop_batch_means(metrics, *_OF_BATCHES)
-        batch["completion_mask"] = batch["completion_mask"] * self._are_real(len(inputs)).unsqueeze(1)
-        self._trim_logs(len(inputs) * self.accelerator.num_processes - self._real_rows(len(inputs)))
-        self._log_sampling(batch)
-        rewards = self._weigh_rewards(self._rewards_per_func)
-        if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
-            transformed = None
-            if self.args.reward_transform is not None:
-                transformed = transform_rewards(self.args, rewards).tolist()
-            prompts, completions = (list(self._logs[name]) for name in ("prompt", "completion"))
-            append_negatives(self, "policy", prompts, completions, rewards.tolist(), transformed)
-        first = self.accelerator.process_index * len(inputs)
-        return batch | self._credit(batch, rewards[first : first + len(inputs)])
+        batch = super()._generate_and_score_completions(inputs)
+        return batch | self._credit(batch, batch["rewards"])
 
     def _credit(self, batch: dict[str, torch.Tensor], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """
@@ -333,9 +243,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
 
         return self._in_rows(values, ids, mask, width)[0]
 
-    def _micro_batch_size(self) -> int:
-        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-
     # Losses
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -345,36 +252,14 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
             denominator = denominator / self.args.steps_per_generation
 
         self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
-        counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
-        with without_kl_in_loss(self), self._weighing(self._sum_over_processes(counted).item()):
+        with without_kl_in_loss(self):
             loss = super()._compute_loss(model, inputs)
-
-        self._loss_count = inputs["num_items_in_batch"].item()
-        if self.args.loss_type != "dapo":  # a mean over samples
-            rows = len(inputs["completion_mask"])
-            self._loss_count = self._real_rows(rows)
-            if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
-                loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
 
         log_p = self._scored_log_p
         old_log_p = inputs.get("old_per_token_logps", log_p)
         kl = approximate_kl(log_p, old_log_p, inputs["credit_mask"], denominator)
         self._log_share("approx_kl", kl, inputs)
         return loss
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
-        aux_loss = options.get("compute_aux_loss", False)  # of the other options, those of images do not come
-
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
-            return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
-
-        size = options.get("batch_size") or len(input_ids)
-        chunks = zip(input_ids.split(size), attention_mask.split(size), strict=True)
-        parts = [self._in_rows(log_probs, *chunk, logits_to_keep) for chunk in chunks]
-        log_p, entropies, aux_losses = zip(*parts, strict=True)
-        self._scored_log_p = torch.cat(log_p).detach()
-        entropy = torch.cat(entropies) if options.get("compute_entropy") else None
-        return torch.cat(log_p), entropy, torch.stack(aux_losses).mean() if aux_loss else None
 
     def _learn_values(self, inputs: dict[str, torch.Tensor], denominator: torch.Tensor) -> None:
         """Value loss of a micro-batch; in training, its gradient is accumulated."""
@@ -399,10 +284,7 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            metrics = self._metrics["train"]
-            metrics[f"{VALUE_FOLDER}/learning_rate"].append(self.value.optimizer.param_groups[0]["lr"])
-            metrics[f"{VALUE_FOLDER}/grad_norm"].append(self.value.step())
-            self.value.step_schedule()
+            self._update_second(VALUE_FOLDER)
         return loss
 
     # Logging
@@ -431,26 +313,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         average = self.accelerator.gather(share.detach().view(1)).mean().item()
         self._record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
 
-    def _log_sampling(self, batch: dict[str, torch.Tensor]) -> None:
-        """Logs what GRPO says of vLLM's log-probabilities and of its corrections of them."""
-        if "importance_sampling_ratio" not in batch:
-            return
-        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-        self._log_gap((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask])
-        ratio = batch["importance_sampling_ratio"]  # (B, T), or (B, 1) of whole completions
-        counted = mask if ratio.shape == mask.shape else self._are_real(len(mask)).unsqueeze(1)
-        names = {"min": lowest, "mean": mean, "max": highest}
-        names = {f"sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
-        self._record(names, self._everyones(ratio[counted]))
-
-    def _trim_logs(self, rows: int) -> None:
-        """Takes the last rows, which only fill up a batch, out of the completions table."""
-        names = ("prompt", "completion", "advantages")
-        columns = [self._logs[name] for name in names]
-        for column in (*columns, *self._logs["rewards"].values(), *self._logs["extra"].values()):
-            for _ in range(min(rows, len(column))):
-                column.pop()
-
     def _show_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Replaces the group advantages that GRPO put into the completions table by the means over tokens."""
         if not self.log_completions:
@@ -461,35 +323,6 @@ class PPOTrainer(TrainerHooks, GRPOTrainer):
         shown = min(len(means), len(column))
         for i in range(1, shown + 1):
             column[-i] = means[-i]
-
-    # Saving and loading
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.value.prepare(self, max_steps)
-        if resume_from_checkpoint is not None:
-            folder = Path(resume_from_checkpoint) / VALUE_FOLDER
-            if not folder.is_dir():
-                raise ValueError(
-                    f"The checkpoint {resume_from_checkpoint} holds no value model; resume from one that `PPOTrainer` "
-                    "wrote, or start a new run with that checkpoint's policy as `model`."
-                )
-            self.value.load_checkpoint(self, folder)
-        return prepared
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder = Path(output_dir or self.args.output_dir) / VALUE_FOLDER
-        self.value.save_pretrained(folder, self.args.should_save)
-        if self.args.should_save:
-            self.processing_class.save_pretrained(folder)
-        super().save_model(output_dir, _internal_call)
-
-    def _save_second_model(self, checkpoint: Path) -> None:
-        self.value.save_state(checkpoint / VALUE_FOLDER, self.args.should_save)
-
-    def _load_best_model(self):
-        super()._load_best_model()
-        self.value.load_checkpoint(self, Path(self.state.best_model_checkpoint) / VALUE_FOLDER)
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -6,13 +6,9 @@ completions (n = N) where a micro-batch holds whole prompts, and a single comple
 """
 
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import RLOOTrainer
@@ -23,62 +19,25 @@ from .._checks import (
     check_datasets,
     check_eval_batch,
     check_reward_funcs,
-    check_rows,
 )
 from .._model_checks import check_language_model
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
-from ..losses import compute_advantages, policy_gradient_loss
+from ..losses import compute_advantages
 from ._deepspeed import connect
-from ._hooks import TrainerHooks, transform_rewards
 from ._metrics import Moments, mean
 from ._naming import check_loadable
 from ._records import record_advantages, record_samples
-from ._rewards import check_separate_rewards, load_reward_models
-from ._scoring import Scores, tempered_log_probs, token_log_probs
-from ._trl_bridge import (
-    disable_gradient_checkpointing,
-    get_config_model_id,
-    pad,
-    require_pinned,
-    use_reference,
-)
+from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
+from ._trl_bridge import require_pinned
+from ._units import UnitSampling
 
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
-
-@dataclass
-class Samples:
-    """
-    Completions drawn for the B local rows of a generation batch, with their rewards.
-
-    Args:
-        prompts (`list`): Prompts, text or messages, one a row.
-        completions (`list`): Completions in the same form.
-        prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, L)`): Left-padded prompts.
-        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`): Right-padded completions.
-        rewards (`torch.Tensor` of shape `(B,)`): Weighted rewards; NaN where no reward function gave one.
-        rewards_per_func (`torch.Tensor` of shape `(B_all, F)`): The functions' rewards of all processes' rows.
-        engine_log_p (`torch.Tensor` of shape `(B, T)`, *optional*): What a vLLM engine says of the tokens' log-probabilities
-            (nats), to be compared and not to be used.
-    """
-
-    prompts: list
-    completions: list
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    completion_ids: torch.Tensor
-    completion_mask: torch.Tensor
-    rewards: torch.Tensor
-    rewards_per_func: torch.Tensor
-    engine_log_p: torch.Tensor | None = None
-
-
-class ReinforceTrainer(TrainerHooks, RLOOTrainer):
+class ReinforceTrainer(UnitSampling, RLOOTrainer):
     """
     Trainer for REINFORCE with the conventions of the RePULSe paper ([Reducing the Probability of Undesirable Outputs
     in Language Models Using Probabilistic Inference](https://huggingface.co/papers/2510.21184)).
@@ -137,7 +96,6 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             }"""),
     }
     _config_cls = ReinforceConfig
-    _second_models: dict[str, Any] = {}  # as they were passed, by the names of their arguments
 
     def __init__(
         self,
@@ -161,20 +119,19 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
         require_pinned()
         check_arguments(self._config_cls, args, model=model)
         check_reward_funcs(reward_funcs)
-        if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = self._config_cls(f"{Path(model_name).name}-{self._name}")
+        args = self._configuration(model, args)
         connect(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         if eval_dataset is not None:
             check_eval_batch(args)
-        check_adapters(model, *self._adapter_configs(peft_config))
-        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._second_models)
+        adapters = [peft_config, *self._more_adapters]
+        check_adapters(model, *adapters)
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._passed)
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
         check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
         reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
 
-        with self._engine_fits(args, model, self._adapter_configs(peft_config)):
+        with self._engine_fits(args, model, adapters):
             super().__init__(
                 model,
                 reward_funcs,
@@ -189,61 +146,13 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
                 peft_config,
             )
 
-        self._check_policy(self._adapter_configs(peft_config))
+        self._check_policy(adapters)
         self._take_engine()
         self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
-        # Every update is made with the generations of the current policy: no ratio, no second pass.
-        generate_every = args.steps_per_generation * args.num_iterations
-        self._on_policy = args.gradient_accumulation_steps % generate_every == 0
         self._prepare_scoring()
 
-    def _adapter_configs(self, peft_config: "PeftConfig | None") -> list["PeftConfig | None"]:
-        """Configurations of all adapters that will be sampled from."""
-        return [peft_config]
-
     # Sampling
-
-    def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
-        """Draws one completion a row, scores it, and logs rewards."""
-        mode = "train" if self.model.training else "eval"
-        device = self.accelerator.device
-        check_rows(inputs)
-        prompts = [row["prompt"] for row in inputs]
-        prompt_ids, completion_ids, completions = self._generate(prompts)
-        rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        rewards = self._weigh_rewards(rewards_per_func)
-
-        def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-            values = (self._tokenizer.pad_token_id, 0)
-            ids = pad([torch.tensor(row, dtype=torch.long) for row in rows], values[0], side, self.pad_to_multiple_of)
-            position = torch.arange(ids.size(1)) if side == "right" else torch.arange(ids.size(1) - 1, -1, -1)
-            mask = (position < torch.tensor([len(row) for row in rows]).unsqueeze(1)).long()
-            both = [ids.to(device), mask.to(device)]
-            if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
-                both = [
-                    self.accelerator.pad_across_processes(x, dim=1, pad_index=value)
-                    for x, value in zip(both, values, strict=True)
-                ]
-            return both[0], both[1]
-
-        samples = Samples(
-            prompts,
-            completions,
-            *padded(prompt_ids, "left"),
-            *padded(completion_ids, "right"),
-            rewards[self._local_rows(len(inputs))],
-            rewards_per_func,
-        )
-        if self.use_vllm:
-            samples.engine_log_p = self._engine_log_probs(samples.completion_mask)
-            self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
-        if self.mask_truncated_completions:
-            ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
-            complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
-            samples.completion_mask = samples.completion_mask * complete.unsqueeze(1)
-        samples.completion_mask = samples.completion_mask * self._are_real(len(inputs)).unsqueeze(1)
-        return samples
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         mode = "train" if self.model.training else "eval"
@@ -274,136 +183,28 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             batch |= self._credit(batch, log_p)
         return batch
 
-    def _num_generations(self, mode: str) -> int:
-        return self.num_generations if mode == "train" else self.num_generations_eval
-
-    def _unit_size(self, mode: str) -> int:
-        """n: all N completions of a prompt where each micro-batch of each process holds whole prompts, else 1."""
-        n = self._num_generations(mode)
-        return n if self._micro_batch_size(mode) % n == 0 else 1
-
-    def _micro_batch_size(self, mode: str) -> int:
-        return self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
-
     def _credit_in_loss(self, mode: str) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
-        whole = self._unit_size(mode) == self._num_generations(mode)
-        return whole and not self.normalize_advantages and (mode == "eval" or self._on_policy)
-
-    def _local_rows(self, rows: int) -> slice:
-        return slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-
-    def _to_prompts(self, units: torch.Tensor, generations: int) -> torch.Tensor:
-        """(U, n, ...) of this process to (P, N, ...), over all processes where prompts are cut into units of one."""
-        if units.size(1) == generations:
-            return units
-        rows = self.accelerator.gather(units.flatten(0, 1))
-        return rows.view(-1, generations, *rows.shape[1:])
-
-    def _to_units(self, prompts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The inverse of [`_to_prompts`]: (P, N, ...) to this process's (U, n, ...), (U, n) being the shape of `like`."""
-        if prompts.size(1) == like.size(1):
-            return prompts
-        local = prompts.flatten(0, 1)[self._local_rows(like.numel())]
-        return local.view(*like.shape, *prompts.shape[2:])
-
-    # Scoring
-
-    def _score(
-        self,
-        model: torch.nn.Module,
-        batch: dict[str, torch.Tensor],
-        names: tuple[str, ...] = ("completion",),
-        gradient: bool = True,
-        temperature: float | None = None,
-    ) -> tuple[list[torch.Tensor] | torch.Tensor, ...]:
-        """
-        Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
-
-        Args:
-            model (`torch.nn.Module`):
-                Model to score with.
-            batch (`dict[str, torch.Tensor]`):
-                `prompt_ids` and `prompt_mask` of shape `(U, L)`; for each name, `{name}_ids` and `{name}_mask` of
-                shape `(U, n, T)`, where n and T may differ from name to name.
-            names (`tuple[str, ...]`):
-                Sets of completions to score.
-            gradient (`bool`):
-                Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size or, where they share
-                prompts, of whole units.
-            temperature (`float`, *optional*):
-                Another temperature than that of training, for a pass without gradient.
-
-        Returns:
-            A `(U, n, T)` tensor of log-probabilities (nats) for each name, then the entropies (nats) of the first
-            name's tokens, which a pass with gradient through the policy gives, and the auxiliary loss of a
-            mixture-of-experts model; each `None` otherwise.
-        """
-        width = max(batch[f"{name}_ids"].size(2) for name in names)  # T
-
-        def joined(kind: str, value: int) -> torch.Tensor:
-            parts = [batch[f"{name}_{kind}"] for name in names]
-            return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
-
-        ids, mask = joined("ids", self._tokenizer.pad_token_id), joined("mask", 0)  # (U, Σn, T)
-        n, mode = ids.size(1), "train" if self.model.training else "eval"
-        layout = self._layout(batch["prompt_ids"].size(1), width, n)
-        rows = layout.rows(batch["prompt_ids"], ids), layout.rows(batch["prompt_mask"], mask)  # (R, S) each
-
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> Scores:
-            cut = replace(layout, prompt=ids.size(1) - layout.count * width)
-            if temperature is not None:
-                return tempered_log_probs(model, self.accelerator, ids, mask, cut, temperature)
-            return token_log_probs(model, self.accelerator, ids, mask, cut, gradient and self.aux_loss_enabled)
-
-        if gradient:
-            log_p, entropy, aux_loss = self._by_length(log_probs, *rows)
-        else:
-            size = self._micro_batch_size(mode)
-            if self._guard.share_prompts:  # whole units, so that all processes make as many passes
-                size = max(1, size // n) * (n // layout.count)
-            with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                chunks = [
-                    self._by_length(log_probs, *chunk)[0] for chunk in zip(*(x.split(size) for x in rows), strict=True)
-                ]
-            log_p, entropy, aux_loss = torch.cat(chunks), None, None
-        sizes = [batch[f"{name}_ids"].size(1) for name in names]
-        scores = [
-            part[..., : batch[f"{name}_ids"].size(2)]
-            for part, name in zip(log_p.view(-1, n, width).split(sizes, dim=1), names, strict=True)
-        ]
-        if entropy is not None:
-            entropy = entropy.view(-1, n, width)[:, : sizes[0], : scores[0].size(2)]
-        return *scores, entropy, aux_loss
-
-    def _reference_log_prob(self, batch: dict[str, torch.Tensor], name: str = "completion") -> torch.Tensor:
-        """Log-probability of each completion under the reference model, shape (U, n), nats."""
-        if self.ref_model is not None:
-            log_ref = self._score(self.ref_model, batch, (name,), gradient=False)[0]
-        else:  # an adapter over the reference, or beside a frozen copy of itself
-            model = self.accelerator.unwrap_model(self.model)
-            with use_reference(model):
-                log_ref = self._score(self.model, batch, (name,), gradient=False)[0]
-        return sequence_log_prob(log_ref, batch[f"{name}_mask"])
+        return not self.normalize_advantages and not self._weighs_early(mode)
 
     # Credit
 
     @property
     def transforms_rewards(self) -> bool:
-        """Whether the policy maximises something else than the reward: a clipped or transformed one."""
-        return bool(self.reward_clip_range) or self.args.reward_transform is not None
+        return bool(self.reward_clip_range) or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
-        """r': what the policy maximises instead of the reward r; r itself without clipping or a transform."""
-        if self.reward_clip_range:
-            rewards = rewards.clamp(*self.reward_clip_range)
-        return transform_rewards(self.args, rewards)
+        return super()._transform(rewards.clamp(*self.reward_clip_range) if self.reward_clip_range else rewards)
 
     def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
         """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
         if self.beta == 0.0:
             return torch.zeros_like(batch[f"{name}rewards"])
         return sequence_log_prob(log_p, batch[f"{name}completion_mask"]) - batch[f"{name}ref_log_prob"]
+
+    def _returns(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
+        """What the policy maximises: transformed reward without the KL penalty, of each completion, shape (U, n)."""
+        return self._transform(batch[f"{name}rewards"]) - self.beta * self._kl(batch, log_p, name)
 
     def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """
@@ -451,17 +252,6 @@ class ReinforceTrainer(TrainerHooks, RLOOTrainer):
             inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
         loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))
         return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
-
-    def _policy_loss(self, log_p, mask, coefficients, old_log_p) -> torch.Tensor:
-        return policy_gradient_loss(
-            log_p,
-            mask,
-            coefficients,
-            reduction=self.args.logprob_reduction,
-            old_log_p=old_log_p,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-        )
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
         rows = inputs["completion_mask"].shape[:2].numel()

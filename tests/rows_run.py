@@ -1,0 +1,100 @@
+"""Two updates of RePULSe on PPO and GRPO on recorded completions, one for each row, for `test_rows`; launched by it in two processes too.
+
+Usage: `python -m tests.rows_run FOLDER ROWS_A_PROCESS`
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+
+from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer, RePULSePPOConfig, RePULSePPOTrainer
+
+from .conftest import build_model, build_tokenizer, word_reward
+from .test_ppo_math import build_reward_model
+from .test_trainer_math import POLICY, PROPOSAL
+
+
+OWN, OTHERS = POLICY[0] + POLICY[1], PROPOSAL[0] + PROPOSAL[1]  # of one prompt
+HOT = {"use_policy_as_proposal": True, "proposal_temperature": 1.7, "bad_reward_threshold": 0.1}
+METHODS = {
+    "PPO, hot": (RePULSePPOConfig, HOT | {"num_proposal_generations": 16}),
+    "PPO, proposal": (RePULSePPOConfig, {}),
+    "GRPO, hot": (RePULSeGRPOConfig, HOT),
+    "GRPO, own": (RePULSeGRPOConfig, {"use_policy_as_proposal": True}),
+    "GRPO, proposal": (RePULSeGRPOConfig, {"num_proposal_generations": 16}),
+}
+
+
+class Recorded:
+    """Mixin that gives each row of all processes its completion."""
+
+    def _generate(self, prompts):
+        sampled = self.proposal is not None and self.model_wrapped is self.proposal.engine
+        table = OTHERS if sampled or self.generation_config.temperature != 1.0 else OWN
+        first = self.accelerator.process_index * len(prompts)
+        completions = [table[(first + i) % len(table)] for i in range(len(prompts))]
+        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+        return [self.processing_class(p)["input_ids"] for p in prompts], completions, None, texts, None, {}, None, []
+
+
+class RecordedPPO(Recorded, RePULSePPOTrainer):
+    pass
+
+
+class RecordedGRPO(Recorded, RePULSeGRPOTrainer):
+    pass
+
+
+def train(folder, rows, method):
+    """Parameters of all models after two updates, the last log, and the number of processes."""
+    config_cls, settings = METHODS[method]
+    args = config_cls(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        max_steps=2,
+        per_device_train_batch_size=rows,
+        num_generations=8,
+        max_completion_length=3,
+        max_grad_norm=0.0,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        beta=0.0,
+        alpha=2.0,
+        target_dist_beta=-0.7,
+        **settings,
+    )
+    tokenizer = build_tokenizer()
+    extra = {"proposal_model": build_model("gpt2", len(tokenizer), 1) if args.has_proposal else None}
+    on_ppo = config_cls is RePULSePPOConfig
+    if on_ppo:
+        extra["value_model"] = build_reward_model("gpt2", len(tokenizer), 1)
+    trainer = (RecordedPPO if on_ppo else RecordedGRPO)(
+        model=build_model("gpt2", len(tokenizer)),
+        reward_funcs=word_reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["the cat"] * 4}),
+        processing_class=tokenizer,
+        **extra,
+    )
+    policy = trainer.model
+    trainer.train()
+    modules = [policy, *(vars(trainer)[name].module for name in ("proposal", "value") if vars(trainer).get(name))]
+    parameters = [p.detach().clone() for module in modules for p in module.parameters()]
+    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {method: train(Path(sys.argv[1]), int(sys.argv[2]), method) for method in METHODS}
+    if PartialState().is_main_process:
+        torch.save(found, Path(sys.argv[1]) / "found.pt")

@@ -1,0 +1,251 @@
+"""RePULSeGRPOTrainer: TRL's own updates where alpha is 0, else its loss and the negative term, written out on recorded completions."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
+
+from .conftest import build_model, same_parameters
+from .test_repulse_ppo_math import CASES, TERM, RecordedRows, pushed
+from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, reference_loss, rows_log_p
+
+
+pytestmark = pytest.mark.trainer
+
+HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+
+
+class Recorded(RecordedRows, RePULSeGRPOTrainer):
+    pass
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer, reward):
+    """One update on the recorded completions; the trainer, the models, and all gradients."""
+
+    def run(architecture="gpt2", batch_size=8, accumulation=1, **kwargs):
+        args = RePULSeGRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            max_steps=1,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            num_generations=N,
+            max_completion_length=3,
+            max_grad_norm=0.0,
+            learning_rate=1e-9,
+            shuffle_dataset=False,
+            **kwargs,
+        )
+        policy = build_model(architecture, len(tokenizer), seed=0)
+        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
+        reference = build_model(architecture, len(tokenizer), seed=2)
+        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
+        proposal = build_model(architecture, len(tokenizer), seed=1) if args.has_proposal else None
+        trainer = Recorded(
+            model=policy,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=tokenizer,
+            proposal_model=proposal,
+        )
+        grads = {}
+
+        def keep(name, module):
+            grads[name] = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+        if proposal is not None:
+            step = trainer.proposal.step
+            trainer.proposal.step = lambda: (keep("proposal", proposal), step())[1]
+        norm = trainer._get_grad_norm
+        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), norm(model, grad_norm))[1]
+        trainer.train()
+        return trainer, policy, proposal, reference, grads
+
+    return run
+
+
+def grpo_loss(policy, ref, tokenizer, reward, args):
+    """GRPO's loss on the recorded completions, token by token; where all ratios are 1 clipping does nothing."""
+    loss, tokens = 0.0, sum(len(c) for group in POLICY for c in group)
+    everyone = [r for group in POLICY for r in reward([tokenizer.decode(c, skip_special_tokens=True) for c in group])]
+    for g, (prompt, group) in enumerate(zip(PROMPTS, POLICY, strict=True)):
+        rewards = everyone[g * N : (g + 1) * N]
+        spread = rewards if args.scale_rewards == "group" else everyone
+        mean = sum(spread) / len(spread)
+        std = math.sqrt(sum((r - mean) ** 2 for r in spread) / (len(spread) - 1))
+        scale = 1.0 if args.scale_rewards == "none" else std + 1e-4
+        for completion, r in zip(group, rewards, strict=True):
+            advantage = (r - sum(rewards) / N) / scale
+            log_p = rows_log_p(policy, tokenizer, prompt, completion)
+            log_ref = rows_log_p(ref, tokenizer, prompt, completion).detach()
+            moved = log_p - log_p.detach()
+            for t in range(len(completion)):
+                ratio = (moved.mean() if args.importance_sampling_level == "sequence" else moved[t]).exp()
+                gain = advantage * (log_p[t] if args.loss_type == "cispo" else ratio)
+                gap = log_ref[t] - log_p[t]
+                kl = (gap.exp() - gap - 1) * ratio  # `use_bias_correction_kl`
+                share = {
+                    "dapo": 1 / tokens,
+                    "cispo": 1 / tokens,
+                    "grpo": 1 / len(everyone) / len(completion),
+                    "dr_grpo": 1 / len(everyone) / args.max_completion_length,
+                }[args.loss_type]
+                loss = loss + (args.beta * kl - gain) * share
+    return loss
+
+
+LOSSES = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.0},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "batch"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sequences": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+}
+RUNS = [("gpt2", (8, 1), loss, case) for loss in LOSSES for case in ("hot", "own", "proposal")]
+RUNS += [("llama", (2, 4), "dapo", case) for case in CASES if "completion" not in case]
+
+
+def check(tokenizer, reward, trainer, policy, proposal, reference, grads, **changed):
+    """Compares losses and gradients with those of the method, of which `changed` are other settings."""
+    args = SimpleNamespace(**(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False} | changed))
+    loss = grpo_loss(policy, reference, tokenizer, reward, args)
+    if proposal is not None:
+        both, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
+        alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
+        term = both - reference_loss(policy, None, reference, tokenizer, reward, alone)[0]
+        assert_gradients(proposal_loss, proposal, grads["proposal"])
+    else:
+        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
+        term = pushed(policy, tokenizer, reward, args, [others * draws for others in PROPOSAL])
+    assert_gradients(loss + term, policy, grads["policy"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx((loss + term).item(), abs=2e-5)
+
+
+@pytest.mark.parametrize(("architecture", "batches", "loss", "case"), RUNS)
+def test_one_update_is_grpo_and_the_negative_term(run, tokenizer, reward, architecture, batches, loss, case):
+    settings = {"beta": 0.3} | CASES[case] | LOSSES[loss]
+    check(tokenizer, reward, *run(architecture, *batches, **settings))
+
+
+@pytest.mark.parametrize("case", ["hot", "own", "proposal"])
+def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward, case):
+    """Negative control: the reference with the sign of β turned round does not match."""
+    found = run("gpt2", beta=0.3, **CASES[case])
+    with pytest.raises(AssertionError):
+        check(tokenizer, reward, *found, target_dist_beta=0.7)
+
+
+UPDATES = {
+    "one": {},
+    "eight": {"per_device_train_batch_size": 4, "steps_per_generation": 4, "num_iterations": 2},
+    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "loss_type": "grpo"},
+    "sapo": {"loss_type": "sapo", "scale_rewards": "batch"},
+}
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_alpha_0_is_trls_grpo_to_the_last_bit(make, model_dirs, prompts, reward, architecture, updates):
+    """Prompts of several lengths, left-padded, over several epochs."""
+    settings = {"max_steps": 4, "beta": 0.1, "num_generations": 4} | UPDATES[updates]
+    ours = make(RePULSeGRPOTrainer, model=architecture, alpha=0.0, **settings)
+    ours.train()
+    args = {name: value for name, value in vars(ours.args).items() if name in settings or name in GRPO_SETTINGS}
+    theirs = GRPOTrainer(
+        model=model_dirs[architecture], reward_funcs=reward, args=GRPOConfig(**args), train_dataset=prompts
+    )
+    theirs.train()
+    assert same_parameters(ours.model, theirs.model)
+    other = make(RePULSeGRPOTrainer, model=architecture, **settings)
+    other.train()
+    assert not same_parameters(other.model, theirs.model)  # the control
+
+
+GRPO_SETTINGS = {
+    *("output_dir", "use_cpu", "bf16", "gradient_checkpointing", "report_to", "save_strategy", "logging_steps"),
+    *("per_device_train_batch_size", "num_generations", "max_completion_length", "learning_rate", "lr_scheduler_type"),
+    "disable_dropout",
+}
+
+
+def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
+    """Against GRPO, at the same number of completions, by the hot policy; a proposal draws what is bad."""
+    settings = {"max_steps": 40, "learning_rate": 3e-3, "proposal_learning_rate": 1e-2, "alpha_normalization": "none"}
+    settings |= {"target_dist_beta": -1.0, "num_generations": 8, "per_device_train_batch_size": 32}
+    ends = {}
+    for name, own in {
+        "GRPO": {"alpha": 0.0, "num_generations": 16, "per_device_train_batch_size": 64},
+        "hot": HOT,
+        "proposal": {},
+    }.items():
+        trainer = make(RePULSeGRPOTrainer, **(settings | own))
+        trainer.train()
+        ends[name] = evaluator.evaluate(trainer.model).log_prob_bad
+    assert ends["hot"] < ends["GRPO"] - 0.5, ends
+    assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > ends["proposal"] + 1
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "luspo", "vespo"])
+@pytest.mark.parametrize("kind", [{}, HOT], ids=["proposal", "hot"])
+def test_other_losses_train_and_are_evaluated(make, prompts, loss_type, kind):
+    """The last batch of evaluation is filled up with rows that do not count."""
+    trainer = make(
+        RePULSeGRPOTrainer,
+        extra={"eval_dataset": prompts.select(range(3))},
+        per_device_eval_batch_size=8,
+        loss_type=loss_type,
+        log_completions=True,
+        **kind,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert math.isfinite(metrics["eval_loss"]) and math.isfinite(trainer.state.log_history[0]["loss"])
+
+
+def test_files_and_adapters(make, tmp_path):
+    trainer = make(RePULSeGRPOTrainer, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    folder = tmp_path / "out" / "checkpoint-1"
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(folder), trainer.model)
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(folder / "proposal"), trainer.proposal.module)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False)
+    trainer = make(RePULSeGRPOTrainer, extra={"peft_config": config}, beta=0.1, max_steps=3)
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, start[name])}
+    assert changed == {name for name in start if "lora_" in name}
+
+
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
+def test_what_writes_into_completions_is_refused(make, name):
+    with pytest.raises(ValueError, match=f"`{name}` does not go with a negative term.*set `alpha=0`"):
+        make(RePULSeGRPOTrainer, model="not a model", extra={name: [len] if name == "tools" else len})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("reward_transform", {"reward_transform": "exponential"}),
+        ("reward_transform", {"reward_transform": "exponential", "alpha": 0.0}),
+        ("negative_loss", {"negative_loss": "reinforce"}),
+        ("num_proposal_generations", {"num_proposal_generations": 12}),
+        ("temperature", {"temperature": 0.7}),
+        ("disable_dropout", {"disable_dropout": False}),
+    ],
+)
+def test_refused_settings(tmp_path, name, settings):
+    with pytest.raises(ValueError, match=f"^`{name}="):
+        RePULSeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **(TERM | settings))

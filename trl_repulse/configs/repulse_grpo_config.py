@@ -1,0 +1,49 @@
+"""Configuration of [`~trl_repulse.RePULSeGRPOTrainer`]."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trl import GRPOConfig
+
+from ._checks import check_grpo_config, check_repulse_config
+from .engine_config import EngineConfig
+from .negative_term_config import NegativeTermConfig
+from .reward_config import RewardConfig
+from .scoring_config import ScoringConfig
+
+
+@dataclass
+class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`RePULSeGRPOTrainer`].
+
+    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`RewardConfig`] (negative data),
+    [`~trl_repulse.configs.EngineConfig`] (vLLM), [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`]. `beta` is the KL coefficient, and `target_dist_beta` the inverse temperature of the target
+    distribution. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler apply to each model on its own; only the
+    proposal's learning rate can differ.
+
+    Parameters:
+        logprob_reduction (`str`, *optional*, defaults to `"mean"`):
+            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention that the
+            published `alpha` belongs to) or their `"sum"`. GRPO's own loss has `loss_type`.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
+    >   differ from pass to pass.
+    """
+
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},
+    )
+    logprob_reduction: Literal["mean", "sum"] = field(
+        default="mean",
+        metadata={"help": "How token log-probabilities enter the negative term: their `mean` or their `sum`."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_grpo_config(self)
+        check_repulse_config(self)

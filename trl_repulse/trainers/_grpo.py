@@ -1,0 +1,206 @@
+"""TRL's GRPO trainer with what all trainers here share: what PPO and RePULSe on GRPO stand on.
+
+Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens, T completion tokens.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+
+from .._checks import (
+    check_adapters,
+    check_arguments,
+    check_datasets,
+    check_eval_batch,
+    check_reward_funcs,
+    check_rows,
+)
+from .._model_checks import check_language_model
+from ._deepspeed import connect
+from ._hooks import TrainerHooks, transform_rewards
+from ._layout import Layout
+from ._metrics import drop_batch_means, highest, lowest, mean
+from ._naming import check_loadable
+from ._records import append_negatives
+from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
+from ._scoring import Scores, token_log_probs
+from ._trl_bridge import require_pinned
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from peft import PeftConfig, PeftModel
+
+# Losses that are sums over a batch's tokens; the others are means over its completions
+_OVER_TOKENS = ("dapo", "cispo", "vespo", "bnpo")
+
+
+class GRPOBase(TrainerHooks, GRPOTrainer):
+    """
+    What is not of an algorithm: checks of all arguments, rewards, tables, what is logged, true positions.
+
+    Args:
+        model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
+            As for [`~trl.GRPOTrainer`].
+    """
+
+    # What GRPO logs that is not of this algorithm, or is logged anew: the beginnings of names
+    _dropped: tuple[str, ...] = ("reward", "sampling/")
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: "list[Callable] | None" = None,
+        rollout_func: "Callable | None" = None,
+        environment_factory: "Callable | dict[str, Callable] | None" = None,
+    ):
+        require_pinned()
+        check_arguments(self._config_cls, args, model=model, **self._passed)
+        args = self._configuration(model, args)
+        connect(args)
+        if eval_dataset is not None:
+            check_eval_batch(args)
+        if environment_factory is None:  # an environment may bring prompts and rewards
+            check_reward_funcs(reward_funcs)
+            check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+        adapters = [peft_config, *self._more_adapters]
+        check_adapters(model, *adapters)
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._passed)
+        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
+        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
+        if reward_funcs is not None:
+            reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
+        self._build_first(model, reward_funcs, args, quantization_config, peft_config)
+        with self._engine_fits(args, model, adapters):
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
+        self._check_policy(adapters)
+        self._take_engine()
+        if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
+            self._check_templates(train_dataset, eval_dataset)
+        self._check_reward_functions()
+        self._prepare_scoring()
+
+    def _build_first(
+        self, model: Any, reward_funcs: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> None:
+        """Builds what must be built before TRL wraps or patches the policy."""
+
+    # Sampling
+
+    def _written(self, generated):
+        tool_mask = generated[2]
+        return super()._written(generated) if tool_mask is None else [sum(mask) for mask in tool_mask]
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rewards_per_func = rewards_per_func  # (B_all, F)
+        return rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
+        mode = "train" if self.model.training else "eval"
+        if self.environment_factories is None:
+            check_rows(inputs)
+        with self._weighing(self._real_rows(len(inputs))) as metrics:
+            batch = super()._generate_and_score_completions(inputs)
+            drop_batch_means(metrics, *self._dropped)
+        batch["completion_mask"] = batch["completion_mask"] * self._are_real(len(inputs)).unsqueeze(1)
+        if mode == "eval":
+            counted = batch["completion_mask"] * batch.get("tool_mask", 1)
+            batch["num_items_in_batch"] = self.accelerator.gather(counted.sum()).sum()
+        self._trim_logs(len(inputs) * self.accelerator.num_processes - self._real_rows(len(inputs)))
+        self._log_sampling(batch)
+        rewards = self._weigh_rewards(self._rewards_per_func)
+        if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
+            transformed = None
+            if self.args.reward_transform is not None:
+                transformed = transform_rewards(self.args, rewards).tolist()
+            prompts, completions = (list(self._logs[name]) for name in ("prompt", "completion"))
+            append_negatives(self, "policy", prompts, completions, rewards.tolist(), transformed)
+        first = self.accelerator.process_index * len(inputs)
+        return batch | {"rewards": rewards[first : first + len(inputs)]}  # (B,)
+
+    # Loss
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        counted = self.accelerator.reduce((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum(), "sum").item()
+        with self._weighing(counted):
+            loss = super()._compute_loss(model, inputs)
+        rows = len(inputs["completion_mask"])
+        if self.args.loss_type in _OVER_TOKENS:
+            self._loss_count = inputs["num_items_in_batch"].item()
+            return loss
+        self._loss_count = self._real_rows(rows)
+        if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
+            loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
+        aux_loss = options.get("compute_aux_loss", False)  # of the other options, those of images do not come
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
+            return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
+
+        size = options.get("batch_size") or len(input_ids)
+        chunks = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        parts = [self._in_rows(log_probs, *chunk, logits_to_keep) for chunk in chunks]
+        log_p, entropies, aux_losses = zip(*parts, strict=True)
+        self._scored_log_p = torch.cat(log_p).detach()
+        entropy = torch.cat(entropies) if options.get("compute_entropy") else None
+        return torch.cat(log_p), entropy, torch.stack(aux_losses).mean() if aux_loss else None
+
+    # Logging
+
+    def _log_sampling(self, batch: dict[str, torch.Tensor]) -> None:
+        """Logs what GRPO says of vLLM's log-probabilities and of its corrections of them."""
+        if "importance_sampling_ratio" not in batch:
+            return
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        self._log_gap((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask])
+        ratio = batch["importance_sampling_ratio"]  # (B, T), or (B, 1) of whole completions
+        counted = mask if ratio.shape == mask.shape else self._are_real(len(mask)).unsqueeze(1)
+        names = {"min": lowest, "mean": mean, "max": highest}
+        names = {f"sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
+        self._record(names, self._everyones(ratio[counted]))
+
+    def _trim_logs(self, rows: int) -> None:
+        """Takes the last rows, which only fill up a batch, out of the completions table."""
+        names = ("prompt", "completion", "advantages")
+        columns = [self._logs[name] for name in names]
+        for column in (*columns, *self._logs["rewards"].values(), *self._logs["extra"].values()):
+            for _ in range(min(rows, len(column))):
+                column.pop()

@@ -1,0 +1,284 @@
+"""A proposal that learns to draw the policy's bad outputs, as the negative term of a policy's loss.
+
+Axis letters: U units of n policy samples and m proposal samples, P prompts, N policy samples and K proposal samples of a prompt,
+T completion tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..importance import log_importance_weights, normalize_weights
+from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
+from ._beside import PROPOSAL_FOLDER
+from ._collapse import CollapseWatch
+from ._negative_term import COEFFICIENTS, NEGATIVE, DrawnTerm
+from ._records import log_importance
+from ._trl_bridge import split_tensor_dict
+from ._units import UnitSampling
+from .second_model import SecondModel
+
+
+# What a proposal update needs of a batch of its samples; everything else follows from the models.
+_DRAWN = (
+    "prompt_ids",
+    "prompt_mask",
+    "proposal_completion_ids",
+    "proposal_completion_mask",
+    "proposal_rewards",
+    "proposal_old_log_q",
+)
+
+
+class _UpdateAfterPolicy(TrainerCallback):
+    """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
+
+    def __init__(self, part: "LearnedProposal"):
+        self._part = part
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        pending, self._part.pending = self._part.pending, []
+        self._part.update(pending)
+
+
+class LearnedProposal(DrawnTerm):
+    """
+    Finds the policy's bad outputs with a second model, which learns from each batch of its samples.
+
+    Args:
+        trainer ([`UnitSampling`]):
+            Trainer of the policy.
+        proposal ([`SecondModel`]):
+            The proposal.
+    """
+
+    def __init__(self, trainer: UnitSampling, proposal: SecondModel):
+        super().__init__(trainer)
+        self.proposal = proposal
+        self.pending: list[dict[str, torch.Tensor]] = []  # micro-batches that an update after the policy's learns from
+        self._watch = CollapseWatch(self)
+        if trainer.args.proposal_update_order == "after":
+            trainer.add_callback(_UpdateAfterPolicy(self))
+
+    @property
+    def engine(self) -> Any:
+        return self.proposal.engine
+
+    # The calls of a trainer
+
+    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.sample`]; all but the last of `proposal_updates_per_step` updates are made here."""
+        args = self.trainer.args
+        if self._mode == "train":
+            for _ in range(args.proposal_updates_per_step - 1):
+                chunks = split_tensor_dict(self.draw(rows, batch), args.steps_per_generation)
+                self.update(chunks, advance_schedule=False)
+        return super().sample(rows, batch)
+
+    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.draw`]."""
+        drawn = super().draw(rows, batch)
+        if self.trainer.args.negative_loss == "reinforce" and self.trainer.beta != 0.0:
+            drawn["proposal_ref_log_prob"] = self.trainer._reference_log_prob(drawn, NEGATIVE)
+        return drawn
+
+    def weigh_early(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """As [`DrawnTerm.weigh_early`]."""
+        log_q = self.trainer._score(self.proposal.module, batch, (NEGATIVE,), gradient=False)[0]
+        made = {"proposal_old_log_q": log_q}  # (U, m, T)
+        made |= self.weigh(batch, log_p, log_p_negative, log_q)
+        if not self.trainer._whole(self._mode):
+            made |= self._contrast(batch | made, log_p_negative, log_q, log_q)
+        return made
+
+    def learn(
+        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.learn`]; in training the proposal's gradient is accumulated."""
+        trainer = self.trainer
+        learns = trainer.model.training and trainer.args.proposal_update_order == "before"
+        log_p_negative = inputs.get("proposal_old_log_p", log_p_negative)
+        with self.proposal.gradient_sync(not learns or trainer.accelerator.sync_gradients):
+            # Without gradient the bare model serves; wrappers are for passes that carry one
+            model = self.proposal.engine if learns else self.proposal.module
+            log_q_now = trainer._score(model, inputs, (NEGATIVE,), gradient=learns)[0]
+            log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
+            trainer._log_engine(inputs, NEGATIVE, log_q, f"{PROPOSAL_FOLDER}/")
+            made = {}
+            if COEFFICIENTS[NEGATIVE] not in inputs:
+                made = self.weigh(inputs, log_p, log_p_negative, log_q)
+            if learns:
+                batch = inputs | made
+                if "proposal_coefficients" not in batch:
+                    batch |= self._contrast(batch, log_p_negative, log_q, log_q_now.detach())
+                self._accumulate(batch, log_q_now, log_p_negative, trainer.current_gradient_accumulation_steps)
+        if trainer.model.training and not learns:
+            self.pending.append({key: inputs[key] for key in _DRAWN if key in inputs})
+        return made
+
+    def end_of_micro_batch(self) -> None:
+        """Updates the proposal once its gradient is complete, unless it waits for the policy."""
+        if self.trainer.args.proposal_update_order == "before" and self.trainer.accelerator.sync_gradients:
+            self._step()
+
+    # Weights
+
+    def weigh(
+        self,
+        batch: dict[str, torch.Tensor],
+        own_log_p: torch.Tensor | None,
+        log_p: torch.Tensor,
+        log_q: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """
+        Importance weights of the proposal samples, and what the policy makes of them.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units of proposal samples with their rewards and, where they serve the policy's loss, its own samples.
+            own_log_p (`torch.Tensor` of shape `(U, n, T)`, *optional*):
+                Log-probabilities (nats) of the policy's own samples.
+            log_p, log_q (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) of the proposal's samples under the sampling-time models, detached.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and
+            `negative_coefficients` of the policy loss, each of shape `(U, m)`.
+        """
+        trainer, args, size = self.trainer, self.trainer.args, self.size(self._mode)
+        rewards = batch["proposal_rewards"]
+        samples = [trainer._to_prompts(x, size) for x in (log_p, log_q, batch[f"{NEGATIVE}_mask"])]
+
+        def log_weights(beta: float | None) -> torch.Tensor:
+            log_potential = trainer._to_prompts(self.log_potential(rewards, beta), size)
+            return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, K)
+
+        log_w = log_weights(None)
+        log_importance(trainer, PROPOSAL_FOLDER, log_w, trainer._to_prompts(~rewards.isnan(), size))
+        weights = {"proposal_w": trainer._to_units(normalize_weights(log_w), rewards)}
+        if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
+            self._watch.look(batch | {"old_log_p": own_log_p}, log_w, samples[0], samples[2])
+            negative_log_w = log_w if args.reweighting_beta is None else log_weights(args.reweighting_beta)
+            returns = [None, None]
+            if args.negative_loss == "reinforce":
+                returns = [
+                    trainer._to_prompts(trainer._returns(batch, log_p, "proposal_"), size),
+                    trainer._to_prompts(batch["returns"], trainer._num_generations(self._mode)),
+                ]
+            negative = self.coefficients(negative_log_w, *returns)
+            weights[COEFFICIENTS[NEGATIVE]] = trainer._to_units(negative, rewards)
+        return weights
+
+    # Learning
+
+    def update(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
+        """
+        One update on samples already drawn, against the policy as it is now.
+
+        Args:
+            chunks (`list[dict[str, torch.Tensor]]`):
+                Micro-batches of proposal samples, each of whole prompts.
+            advance_schedule (`bool`, *optional*, defaults to `True`):
+                Whether the proposal's learning rate moves on, as it does once for each update of the policy.
+        """
+        trainer = self.trainer
+        for i, chunk in enumerate(chunks):
+            with self.proposal.gradient_sync(i == len(chunks) - 1):
+                log_p = trainer._score(trainer.model, chunk, (NEGATIVE,), gradient=False)[0]
+                log_q_now = trainer._score(self.proposal.engine, chunk, (NEGATIVE,))[0]
+                log_q = chunk.get("proposal_old_log_q", log_q_now.detach())
+                batch = chunk | self.weigh(chunk, None, log_p, log_q)
+                batch |= self._contrast(batch, log_p, log_q, log_q_now.detach())
+                self._accumulate(batch, log_q_now, log_p, len(chunks))
+        self._step(advance_schedule)
+
+    def _accumulate(
+        self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor, micro_batches: int
+    ) -> None:
+        """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples."""
+        loss = self._loss(batch, log_q_now, log_p)
+        self.proposal.backward(loss / micro_batches)
+        self.trainer._log_mean(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
+
+    def _step(self, advance_schedule: bool = True) -> None:
+        self.trainer._update_second(PROPOSAL_FOLDER, advance_schedule)
+        if self.trainer.use_vllm:
+            self.trainer.vllm_generation.changed(PROPOSAL_FOLDER)
+
+    def _contrast(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_q: torch.Tensor, log_q_now: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """
+        What a prompt's samples set against their weights in the proposal's loss; needs them together; detached.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with `proposal_w`, `proposal_completion_mask` and `proposal_rewards`; samples without a reward take part in
+                nothing.
+            log_p, log_q, log_q_now (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the policy, and under the proposal as it was sampled and as it is; detached.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `proposal_coefficients`: of shape `(U, m, T)`, the token coefficients of CTL (w − w⁻_t, or
+            w alone without its second term); of shape `(U, m)`, SIXO's weights towards the policy. DPG needs none and gets its
+            weights back.
+        """
+        trainer, args, rewards = self.trainer, self.trainer.args, batch["proposal_rewards"]
+        if args.proposal_loss == "dpg":
+            return {"proposal_coefficients": batch["proposal_w"]}
+        units = (log_q, log_p, batch["proposal_w"], batch[f"{NEGATIVE}_mask"], ~rewards.isnan(), log_q_now)
+        *samples, scored, log_q_now = (trainer._to_prompts(x, self.size(self._mode)) for x in units)
+        if args.proposal_loss == "sixo":
+            coefficients = sixo_negative_weights(*samples, scored)
+        else:
+            coefficients = ctl_coefficients(
+                log_q_now,
+                *samples,
+                second_term=args.proposal_loss != "ctl_no_second_term",
+                parameterization=args.proposal_parameterization,
+                scored=scored,
+            )
+        return {"proposal_coefficients": trainer._to_units(coefficients, rewards)}
+
+    def _loss(self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+        """
+        The proposal's loss on one micro-batch of its samples.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with `proposal_w` of shape `(U, m)` and the `proposal_coefficients` of [`_contrast`].
+            log_q_now (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the proposal, carrying gradient.
+            log_p (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the sampling-time policy.
+
+        Returns:
+            `torch.Tensor`: Scalar, a mean over the samples.
+        """
+        args, mask = self.trainer.args, batch[f"{NEGATIVE}_mask"]
+        weights = batch["proposal_w"], batch["proposal_coefficients"]
+        if args.proposal_loss == "dpg":
+            with torch.no_grad():
+                log_p_all = self._all_log_probs(self.trainer.model, batch)
+            log_q_all = self._all_log_probs(self.proposal.engine, batch)
+            return dpg_loss(log_q_all, log_p_all, batch[f"{NEGATIVE}_ids"], weights[0], mask)
+        if args.proposal_loss == "sixo":
+            return sixo_loss(log_q_now, log_p, *weights, mask)
+        return log_ratio_loss(log_q_now, log_p, weights[1], mask, parameterization=args.proposal_parameterization)
+
+    def _all_log_probs(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
+        ids, mask = batch[f"{NEGATIVE}_ids"], batch[f"{NEGATIVE}_mask"]
+        units, m, width = ids.shape
+        input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(m, 0), ids.flatten(0, 1)], dim=1)
+        attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(m, 0), mask.flatten(0, 1)], dim=1)
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+            positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+            logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+            return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
+
+        return self.trainer._by_length(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)

@@ -1,0 +1,243 @@
+"""The negative term of a policy's loss: samples that find the policy's bad outputs, weighed, and pushed down.
+
+It is a part that a trainer of units *has*, whatever the rest of the trainer's loss is. The trainer drives it with
+
+- `drawing()`, a context around the policy's own sampling, in which vLLM can draw for both;
+- `sample(rows, batch)` for each generation batch: what joins it. Samples are drawn here, and weighed where that cannot wait;
+- `learn(inputs, log_p, log_p_negative)` for each micro-batch: what its loss still lacks. A proposal learns here;
+- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, and their coefficients,
+  `own_negative_coefficients` and `negative_coefficients`, by which the trainer adds them to its loss;
+- `end_of_micro_batch()` once the gradient is there.
+
+In return it asks for what [`UnitSampling`] has: samples for rows, their log-probabilities, prompts put together from units.
+
+Axis letters: U units of n policy samples and m others, P prompts, N policy samples and K others of a prompt, T completion tokens.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ..importance import normalize_weights
+from ..losses import negative_coefficients, negative_reinforce_coefficients
+from ..rewards.transforms import (
+    class_log_potential,
+    geometric_schedule,
+    indicator_log_potential,
+    tilted_log_potential,
+)
+from ._beside import PROPOSAL_FOLDER
+from ._records import log_importance, new_logs, record_samples
+from ._trl_bridge import sampling_from
+from ._units import UnitSampling
+
+
+OWN, NEGATIVE = "completion", "proposal_completion"
+# By what the samples of a set are multiplied in the loss
+COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficients"}
+
+
+class NegativeTerm:
+    """
+    The negative term of a policy that is its own proposal: its samples, weighed by the potential alone.
+
+    Args:
+        trainer ([`UnitSampling`]):
+            Trainer of the policy.
+    """
+
+    completions: tuple[str, ...] = (OWN,)
+    engine: Any = None  # what the others are drawn from; the policy if `None`
+    temperature = 1.0
+
+    def __init__(self, trainer: UnitSampling):
+        self.trainer = trainer
+        self.logs = new_logs(trainer.args.generation_batch_size)
+
+    # The calls of a trainer
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the policy's samples are drawn."""
+        return contextlib.nullcontext()
+
+    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        What joins a generation batch.
+
+        Args:
+            rows (`list[dict]`):
+                This process's rows of the data set, one a policy sample.
+            batch (`dict[str, torch.Tensor]`):
+                Their units: `prompt_ids` and `prompt_mask` of shape `(U, L)`, `completion_ids` and `completion_mask` of shape
+                `(U, n, T)`, `rewards` of shape `(U, n)` and, where there are some, `old_log_p` (nats, under the sampling-time
+                policy) of shape `(U, n, T)` and `returns` of shape `(U, n)`.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Samples, and where they are weighed now also the coefficients, with U first.
+        """
+        return self.weigh(batch) if self.trainer._weighs_early(self._mode) else {}
+
+    def learn(
+        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """
+        What the loss of a micro-batch lacks.
+
+        Args:
+            inputs (`dict[str, torch.Tensor]`):
+                Its units.
+            log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
+                Log-probabilities (nats) under the policy, detached: at sampling time of its own samples, and now of the
+                others. Not needed where samples were weighed as they were drawn.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Coefficients, if they are not there yet.
+        """
+        made = COEFFICIENTS[self.completions[-1]] in inputs
+        return {} if made else self.weigh(inputs, log_p, log_p_negative)
+
+    def end_of_micro_batch(self) -> None:
+        """Updates what learns, once the gradient of an update is complete."""
+
+    # Sampling
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.trainer.model.training else "eval"
+
+    def size(self, mode: str) -> int:
+        """K: how many samples beside the policy's own a prompt gets."""
+        configured = self.trainer.args.num_proposal_generations
+        return configured if mode == "train" and configured is not None else self.trainer._num_generations(mode)
+
+    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Samples for the prompts of a generation batch, in the units of its policy samples."""
+        trainer, mode = self.trainer, self._mode
+        n = trainer._unit_size(mode)
+        m = self.size(mode) * n // trainer._num_generations(mode)
+        if m != n:
+            rows = [row for row in rows[::n] for _ in range(m)]
+        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(mode), self.temperature):
+            samples = trainer._draw(rows)
+        record_samples(trainer, samples, self.logs, "proposal")
+        width = samples.completion_ids.size(1)  # T
+        drawn = {
+            "prompt_ids": batch["prompt_ids"],
+            "prompt_mask": batch["prompt_mask"],
+            "proposal_completion_ids": samples.completion_ids.view(-1, m, width),  # (U, m, T)
+            "proposal_completion_mask": samples.completion_mask.view(-1, m, width),  # (U, m, T)
+            "proposal_rewards": samples.rewards.view(-1, m),  # (U, m)
+        }
+        if samples.engine_log_p is not None:
+            drawn["proposal_completion_engine_log_p"] = samples.engine_log_p.view(-1, m, width)  # (U, m, T)
+        return drawn
+
+    # Weights
+
+    def scheduled(self, name: str) -> float:
+        """`alpha` or `target_dist_beta` at this update."""
+        args, state = self.trainer.args, self.trainer.state
+        start, end = getattr(args, f"{name}_start"), getattr(args, name)
+        if start is None:
+            return end
+        last = max(state.max_steps - 1, 1)
+        return geometric_schedule(start, end, min(state.global_step / last, 1.0))
+
+    def log_potential(self, rewards: torch.Tensor, beta: float | None = None) -> torch.Tensor:
+        """log φ of each sample, nats; the raw reward decides, never the transformed one."""
+        args = self.trainer.args
+        beta = self.scheduled("target_dist_beta") if beta is None else beta
+        if args.potential == "indicator":
+            return indicator_log_potential(rewards, args.bad_reward_threshold)
+        if args.potential == "class":
+            return class_log_potential(rewards, beta, args.target_class)
+        return tilted_log_potential(rewards, beta, args.reward_cap)
+
+    def coefficients(
+        self, log_w: torch.Tensor, returns_negative: torch.Tensor | None, returns: torch.Tensor | None
+    ) -> torch.Tensor:
+        """
+        What the log-probabilities of weighted samples are multiplied with in the policy loss.
+
+        Args:
+            log_w (`torch.Tensor` of shape `(P, K)`):
+                Log-weights, −inf for samples without a reward.
+            returns_negative, returns (`torch.Tensor` of shape `(P, K)` and `(P, N)`, *optional*):
+                Returns of these samples and of the policy's, which `negative_loss="reinforce"` needs.
+
+        Returns:
+            `torch.Tensor` of shape `(P, K)`.
+        """
+        args, alpha = self.trainer.args, self.scheduled("alpha")
+        if args.uniform_weights:
+            log_w = torch.where(log_w == -torch.inf, log_w, torch.zeros_like(log_w))
+        normalized_w = normalize_weights(log_w)
+        if args.negative_loss == "push_down":
+            return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
+        baseline = args.negative_baseline if log_w.size(1) > 1 else "none"  # one sample: only in evaluation
+        return negative_reinforce_coefficients(
+            normalized_w, returns_negative, alpha, baseline, returns, args.alpha_normalization
+        )
+
+    def weigh(
+        self,
+        batch: dict[str, torch.Tensor],
+        log_p: torch.Tensor | None = None,
+        log_p_negative: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """
+        What the policy makes of the bad ones among its samples.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with `rewards` of shape `(U, n)` and, for `negative_loss="reinforce"`, `returns` of the same shape.
+            log_p, log_p_negative:
+                As for [`learn`]; not needed here.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)`.
+        """
+        trainer, rewards = self.trainer, batch["rewards"]
+        size = trainer._num_generations(self._mode)
+        log_w = trainer._to_prompts(self.log_potential(rewards, trainer.args.reweighting_beta), size)  # (P, N)
+        scored = ~log_w.isnan()
+        log_w = torch.where(scored, log_w, -torch.inf)
+        log_importance(trainer, "negative", log_w, scored)
+        returns = None
+        if trainer.args.negative_loss == "reinforce":
+            returns = trainer._to_prompts(batch["returns"], size)
+        return {COEFFICIENTS[OWN]: trainer._to_units(self.coefficients(log_w, returns, returns), rewards)}
+
+
+class DrawnTerm(NegativeTerm):
+    """A negative term of samples that are drawn for it, beside the policy's own."""
+
+    completions = (OWN, NEGATIVE)
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""
+        trainer, mode = self.trainer, self._mode
+        if not trainer.use_vllm:
+            return contextlib.nullcontext()
+        n = trainer._unit_size(mode)
+        rows = n, self.size(mode) * n // trainer._num_generations(mode)
+        name = "policy" if self.engine is None else PROPOSAL_FOLDER
+        return trainer.vllm_generation.together(name, rows, self.temperature)
+
+    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.sample`]."""
+        trainer, drawn = self.trainer, self.draw(rows, batch)
+        if not trainer._weighs_early(self._mode):
+            return drawn
+        batch = batch | drawn
+        names = (NEGATIVE,) if "old_log_p" in batch else (NEGATIVE, OWN)
+        log_p, own_log_p, *_ = trainer._score(trainer.model, batch, names, gradient=False)
+        early = self.weigh_early(batch, batch.get("old_log_p", own_log_p), log_p)
+        return drawn | {"proposal_old_log_p": log_p} | early  # (U, m, T)
+
+    def weigh_early(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What there is to say of samples that were just drawn, from the policy's log-probabilities, as for [`learn`]."""
+        return self.weigh(batch, log_p, log_p_negative)

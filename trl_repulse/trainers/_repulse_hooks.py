@@ -1,0 +1,150 @@
+"""What gives a trainer of units a negative term, and the proposal that it may need."""
+
+import contextlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._checks import check_arguments
+from ..configs import NegativeTermConfig
+from ._beside import PROPOSAL_FOLDER
+from ._cards import write_proposal_card
+from ._hot_policy import HotPolicy
+from ._hub import ProposalUploads
+from ._learned_proposal import LearnedProposal
+from ._negative_term import NegativeTerm
+from ._peft_bridge import BaseView
+from ._proposal import (
+    adapter_config,
+    build_proposal,
+    lends_reference,
+    serve_proposal,
+    starting_point,
+)
+from ._records import show_completions
+from ._resume import RESUME_STATE
+from ._rewards import check_separate_rewards
+from ._trl_bridge import no_reference_built
+from ._units import UnitSampling
+from .second_adapter import SecondAdapter
+from .second_model import SecondModel
+
+
+class RePULSeHooks(ProposalUploads):
+    """
+    Mixin before a trainer of units ([`UnitSampling`]): it has a negative term (`_negative`) unless `alpha` is 0.
+
+    Args:
+        model, reward_funcs, args, rest, options:
+            The trainer's arguments; `args` has the fields of [`~trl_repulse.configs.NegativeTermConfig`].
+        proposal_model, proposal_peft_config:
+            As for [`RePULSeTrainer`].
+    """
+
+    _withheld = (*UnitSampling._withheld, *RESUME_STATE)
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *rest: Any,
+        proposal_model: Any = None,
+        proposal_peft_config: Any = None,
+        **options: Any,
+    ):
+        check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
+        given = self._by_name(model, reward_funcs, args, *rest, **options)
+        peft_config, quantization_config = given.get("peft_config"), given.get("quantization_config")
+        _check_turns(args, given)
+        self._passed = {"proposal_model": proposal_model}
+        lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
+        proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
+        trained = proposal_peft_config is None and peft_config is None
+        check_separate_rewards(reward_funcs, proposal_model, "`proposal_model`", trained)
+        self._more_adapters = [proposal_peft_config, adapter_config(proposal_model)]
+        with no_reference_built(args) if lends_base else contextlib.nullcontext():
+            super().__init__(model, reward_funcs, args, *rest, **options)
+
+        self.proposal: SecondModel | None = None
+        self._negative: NegativeTerm | None = None
+        if self.args.draws_hot:
+            self._negative = HotPolicy(self)
+        elif self.args.alpha > 0 and self.args.use_policy_as_proposal:
+            self._negative = NegativeTerm(self)
+        elif self.args.has_proposal:
+            self.proposal = build_proposal(
+                proposal_model, self, peft_config, proposal_peft_config, quantization_config
+            )
+            self._beside = {**self._beside, PROPOSAL_FOLDER: self.proposal}
+            self._guard_model("proposal", self.proposal.module)
+            if lends_base:
+                self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
+            if self.use_vllm:
+                serve_proposal(self, self.proposal)
+            self._negative = LearnedProposal(self, self.proposal)
+
+    @classmethod
+    def _by_name(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        """A constructor's arguments by the names that the base writes out, those of parts between them left out."""
+        signatures = (inspect.signature(base.__init__) for base in cls.__mro__)
+        signature = next(each for each in signatures if "peft_config" in each.parameters)
+        named = {name: value for name, value in options.items() if name in signature.parameters}
+        return signature.bind_partial(cls, *args, **named).arguments
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        with contextlib.nullcontext() if self._negative is None else self._negative.drawing():
+            return super()._generate_and_score_completions(inputs)
+
+    def update_proposal(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
+        """
+        One proposal update on samples already drawn, against the policy as it is now.
+
+        Args:
+            chunks (`list[dict[str, torch.Tensor]]`):
+                Micro-batches of proposal samples, each of whole prompts.
+            advance_schedule (`bool`, *optional*, defaults to `True`):
+                Whether the proposal's learning rate moves on, as it does once for each update of the policy.
+        """
+        self._negative.update(chunks, advance_schedule)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._negative is not None:
+            self._negative.end_of_micro_batch()
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        if self._negative is not None:
+            show_completions(self, self._negative.logs, "proposal_completions")
+
+    # Saving and loading
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it
+            self.proposal.module.requires_grad_(False)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _describe_second(self, path: Path) -> None:
+        if path.name == PROPOSAL_FOLDER:
+            name = self.args.hub_model_id or Path(self.args.output_dir).name
+            write_proposal_card(path, name, self.args.potential, self.args.target_dist_beta)
+
+    def _save_checkpoint(self, model, trial):
+        # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
+        is_adapter = isinstance(self.proposal, SecondAdapter)
+        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+            super()._save_checkpoint(model, trial)
+
+
+def _check_turns(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
+    """Refuses what writes into completions: neither would a proposal's use of it be safe, nor do weights count its tokens."""
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if given.get(name) and (args is None or args.alpha > 0):
+            raise ValueError(
+                f"`{name}` does not go with a negative term: what finds the policy's bad outputs would act with it too, and not all "
+                f"tokens are the model's. Leave `{name}` out, or set `alpha=0`."
+            )

@@ -1,0 +1,93 @@
+"""A negative term beside the loss of TRL's GRPO trainer, whose batches are of rows: units of one policy sample.
+
+Axis letters: B rows of a generation batch or of a micro-batch, each with m samples beside its own, T completion tokens.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ._negative_term import COEFFICIENTS, NEGATIVE, OWN
+from ._peft_bridge import trainable_kept
+from ._repulse_hooks import RePULSeHooks
+from ._units import UnitSampling
+from .second_adapter import SecondAdapter
+
+
+_OLD = {OWN: "old_log_p", NEGATIVE: "proposal_old_log_p"}
+
+
+class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
+    """
+    Mixin before a trainer on TRL's GRPO, whose generation batches hold `rewards`: it has a negative term unless `alpha` is 0.
+
+    All weights are made as samples are drawn, since TRL cuts prompts apart. One pass serves both terms of the loss.
+    """
+
+    _units: dict[str, torch.Tensor] | None = None  # of the micro-batch whose loss TRL computes
+
+    def _unit_size(self, mode: str) -> int:
+        return 1
+
+    def _weighs_early(self, mode: str) -> bool:
+        return True
+
+    def _whole(self, mode: str) -> bool:
+        return False
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
+        # TRL turns adapters off for the reference, and PEFT then freezes the proposal's
+        is_adapter = isinstance(self.proposal, SecondAdapter)
+        with trainable_kept(self.model) if is_adapter else contextlib.nullcontext():
+            batch = super()._generate_and_score_completions(inputs)
+        return batch if self._negative is None else batch | self._negative.sample(inputs, _in_units(batch))
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self._negative is None:
+            return super()._compute_loss(model, inputs)
+        units = _in_units(inputs)
+        self._negative.learn(units, None, None)  # a proposal's activations are gone before the policy's come
+        with self._scoring(units):
+            loss = super()._compute_loss(model, inputs)
+
+        pushed, rows = 0.0, len(inputs["completion_mask"])
+        for name, log_p in self._scored.items():
+            if COEFFICIENTS[name] in units:
+                old_log_p = None if self._on_policy else units.get(_OLD[name])
+                pushed = pushed + self._policy_loss(log_p, units[f"{name}_mask"], units[COEFFICIENTS[name]], old_log_p)
+        if self.model.training:
+            return loss + pushed / self.current_gradient_accumulation_steps
+        # Rows that fill up a batch add 0, and do not count
+        return loss + pushed * (rows * self.accelerator.num_processes / max(self._real_rows(rows), 1))
+
+    @contextlib.contextmanager
+    def _scoring(self, units: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Context in which the pass that TRL asks for is over all samples of a micro-batch, whose scores are kept."""
+        self._units = units
+        try:
+            yield
+        finally:
+            self._units = None
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
+        if self._units is None:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **options
+            )
+        *scores, entropy, aux_loss = self._score(model, self._units, self._negative.completions)
+        self._scored = dict(zip(self._negative.completions, scores, strict=True))  # (B, 1, T) and (B, m, T)
+        log_p = scores[0].squeeze(1)
+        self._scored_log_p = log_p.detach()
+        return log_p, entropy.squeeze(1), aux_loss
+
+
+def _in_units(rows: dict[str, torch.Tensor | Any]) -> dict[str, torch.Tensor]:
+    """What a negative term reads of rows, as units of one policy sample."""
+    units = {name: rows[name] for name in ("prompt_ids", "prompt_mask")}
+    units |= {name: rows[name].unsqueeze(1) for name in ("completion_ids", "completion_mask", "rewards")}
+    if "old_per_token_logps" in rows:
+        units["old_log_p"] = rows["old_per_token_logps"].unsqueeze(1)
+    drawn = {name: value for name, value in rows.items() if name.startswith("proposal_")}
+    return units | drawn | {name: rows[name] for name in COEFFICIENTS.values() if name in rows}

@@ -1,0 +1,54 @@
+"""RePULSe on PPO: the value model's advantages, and a negative term beside PPO's clipped loss."""
+
+from ..configs import RePULSePPOConfig
+from ._rows import RowsWithNegativeTerm
+from .ppo_trainer import PPOTrainer
+
+
+class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
+    """
+    Trainer for PPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
+    Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
+
+    The policy takes PPO's steps on its own samples, as in [`PPOTrainer`], and lowers the log-probability of samples that find its
+    bad outputs, weighted by importance and by `alpha`: those of a proposal that learns, as in [`RePULSeTrainer`], or with
+    `use_policy_as_proposal=True` the policy's own or, with `proposal_temperature` above 1, hotter ones. The negative term is added to
+    PPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`) log-probability. Where a generation
+    batch serves several updates, it is clipped as in [`RePULSeTrainer`]. With `alpha=0` the updates are [`PPOTrainer`]'s.
+
+    Value model and proposal are saved to `output_dir/value` and `output_dir/proposal`, are part of each checkpoint, and are not
+    uploaded with the policy.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse import RePULSePPOConfig, RePULSePPOTrainer
+    >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
+
+    >>> args = RePULSePPOConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> trainer = RePULSePPOTrainer(
+    ...     model=policy_path(),
+    ...     reward_funcs=reward_model_path(),
+    ...     args=args,
+    ...     train_dataset=load_prompts(),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config, value_model, value_peft_config:
+            As for [`PPOTrainer`].
+        args ([`RePULSePPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+        proposal_model, proposal_peft_config:
+            As for [`RePULSeTrainer`], by name.
+
+    Raises:
+        `ValueError`: If tools, a `rollout_func` or an `environment_factory` is given where there is a negative term; else as
+            [`PPOTrainer`] and [`RePULSeTrainer`].
+    """
+
+    _tag_names = ["trl", "trl-repulse", "repulse", "ppo"]
+    _name = "RePULSe with PPO"
+    _config_cls = RePULSePPOConfig
