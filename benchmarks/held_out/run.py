@@ -56,6 +56,7 @@ def trainer_of(name: str) -> tuple[type, type]:
         "repulse": (trl_repulse.RePULSeTrainer, trl_repulse.RePULSeConfig),
         "reinforce": (trl_repulse.ReinforceTrainer, trl_repulse.ReinforceConfig),
         "ppo": (trl_repulse.PPOTrainer, trl_repulse.PPOConfig),
+        "repulse_ppo": (trl_repulse.RePULSePPOTrainer, trl_repulse.RePULSePPOConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
     }
     return trainers[name]
