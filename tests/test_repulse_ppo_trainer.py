@@ -6,7 +6,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from trl_repulse import RePULSePPOConfig, RePULSePPOTrainer
+from trl_repulse import RePULSeGRPOTrainer, RePULSePPOConfig, RePULSePPOTrainer
 
 from .conftest import same_parameters
 
@@ -81,6 +81,20 @@ def test_files(run, tmp_path):
         assert same_parameters(AutoModelForTokenClassification.from_pretrained(folder / "value"), trainer.value.module)
         assert "Do not deploy" in ModelCard.load(folder / "proposal" / "README.md").text
         assert not (folder / "value" / "README.md").exists()
+
+
+@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
+@pytest.mark.parametrize("kind", [*KINDS, "adapters"])
+def test_gradient_checkpointing_changes_nothing(make, trainer_cls, kind):
+    ends = []
+    for checkpointing in (False, True):
+        config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False)
+        extra = {"peft_config": config} if kind == "adapters" else {}
+        trainer = make(trainer_cls, extra=extra, gradient_checkpointing=checkpointing, beta=0.1, **KINDS.get(kind, {}))
+        trainer.train()
+        ends.append([p for name, p in trainer.model.named_parameters() if kind != "adapters" or "lora" in name])
+    for plain, checkpointed in zip(*ends, strict=True):
+        torch.testing.assert_close(checkpointed, plain, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

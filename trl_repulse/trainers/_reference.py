@@ -14,8 +14,7 @@ from ._deepspeed import gathered
 
 
 if TYPE_CHECKING:
-    from .ppo_trainer import PPOTrainer
-    from .reinforce_trainer import ReinforceTrainer
+    from ._hooks import TrainerHooks
 
 logger = get_logger(__name__)
 
@@ -23,14 +22,14 @@ logger = get_logger(__name__)
 REFERENCE = "reference.safetensors"
 
 
-def save_reference(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+def save_reference(trainer: "TrainerHooks", checkpoint: Path) -> None:
     """
     Writes the reference's parameters, if it moves. All processes must call it.
 
     With FSDP's first version, whose parameters are flat, nothing is written.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer between two updates.
         checkpoint (`Path`):
             Folder to write to; created if missing.
@@ -49,12 +48,12 @@ def save_reference(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -
         save_file(weights, checkpoint / REFERENCE)
 
 
-def load_reference(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -> None:
+def load_reference(trainer: "TrainerHooks", checkpoint: Path) -> None:
     """
     Takes up what [`save_reference`] wrote, if the reference moves. All processes must call it.
 
     Args:
-        trainer ([`ReinforceTrainer`] or [`PPOTrainer`]):
+        trainer ([`TrainerHooks`]):
             Trainer that is about to train.
         checkpoint (`Path`):
             Folder of the checkpoint.
@@ -89,6 +88,6 @@ def load_reference(trainer: "ReinforceTrainer | PPOTrainer", checkpoint: Path) -
             p.copy_(weights[name])
 
 
-def _is_flat(trainer: "ReinforceTrainer | PPOTrainer") -> bool:
+def _is_flat(trainer: "TrainerHooks") -> bool:
     accelerator = trainer.accelerator
     return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
