@@ -110,7 +110,13 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
 def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
     """The policy's and the proposal's, each pushed once an update."""
     serve_by(LLM, monkeypatch, lora=True)
-    drawn = []
+    drawn, rooms, options = [], [], _engine.engine_options
+
+    def counted(dtype, adapters=(), **rest):
+        rooms.append(len(adapters))
+        return options(dtype, adapters, **rest)
+
+    monkeypatch.setattr(_engine, "engine_options", counted)
 
     class Watch(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
@@ -131,4 +137,8 @@ def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
     assert trainer.vllm_generation.llm.llm.calls == [16 + 16 // n * m] * 3
     pushes = trainer.vllm_generation.pushes
     assert pushes == {"base": 1, "policy": 3, "proposal": 3}
-    assert any(one["policy"] != one["proposal"] for one in drawn)
+    last = 16 // n * m  # the table holds more draws than one
+    by_prompt = [(one["policy"][::n], one["proposal"][-last:][::m]) for one in drawn]  # the double is greedy
+    assert all(len(own) == len(other) == 16 // n for own, other in by_prompt)
+    assert any(own != other for own, other in by_prompt)
+    assert rooms == [2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
+from trl_repulse import PPOTrainer
 from trl_repulse.trainers._peft_bridge import keep_gradients
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
@@ -83,6 +84,20 @@ def test_weights_packed_for_inference_are_refused(make):
     layers[0].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ValueError, match="packed for inference.*Load it again"):
         keep_gradients(trainer.model, "`model`")
+
+
+def test_the_value_models_adapter_learns(make):
+    """Its head is new and whole; on CPUs with AVX512-BF16 the check of the value model reads it in evaluation mode."""
+    extra = {
+        "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
+        "peft_config": lora("llama"),
+        "value_peft_config": lora("llama"),
+    }
+    trainer = make(PPOTrainer, model="llama", extra=extra, learning_rate=0.1, max_steps=3)  # the head starts at 0
+    matrices = {name: p for name, p in trainer.value.module.named_parameters() if "lora_B" in name}
+    start = {name: p.detach().clone() for name, p in matrices.items()}
+    trainer.train()
+    assert start and all(not torch.equal(p, start[name]) for name, p in matrices.items())
 
 
 def test_gradient_checkpointing_changes_no_update(make):

@@ -72,6 +72,48 @@ def test_evaluation_with_rows_that_fill_up_a_batch(make, prompts, kind, share):
     assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
 
 
+@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
+def test_evaluation_with_one_completion_a_prompt(make, prompts, trainer_cls):
+    """CTL compares a prompt's samples, and evaluation learns nothing."""
+    extra = {"eval_dataset": prompts.select(range(3))}
+    trainer = make(trainer_cls, extra=extra, num_generations_eval=1, per_device_eval_batch_size=4)
+    assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
+
+
+def test_arguments_of_a_users_subclass(make, model_dirs, reward, prompts):
+    """Its own `peft_config` stands before ours, and hides nothing of what is refused."""
+
+    class Mine(RePULSeGRPOTrainer):
+        def __init__(self, *args, peft_config=None, **options):
+            super().__init__(*args, peft_config=peft_config, **options)
+
+    class Fixed(RePULSeGRPOTrainer):
+        def __init__(self, args, peft_config=None):
+            super().__init__(model_dirs["gpt2"], reward, args, prompts, peft_config=peft_config)
+
+    with pytest.raises(ValueError, match="`rollout_func` does not go with a negative term"):
+        make(Mine, extra={"rollout_func": lambda prompts, trainer: {}})
+    assert Fixed(make(RePULSeGRPOTrainer).args)._negative is not None
+
+
+def test_an_update_of_no_proposal(make):
+    trainer = make(RePULSeGRPOTrainer, use_policy_as_proposal=True)
+    with pytest.raises(ValueError, match="There is no proposal to update"):
+        trainer.update_proposal([])
+
+
+def test_value_model_and_proposal_share_no_weights(make, model_dirs):
+    proposal = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    value = AutoModelForTokenClassification.from_pretrained(model_dirs["llama"], num_labels=1)
+    value.model = proposal.model
+    with pytest.raises(ValueError, match="`value_model`.*`proposal_model`"):
+        make(RePULSePPOTrainer, model="llama", extra={"value_model": value, "proposal_model": proposal})
+
+
+def test_cards_refer_to_the_method():
+    assert {cls._paper["id"] for cls in (RePULSePPOTrainer, RePULSeGRPOTrainer)} == {"2510.21184"}
+
+
 def test_files(run, tmp_path):
     trainer = run(save_strategy="steps", save_steps=1, max_steps=1)
     trainer.save_model()

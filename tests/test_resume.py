@@ -273,6 +273,8 @@ def test_changed_settings_are_refused(run, change, message):
         (ReinforceTrainer, {"sync_ref_model": True}),
         (PPOTrainer, {"temperature": 0.5}),
         (PPOTrainer, {"delta": 3.0}),
+        (RePULSeGRPOTrainer, {"scale_rewards": "none"}),
+        (RePULSeGRPOTrainer, {"importance_sampling_level": "sequence"}),
     ],
 )
 def test_changed_sampling_and_objectives_are_refused(make, tmp_path, trainer_cls, change):
@@ -343,14 +345,16 @@ def test_an_adapters_checkpoint_begins_a_new_run(make, tmp_path, model_dirs, tok
     make(trainer_cls, model=model, extra={"processing_class": tokenizer}, **settings).train()
 
 
-@pytest.mark.parametrize("potential", ["indicator", "tilted"])
+@pytest.mark.parametrize("potential", ["indicator", "tilted", "hot"])
 def test_the_threshold_may_change_where_it_only_counts(run, potential):
     settings = {"potential": potential, "bad_reward_threshold": -1.0}
+    if potential == "hot":
+        settings = {"use_policy_as_proposal": True, "proposal_temperature": 1.5, "bad_reward_threshold": -1.0}
     run("an update a generation", "run", max_steps=1, **settings)
     going_on = {"resume": True, "max_steps": 2} | settings
     assert run("an update a generation", "run", **going_on).state.global_step == 2
     going_on |= {"bad_reward_threshold": -2.0, "max_steps": 3}
-    if potential == "indicator":
+    if potential != "tilted":
         with pytest.raises(ValueError, match="`bad_reward_threshold=-2.0` does not go on .*, where it is -1.0"):
             run("an update a generation", "run", **going_on)
     else:

@@ -270,10 +270,9 @@ class VLLMGenerator:
         Returns:
             `tuple`: Prompt ids, completion ids, and the engine's log-probabilities with their token ids.
         """
-        ahead, self._ahead = self._ahead, None
-        wanted = (self._current, self.version, self._temperature)
+        ahead, wanted = self._ahead, (self._current, self.version, self._temperature)
         if ahead is not None and (ahead.wanted, ahead.prompts, images) == (wanted, prompts, None):
-            result = ahead.result
+            result, self._ahead = ahead.result, None
         else:
             self.sync_weights()
             beside = None if images else self._rows_beside(prompts)
@@ -288,8 +287,9 @@ class VLLMGenerator:
             if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
                 self._resident[id(engine)] = None
             if beside is not None:
-                name, temperature = self._beside[:2]
+                name, temperature = self._beside[:2]  # of this call alone
                 result, other = zip(*(_split(part, len(prompts)) for part in result), strict=True)
+                self._beside = None
                 self._ahead = _Ahead((name, self._served[name].version, temperature), beside, other)
         self.log_probs = _of_the_drawn(*result[1:4])
         return result

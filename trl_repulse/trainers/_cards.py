@@ -1,5 +1,6 @@
 """Model cards: what is added to TRL's for the policy, and the warning that goes with a proposal."""
 
+import textwrap
 from collections.abc import Sized
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,21 @@ from huggingface_hub import ModelCard
 if TYPE_CHECKING:
     from ._hooks import TrainerHooks
 
+
+# What the model cards of trainers with a negative term, and of its baseline, refer to
+REPULSE_PAPER = {
+    "title": "Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference",
+    "id": "2510.21184",
+    # docstyle-ignore
+    "citation": textwrap.dedent("""\
+        @inproceedings{zhao2025reducing,
+            title     = {{Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference}},
+            author    = {Stephen Zhao and Aidan Li and Rob Brekelmans and Roger Grosse},
+            year      = 2025,
+            eprint    = {arXiv:2510.21184},
+            booktitle = {Advances in Neural Information Processing Systems 38: Annual Conference on Neural Information Processing Systems 2025, NeurIPS 2025},
+        }"""),
+}
 
 _VERSIONS = "### Framework versions\n\n"
 # TRL's words about a policy that started from a local folder

@@ -366,10 +366,10 @@ class TrainerHooks(SecondModels, PooledMetrics):
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
 
-    def _engine_log_probs(self, completion_mask: torch.Tensor) -> torch.Tensor:
-        """The engine's log-probabilities (B, T) of the completions it has just drawn, NaN where it gave none."""
+    def _engine_log_probs(self, drawn: list[list[float]], completion_mask: torch.Tensor) -> torch.Tensor:
+        """The engine's log-probabilities (B, T) of completions it has `drawn`, NaN where it gave none."""
         log_p = torch.full(completion_mask.shape, torch.nan, device=completion_mask.device)
-        for row, values in zip(log_p, self.vllm_generation.log_probs, strict=True):
+        for row, values in zip(log_p, drawn, strict=True):
             row[: len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
         return log_p
 

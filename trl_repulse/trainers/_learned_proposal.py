@@ -90,7 +90,7 @@ class LearnedProposal(DrawnTerm):
         log_q = self.trainer._score(self.proposal.module, batch, (NEGATIVE,), gradient=False)[0]
         made = {"proposal_old_log_q": log_q}  # (U, m, T)
         made |= self.weigh(batch, log_p, log_p_negative, log_q)
-        if not self.trainer._whole(self._mode):
+        if self._mode == "train" and not self.trainer._whole(self._mode):
             made |= self._contrast(batch | made, log_p_negative, log_q, log_q)
         return made
 

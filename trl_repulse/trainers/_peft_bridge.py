@@ -60,7 +60,7 @@ def keep_gradients(model: nn.Module, argument: str) -> None:
     for layer in model.modules():
         if not isinstance(layer, Linear4bit):
             continue
-        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             raise ValueError(
                 f"{argument} has 4-bit weights that bitsandbytes has packed for inference, which carry no gradient. Load it again, "
                 "and do not run it in evaluation mode before training."

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 
 from .._checks import check_arguments
 from ..configs import NegativeTermConfig
 from ._beside import PROPOSAL_FOLDER
-from ._cards import write_proposal_card
+from ._cards import REPULSE_PAPER, write_proposal_card
 from ._hot_policy import HotPolicy
 from ._hub import ProposalUploads
 from ._learned_proposal import LearnedProposal
@@ -28,7 +29,7 @@ from ._resume import RESUME_STATE
 from ._rewards import check_separate_rewards
 from ._trl_bridge import no_reference_built
 from ._units import UnitSampling
-from .second_adapter import SecondAdapter
+from .second_adapter import POLICY_ADAPTER, SecondAdapter
 from .second_model import SecondModel
 
 
@@ -43,6 +44,7 @@ class RePULSeHooks(ProposalUploads):
             As for [`RePULSeTrainer`].
     """
 
+    _paper = REPULSE_PAPER
     _withheld = (*UnitSampling._withheld, *RESUME_STATE)
 
     def __init__(
@@ -65,6 +67,11 @@ class RePULSeHooks(ProposalUploads):
         trained = proposal_peft_config is None and peft_config is None
         check_separate_rewards(reward_funcs, proposal_model, "`proposal_model`", trained)
         self._more_adapters = [proposal_peft_config, adapter_config(proposal_model)]
+        if proposal_model is None and proposal_peft_config is None and (args is None or args.has_proposal):
+            own = peft_config  # of the policy, and once more of a proposal over its base
+            if own is None and not isinstance(model, str) and is_peft_model(model):
+                own = model.peft_config[POLICY_ADAPTER]
+            self._more_adapters.append(own)
         with no_reference_built(args) if lends_base else contextlib.nullcontext():
             super().__init__(model, reward_funcs, args, *rest, **options)
 
@@ -89,7 +96,8 @@ class RePULSeHooks(ProposalUploads):
     @classmethod
     def _by_name(cls, *args: Any, **options: Any) -> dict[str, Any]:
         """A constructor's arguments by the names that the base writes out, those of parts between them left out."""
-        signatures = (inspect.signature(base.__init__) for base in cls.__mro__)
+        bases = cls.__mro__[cls.__mro__.index(RePULSeHooks) + 1 :]  # a user's subclass may have other arguments
+        signatures = (inspect.signature(base.__init__) for base in bases)
         signature = next(each for each in signatures if "peft_config" in each.parameters)
         named = {name: value for name, value in options.items() if name in signature.parameters}
         return signature.bind_partial(cls, *args, **named).arguments
@@ -108,6 +116,8 @@ class RePULSeHooks(ProposalUploads):
             advance_schedule (`bool`, *optional*, defaults to `True`):
                 Whether the proposal's learning rate moves on, as it does once for each update of the policy.
         """
+        if self.proposal is None:
+            raise ValueError("There is no proposal to update: `alpha` is 0, or `use_policy_as_proposal` is True.")
         self._negative.update(chunks, advance_schedule)
 
     def training_step(self, model, inputs, num_items_in_batch=None):

@@ -67,6 +67,18 @@ _OBJECTIVE = (
     ),
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
     *("disable_dropout", "sync_ref_model", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
+    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "scale_rewards"),
+    *("importance_sampling_level", "off_policy_mask_threshold", "multi_objective_aggregation"),
+    *(
+        "sapo_temperature_neg",
+        "sapo_temperature_pos",
+        "vespo_k_pos",
+        "vespo_lambda_pos",
+        "vespo_k_neg",
+        "vespo_lambda_neg",
+    ),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
 )
 # Another value is not taken up, or only in part, and may be meant.
 _SAID = (
@@ -310,7 +322,7 @@ def _settings(trainer: "TrainerHooks") -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
-    if settings.get("potential") == "indicator":  # others leave it to what is counted
+    if settings.get("potential") == "indicator" or getattr(trainer.args, "draws_hot", False):  # else it only counts
         settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
     if trainer.args.sync_ref_model:
         settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}

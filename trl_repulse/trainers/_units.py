@@ -60,6 +60,7 @@ class UnitSampling(TrainerHooks):
         check_rows(inputs)
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, *rest = self._generate(prompts)
+        engine_log_p = self.vllm_generation.log_probs if self.use_vllm else []  # a reward function may draw too
         completions = rest[len(rest) > 1]  # GRPO gives a mask of tools before them
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         rewards = self._weigh_rewards(rewards_per_func)
@@ -86,7 +87,7 @@ class UnitSampling(TrainerHooks):
             rewards_per_func,
         )
         if self.use_vllm:
-            samples.engine_log_p = self._engine_log_probs(samples.completion_mask)
+            samples.engine_log_p = self._engine_log_probs(engine_log_p, samples.completion_mask)
             self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
         if self.mask_truncated_completions:
             ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]

@@ -90,6 +90,11 @@ def build_value_model(
 
 
 def _load(path: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # not of a head that is new
+        quantization_config = copy.deepcopy(quantization_config)
+        skipped = quantization_config.llm_int8_skip_modules or []
+        quantization_config.llm_int8_skip_modules = [*skipped, "score", "classifier"]
+        init_kwargs = init_kwargs | {"quantization_config": quantization_config}
     config = AutoConfig.from_pretrained(
         path,
         trust_remote_code=init_kwargs.get("trust_remote_code", False),

@@ -22,6 +22,7 @@ from ._grpo import GRPOBase
 from ._hooks import transform_rewards
 from ._layout import Layout
 from ._metrics import Moments, Pooled, mean, share_explained
+from ._peft_bridge import keep_gradients
 from ._proposal import adapter_config
 from ._resume import RESUME_STATE
 from ._rewards import RewardFunc, check_separate_rewards
@@ -164,10 +165,15 @@ class PPOTrainer(GRPOBase):
             init_kwargs["quantization_config"] = quantization_config
         set_seed(args.seed)  # a new adapter is drawn from it, as TRL draws the policy's
         value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
+        keep_gradients(value, "`value_model`")
         check_separate_rewards(reward_funcs, value, "`value_model`", trained=True)  # it may be a copy of one
         if not isinstance(model, str) and value_model is not None:
             remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
             check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
+        proposal_model = self._passed.get("proposal_model")
+        if value_model is not None and proposal_model is not None and not isinstance(proposal_model, str):
+            remedy = "pass `copy.deepcopy` of one of them."
+            check_separate(value, "`value_model`", proposal_model, "`proposal_model`", (True, True), remedy)
         self._initial_value = value
 
     # Sampling and credit

@@ -5,7 +5,6 @@ tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a
 completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
 """
 
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from .._model_checks import check_language_model
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages
+from ._cards import REPULSE_PAPER
 from ._deepspeed import connect
 from ._metrics import Moments, mean
 from ._naming import check_loadable
@@ -82,19 +82,7 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
 
     _tag_names = ["trl", "trl-repulse", "reinforce"]
     _name = "REINFORCE"
-    _paper = {
-        "title": "Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference",
-        "id": "2510.21184",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @inproceedings{zhao2025reducing,
-                title     = {{Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference}},
-                author    = {Stephen Zhao and Aidan Li and Rob Brekelmans and Roger Grosse},
-                year      = 2025,
-                eprint    = {arXiv:2510.21184},
-                booktitle = {Advances in Neural Information Processing Systems 38: Annual Conference on Neural Information Processing Systems 2025, NeurIPS 2025},
-            }"""),
-    }
+    _paper = REPULSE_PAPER
     _config_cls = ReinforceConfig
 
     def __init__(
