@@ -111,7 +111,8 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        max_position_embeddings=max(2048, shape.prompt + shape.completion),
+        # Room for all completions of a prompt in one row, those of two models
+        max_position_embeddings=max(2048, shape.prompt + 2 * shape.generations * shape.completion),
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(f"{folder}/{method}")
