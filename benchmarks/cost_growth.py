@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 from step_cost import SHAPES, Shape, measure, on_what
 from transformers.utils import logging
 
@@ -80,6 +81,8 @@ def draw(points: dict, on: str, options: argparse.Namespace) -> None:
             panel.set_yscale("log")
             panel.set_xticks(list(found), [str(x) for x in found])
             panel.minorticks_off()
+            panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            panel.yaxis.set_major_formatter("{x:g}")
             panel.set_ylabel(label)
             panel.grid(alpha=0.25)
             if row:
