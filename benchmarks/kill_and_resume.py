@@ -105,6 +105,7 @@ def train(options: argparse.Namespace) -> None:
         num_generations=4,
         max_completion_length=4,
         learning_rate=1e-3,
+        proposal="learned",
         target_dist_beta=-1.0,
         alpha=1.0,
         beta=0.0,

@@ -42,6 +42,7 @@ def train_proposal(folder: Path, policy: Path, generations: int, updates: int) -
         learning_rate=0.0,
         alpha=1e-6,
         beta=0.0,
+        proposal="learned",
         target_dist_beta=BETA,
         proposal_learning_rate=1e-3,
         lr_scheduler_type="cosine",

@@ -25,9 +25,12 @@ def parse(argv: list[str]):
 
 def main(argv: list[str] | None = None) -> None:
     script_args, args, model_args = parse(sys.argv[1:] if argv is None else argv)
-    own = "RePULSe (hot policy)" if args.draws_hot else "RePULSe (policy as proposal)"
-    method = own if args.use_policy_as_proposal else "RePULSe"
-    run(RePULSeTrainer, script_args, args, model_args, method if args.alpha else "REINFORCE")
+    methods = {
+        "learned": "RePULSe",
+        "hot_policy": "RePULSe (hot policy)",
+        "policy": "RePULSe (policy as proposal)",
+    }
+    run(RePULSeTrainer, script_args, args, model_args, methods[args.proposal] if args.alpha else "REINFORCE")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ METHODS = {
     "adapters, checkpoints in bf16": CHECKPOINTS | {"bf16": True},
     "adapters, checkpoints in fp16": CHECKPOINTS | {"fp16": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
-    "hot": {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0},
+    "hot": {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
 }
@@ -139,6 +139,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
         "shuffle_dataset": False,
+        "proposal": "learned",
         "alpha": 2.0,
         "target_dist_beta": -0.7,
         "beta": 0.3,

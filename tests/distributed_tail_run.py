@@ -35,6 +35,7 @@ def main(folder: str) -> None:
         per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=4,
+        proposal="learned",
         target_dist_beta=-1.0,
     )
     trainer = RePULSeTrainer(

@@ -75,7 +75,7 @@ TRAINERS = {"reinforce": RecordedReinforce, "repulse": RecordedRePULSe, "ppo": R
 # Losses that do not depend on how rows are put into batches
 OWN = {
     ReinforceConfig: {"reward_transform": "indicator", "reward_transform_threshold": -1.0},
-    RePULSeConfig: {"target_dist_beta": -2.0, "alpha": 1.0},
+    RePULSeConfig: {"proposal": "learned", "target_dist_beta": -2.0, "alpha": 1.0},
     PPOConfig: {"whiten_advantages": False, "reward_transform": "exponential", "reward_transform_beta": -0.1},
 }
 

@@ -18,13 +18,13 @@ from .test_trainer_math import POLICY, PROPOSAL
 
 
 OWN, OTHERS = POLICY[0] + POLICY[1], PROPOSAL[0] + PROPOSAL[1]  # of one prompt
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 1.7, "bad_reward_threshold": 0.1}
+HOT = {"proposal": "hot_policy", "potential": "tilted", "proposal_temperature": 1.7, "bad_reward_threshold": 0.1}
 METHODS = {
     "PPO, hot": (RePULSePPOConfig, HOT | {"num_proposal_generations": 16}),
-    "PPO, proposal": (RePULSePPOConfig, {}),
+    "PPO, proposal": (RePULSePPOConfig, {"proposal": "learned"}),
     "GRPO, hot": (RePULSeGRPOConfig, HOT),
-    "GRPO, own": (RePULSeGRPOConfig, {"use_policy_as_proposal": True}),
-    "GRPO, proposal": (RePULSeGRPOConfig, {"num_proposal_generations": 16}),
+    "GRPO, own": (RePULSeGRPOConfig, {"proposal": "policy"}),
+    "GRPO, proposal": (RePULSeGRPOConfig, {"proposal": "learned", "num_proposal_generations": 16}),
 }
 
 

@@ -70,7 +70,7 @@ class DrawnPPO(Drawn, PPOTrainer):
 
 
 HOT = {
-    "use_policy_as_proposal": True,
+    "proposal": "hot_policy",
     "proposal_temperature": 1.6,
     "potential": "indicator",
     "bad_reward_threshold": -1.0,

@@ -64,6 +64,7 @@ def run(tmp_path, tokenizer):
             "max_grad_norm": 0.0,
             "learning_rate": 1e-9,
             "shuffle_dataset": False,
+            "proposal": "learned",
             "alpha": 2.0,
             "target_dist_beta": -0.7,
             "beta": 0.3,

@@ -189,7 +189,7 @@ def make_trainer(folder, config=RePULSeConfig, trainer=RePULSeTrainer, **setting
 
 @pytest.mark.trainer
 def test_along_a_run(tmp_path):
-    trainer = make_trainer(tmp_path, target_dist_beta=-1.0)
+    trainer = make_trainer(tmp_path, proposal="learned", target_dist_beta=-1.0)
     tokenizer, prompts = trainer.processing_class, embedded.load_prompts()["prompt"]
     bad = embedded.bad_token_ids(tokenizer)
     tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)

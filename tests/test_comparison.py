@@ -159,14 +159,12 @@ def test_settings_are_as_many_for_every_method_and_flags_exist():
 def test_settings_need_not_be_numbers():
     """PyYAML takes `1e-3` for text."""
     script = load_script()
-    setting = yaml.safe_load(
-        "{learning_rate: 1e-3, baseline: none, use_policy_as_proposal: true, bad_token_ids: [1, 2]}"
-    )
+    setting = yaml.safe_load("{learning_rate: 1e-3, baseline: none, whiten_advantages: true, bad_token_ids: [1, 2]}")
     methods = {"REINFORCE": {"script": "reinforce", "settings": [setting]}}
     options = script.argparse.Namespace(methods=None, tune=True, seeds=[0], output_dir=Path("runs"))
     runs = script.plan({"samples": 8, "samples_per_update": 4, "common": {}, "methods": methods}, options)
     _, label, flags, folder = runs[0]
-    assert label.startswith("REINFORCE, learning_rate 1e-3, baseline none, use_policy_as_proposal True")
+    assert label.startswith("REINFORCE, learning_rate 1e-3, baseline none, whiten_advantages True")
     assert folder.name.startswith("REINFORCE-learning_rate1e-3-baselinenone-") and flags["tracking_every"] == 1
 
 

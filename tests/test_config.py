@@ -16,14 +16,29 @@ ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOC
 @pytest.fixture
 def make(tmp_path):
     def make(config_cls=RePULSeConfig, **kwargs):
+        if issubclass(config_cls, NegativeTermConfig):
+            kwargs = {"proposal": "learned"} | kwargs
         return config_cls(output_dir=str(tmp_path), use_cpu=True, bf16=False, **kwargs)
 
     return make
 
 
 def test_defaults(make):
+    """A field that is set alone gives the paper's method; without it, the one that does best on unseen prompts."""
+    hot = make(proposal="hot_policy", bad_reward_threshold=-4.0)
+    assert hot.draws_hot and not hot.has_proposal
+    assert (hot.alpha, hot.alpha_normalization, hot.potential, hot.proposal_temperature) == (
+        1,
+        "none",
+        "indicator",
+        1.6,
+    )
+    assert RePULSeConfig.__dataclass_fields__["proposal"].default == "hot_policy"
+    assert make(proposal="hot_policy", bad_reward_threshold=-4.0, alpha=0.3, potential="tilted").alpha == 0.3
+
     config = make()
     assert config.has_proposal
+    assert (config.alpha, config.target_dist_beta, config.potential) == (0.1, -10.0, "tilted")
     assert config.beta == RLOOConfig(output_dir=config.output_dir, use_cpu=True, bf16=False).beta
     assert config.target_dist_beta < 0 < config.alpha
     assert config.alpha_normalization == "samples" and config.logprob_reduction == "mean"
@@ -31,13 +46,13 @@ def test_defaults(make):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"alpha": 0.0}, {"alpha": 0.0, "proposal_learning_rate": 1e-4}, {"use_policy_as_proposal": True}]
+    "kwargs", [{"alpha": 0.0}, {"alpha": 0.0, "proposal_learning_rate": 1e-4}, {"proposal": "policy"}]
 )
 def test_configurations_without_a_second_model(make, kwargs):
     assert not make(**kwargs).has_proposal
 
 
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 1.5, "bad_reward_threshold": 0.0}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 1.5, "bad_reward_threshold": 0.0}
 REFUSED = [
     ("target_dist_beta", {"target_dist_beta": 1.0}),
     ("target_dist_beta", {"target_dist_beta": 0.0}),
@@ -68,7 +83,7 @@ REFUSED = [
         {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0},
     ),
     ("num_proposal_generations", {"num_proposal_generations": 1}),
-    ("num_proposal_generations", {"use_policy_as_proposal": True, "num_proposal_generations": 4}),
+    ("num_proposal_generations", {"proposal": "policy", "num_proposal_generations": 4}),
     ("num_proposal_generations", HOT | {"num_proposal_generations": 1}),
     (
         "num_proposal_generations",
@@ -86,7 +101,7 @@ REFUSED = [
         {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
     ),
     ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
-    ("proposal_updates_per_step", {"use_policy_as_proposal": True, "proposal_updates_per_step": 2}),
+    ("proposal_updates_per_step", {"proposal": "policy", "proposal_updates_per_step": 2}),
     (
         "proposal_updates_per_step",
         {"proposal_updates_per_step": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
@@ -101,12 +116,14 @@ REFUSED = [
         },
     ),
     ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
-    ("proposal_vllm_group_port", {"use_policy_as_proposal": True, "proposal_vllm_group_port": 51218}),
+    ("proposal_vllm_group_port", {"proposal": "policy", "proposal_vllm_group_port": 51218}),
     ("proposal_loss", {"proposal_loss": "kl"}),
     ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),
     ("proposal_update_order", {"proposal_update_order": "during"}),
-    ("use_policy_as_proposal", {"alpha": 0.0, "use_policy_as_proposal": True}),
+    ("target_dist_beta", {"proposal": "hot_policy", "bad_reward_threshold": 0.0, "target_dist_beta": -1.0}),
+    ("bad_reward_threshold", {"proposal": "hot_policy"}),
+    ("proposal", {"proposal": "best"}),
     ("vllm_sleep_level", {"vllm_sleep_level": 3}),
     ("vllm_sleep_level", {"vllm_sleep_level": 1}),
     ("vllm_logp_difference_threshold", {"vllm_logp_difference_threshold": 0.0}),
@@ -272,7 +289,7 @@ def test_every_own_field_has_help(config_cls):
 def test_command_line(tmp_path):
     argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--potential", "class"]
     argv += ["--target_dist_beta", "2.0", "--target_class", "0", "--alpha", "3", "--num_proposal_generations", "4"]
-    (config,) = TrlParser((RePULSeConfig,)).parse_args_and_config(argv)
+    (config,) = TrlParser((RePULSeConfig,)).parse_args_and_config([*argv, "--proposal", "learned"])
     assert (config.potential, config.target_dist_beta, config.target_class) == ("class", 2.0, 0)
     assert (config.alpha, config.num_proposal_generations, config.reward_transform) == (3.0, 4, None)
 
@@ -300,7 +317,7 @@ def test_a_subclass_may_have_arguments_of_its_own(tmp_path):
             super().__init__(**kwargs)
             self.own = own
 
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "bad_reward_threshold": -1.0}
     assert Own(own=3, **settings).own == 3
     with pytest.raises(TypeError, match="learning_rat"):
         Own(own=3, learning_rat=1e-3, **settings)

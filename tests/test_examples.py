@@ -110,8 +110,8 @@ def table_of(output):
     [
         ([], "RePULSe", 512),
         (["--alpha", "0"], "REINFORCE", 256),
-        (["--use_policy_as_proposal", "true"], "RePULSe (policy as proposal)", 256),
-        (["--use_policy_as_proposal", "true", "--proposal_temperature", "2"], "RePULSe (hot policy)", 512),
+        (["--proposal", "policy"], "RePULSe (policy as proposal)", 256),
+        (["--proposal", "hot_policy", "--proposal_temperature", "2"], "RePULSe (hot policy)", 512),
         (["--num_proposal_generations", "4", "--proposal_updates_per_step", "2"], "RePULSe", 320),
     ],
     ids=["repulse", "reinforce", "policy_as_proposal", "hot_policy", "proposal_draws"],

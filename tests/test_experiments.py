@@ -151,7 +151,7 @@ RULES = {
     "harmlessness_training_loss_type": only_for(
         NEGATIVE_TERM, "negative_loss", lambda value: {"neg_training": "push_down"}[value]
     ),
-    "use_base_as_proposal": as_is("use_policy_as_proposal"),
+    "use_base_as_proposal": lambda value, flags, method: [("proposal", "policy" if value else "learned")],
     "do_harmlessness_training": nothing_but(True),  # which script runs
     "base_actor_learning_rate": as_is("learning_rate"),
     "actor_learning_rate": actor_rate,
@@ -196,7 +196,7 @@ DEFAULTS = {
 OURS = {
     "ppo": {"num_iterations": 1, "epsilon": 0.2, "value_clip": 0.2, "gae_lambda": 0.95, "gamma": 1.0}
     | {"loss_type": "grpo", "whiten_advantages": True},
-    "repulse": {"logprob_reduction": "mean", "proposal_update_order": "before", "use_policy_as_proposal": False},
+    "repulse": {"logprob_reduction": "mean", "proposal_update_order": "before", "proposal": "learned"},
     "policy_proposal": {"logprob_reduction": "mean", "has_proposal": False},
     "reinforce": {"logprob_reduction": "mean"},
     "reinforce_transform": {"logprob_reduction": "mean"},

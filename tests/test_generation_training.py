@@ -59,7 +59,7 @@ def serve_by(llm_class, monkeypatch, lora=False):
 
 lora_requests = test_generation.lora_requests  # a fixture
 
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 UNCORRECTED = {"vllm_importance_sampling_correction": False}  # TRL's correction rounds
 
 

@@ -18,7 +18,7 @@ from .test_variants import SETTINGS
 
 pytestmark = pytest.mark.trainer
 HOT = {
-    "use_policy_as_proposal": True,
+    "proposal": "hot_policy",
     "proposal_temperature": 2.0,
     "bad_reward_threshold": -1.0,
     "alpha_normalization": "none",
@@ -127,7 +127,7 @@ def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     ends = {}
     for name, settings in {
         "REINFORCE": {"alpha": 0.0, "num_generations": 16, "per_device_train_batch_size": 64},
-        "policy": {"use_policy_as_proposal": True, "num_generations": 16, "per_device_train_batch_size": 64},
+        "policy": {"proposal": "policy", "num_generations": 16, "per_device_train_batch_size": 64},
         "hot": {**HOT, "num_generations": 8, "per_device_train_batch_size": 32},
     }.items():
         trainer = make(**(SETTINGS | settings | {"max_steps": 60}))

@@ -198,7 +198,7 @@ def test_without_a_proposal_there_is_no_second_repository(hub, push):
             {"push_to_hub": True, "push_proposal_to_hub": True, "hub_proposal_model_id": "out"},
             "`hub_proposal_model_id='out'` is the policy's repository",
         ),
-        ({"use_policy_as_proposal": True, "push_proposal_to_hub": True}, "builds no second model"),
+        ({"proposal": "policy", "push_proposal_to_hub": True}, "builds no second model"),
     ],
 )
 def test_contradictions_are_refused(settings, message):

@@ -207,12 +207,12 @@ MODES = {
     "sixo": {"proposal_loss": "sixo"},
     "after": {"proposal_update_order": "after"},
     "hot": {
-        "use_policy_as_proposal": True,
+        "proposal": "hot_policy",
         "proposal_temperature": 1.7,
         "bad_reward_threshold": 0.0,
         "potential": "indicator",
     },
-    "own": {"use_policy_as_proposal": True},
+    "own": {"proposal": "policy"},
     "adapters": {"beta": 0.1, "peft_config": LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")},
     "eager": {"model_init_kwargs": {"attn_implementation": "eager"}},
 }

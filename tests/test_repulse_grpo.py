@@ -19,7 +19,7 @@ from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, r
 
 pytestmark = pytest.mark.trainer
 
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+HOT = {"proposal": "hot_policy", "potential": "tilted", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 
 
 class Recorded(RecordedRows, RePULSeGRPOTrainer):

@@ -130,9 +130,14 @@ def pushed(policy, tokenizer, reward, args, drawn):
     return loss
 
 
-TERM = {"alpha": 2.0, "target_dist_beta": -0.7}
-HOT = TERM | {"use_policy_as_proposal": True, "proposal_temperature": 1.7, "bad_reward_threshold": 0.1}
-OWN = TERM | {"use_policy_as_proposal": True}
+TERM = {"proposal": "learned", "alpha": 2.0, "target_dist_beta": -0.7}
+HOT = TERM | {
+    "proposal": "hot_policy",
+    "potential": "tilted",
+    "proposal_temperature": 1.7,
+    "bad_reward_threshold": 0.1,
+}
+OWN = TERM | {"proposal": "policy"}
 CASES = {
     "hot": HOT,
     "hot, Eq. 4": HOT | {"alpha_normalization": "none", "logprob_reduction": "sum"},

@@ -14,8 +14,8 @@ from .conftest import same_parameters
 pytestmark = pytest.mark.trainer
 
 TERM = {"alpha_normalization": "none", "target_dist_beta": -1.0, "alpha": 1.0}
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
-KINDS = {"proposal": {}, "hot": HOT, "own": {"use_policy_as_proposal": True}}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+KINDS = {"proposal": {}, "hot": HOT, "own": {"proposal": "policy"}}
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_arguments_of_a_users_subclass(make, model_dirs, reward, prompts):
 
 
 def test_an_update_of_no_proposal(make):
-    trainer = make(RePULSeGRPOTrainer, use_policy_as_proposal=True)
+    trainer = make(RePULSeGRPOTrainer, proposal="policy")
     with pytest.raises(ValueError, match="There is no proposal to update"):
         trainer.update_proposal([])
 
@@ -184,7 +184,7 @@ def test_what_writes_into_completions_is_refused(make, name):
         ("proposal_loss", {"proposal_loss": "dpg"}),
         ("num_proposal_generations", {"num_proposal_generations": 6}),
         ("num_generations", {"num_generations": 1}),
-        ("num_generations", {"num_generations": 1, "num_proposal_generations": 4, "use_policy_as_proposal": True}),
+        ("num_generations", {"num_generations": 1, "num_proposal_generations": 4, "proposal": "policy"}),
         ("logprob_reduction", {"logprob_reduction": "max"}),
         ("target_dist_beta", {"target_dist_beta": 1.0}),
         ("temperature", {"temperature": 0.7}),

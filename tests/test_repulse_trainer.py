@@ -57,9 +57,9 @@ def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
     assert end.log_prob_bad > start.log_prob_bad
 
 
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 VARIANTS = {
-    "policy as proposal": {"use_policy_as_proposal": True},
+    "policy as proposal": {"proposal": "policy"},
     "hot policy": HOT,
     "hot policy, reused": HOT | {"num_iterations": 2},
     "hot policy, cut prompts": HOT | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
@@ -146,7 +146,7 @@ def test_no_redundant_passes(make, share):
     assert rows == {"policy": both, "reference": own, "proposal": own}
 
 
-@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"use_policy_as_proposal": True}])
+@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"proposal": "policy"}])
 def test_no_second_model_where_none_is_needed(make, kwargs, tmp_path):
     trainer = make(**kwargs)
     assert trainer.proposal is None

@@ -31,7 +31,7 @@ CASES = {
     "cut prompts": (RePULSeTrainer, ONE_BLOCK | {"per_device_train_batch_size": 2, "steps_per_generation": 8}),
     "proposal after": (RePULSeTrainer, ONE_BLOCK | {"proposal_update_order": "after", "beta": 0.1}),
     "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
-    "hot policy": (RePULSeTrainer, ONE_BLOCK | {"use_policy_as_proposal": True, "proposal_temperature": 2.0}),
+    "hot policy": (RePULSeTrainer, ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0}),
     "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
     "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
     "PPO, adapters": (PPOTrainer, ONE_BLOCK | {"beta": 0.1}),
@@ -43,12 +43,12 @@ CASES = {
     "RePULSe on PPO, adapters": (RePULSePPOTrainer, ONE_BLOCK | {"beta": 0.1}),
     "hot policy on PPO": (
         RePULSePPOTrainer,
-        ONE_BLOCK | {"use_policy_as_proposal": True, "proposal_temperature": 2.0},
+        ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0},
     ),
     "RePULSe on GRPO": (RePULSeGRPOTrainer, ONE_BLOCK | {"num_iterations": 2, "beta": 0.1}),
     "hot policy on GRPO": (
         RePULSeGRPOTrainer,
-        ONE_BLOCK | {"use_policy_as_proposal": True, "proposal_temperature": 2.0},
+        ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0},
     ),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
     "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
@@ -349,7 +349,7 @@ def test_an_adapters_checkpoint_begins_a_new_run(make, tmp_path, model_dirs, tok
 def test_the_threshold_may_change_where_it_only_counts(run, potential):
     settings = {"potential": potential, "bad_reward_threshold": -1.0}
     if potential == "hot":
-        settings = {"use_policy_as_proposal": True, "proposal_temperature": 1.5, "bad_reward_threshold": -1.0}
+        settings = {"proposal": "hot_policy", "proposal_temperature": 1.5, "bad_reward_threshold": -1.0}
     run("an update a generation", "run", max_steps=1, **settings)
     going_on = {"resume": True, "max_steps": 2} | settings
     assert run("an update a generation", "run", **going_on).state.global_step == 2

@@ -37,7 +37,7 @@ POLICY = SAMPLES | {"reward_transformed", "return", "return_transformed", "kl", 
 WEIGHTS = {"ess", "ess_min", "max_weight", "log_z"}
 PROPOSAL = {f"proposal/{name}" for name in SAMPLES | WEIGHTS | {"log_z_gap", "distinct", "log_p_rank"}}
 NEGATIVE = {f"negative/{name}" for name in WEIGHTS}
-HOT = {"use_policy_as_proposal": True, "proposal_temperature": 2.0}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0}
 CLIPPED = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 VALUE = {"approx_kl", *(f"value/{name}" for name in ("loss", "mean", "explained_variance", "clip_fraction"))}
 # While training alone; `epoch` and `step` are the Trainer's own
@@ -52,7 +52,7 @@ def of_updates(name):
     ("trainer_cls", "settings", "sampled", "updated"),
     [
         (RePULSeTrainer, {}, POLICY | PROPOSAL, UPDATE | of_updates("proposal") | {"proposal/loss"}),
-        (RePULSeTrainer, {"use_policy_as_proposal": True}, POLICY | NEGATIVE, UPDATE),
+        (RePULSeTrainer, {"proposal": "policy"}, POLICY | NEGATIVE, UPDATE),
         (
             *(RePULSeTrainer, HOT),
             POLICY | NEGATIVE | {"negative/p_bad"} | {f"proposal/{name}" for name in SAMPLES},

@@ -43,7 +43,7 @@ BASE = {
 def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
     config, trainer = (RePULSeConfig, RePULSeTrainer) if repulse else (ReinforceConfig, ReinforceTrainer)
     if repulse:
-        settings = {"target_dist_beta": -1.0, "alpha": 1.0} | settings
+        settings = {"proposal": "learned", "target_dist_beta": -1.0, "alpha": 1.0} | settings
     return trainer(
         model=embedded.policy_path() if model is None else model,
         reward_funcs=embedded.reward_model_path() if reward is None else reward,
@@ -82,8 +82,8 @@ def keys(report):
     [
         {},
         {"alpha": 0.0},
-        {"use_policy_as_proposal": True},
-        {"use_policy_as_proposal": True, "proposal_temperature": 2.0, "bad_reward_threshold": 0.0},
+        {"proposal": "policy"},
+        {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": 0.0},
         {"num_proposal_generations": 6, "proposal_updates_per_step": 2},
         {"proposal_update_order": "after"},
         {"gradient_accumulation_steps": 2},

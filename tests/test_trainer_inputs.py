@@ -87,7 +87,7 @@ def test_path_objects(make, nothing_loaded, model_dirs, trainer_cls, name):
         make(trainer_cls, **passed)
 
 
-@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"use_policy_as_proposal": True}])
+@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"proposal": "policy"}])
 def test_an_adapter_of_no_proposal(make, nothing_loaded, kwargs):
     with pytest.raises(ValueError, match="`proposal_peft_config` is given, but the configuration builds no proposal"):
         make(extra={"proposal_peft_config": lora()}, **kwargs)

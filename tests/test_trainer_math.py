@@ -111,6 +111,8 @@ def run(tmp_path, tokenizer, reward):
 
     def run(architecture, batch_size=8, accumulation=1, trainer_cls=RecordedRePULSe, reward_funcs=reward, **kwargs):
         config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
+        if config_cls is RePULSeConfig:
+            kwargs = {"proposal": "learned"} | kwargs
         args = config_cls(
             output_dir=str(tmp_path / "run"),
             use_cpu=USE_CPU,

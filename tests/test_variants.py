@@ -127,7 +127,7 @@ def test_a_schedule_of_beta_lies_between_its_ends(run):
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0])
 def test_the_policy_as_proposal_loses_bad_outputs_while_it_draws_them(run, reinforce, alpha):
-    start, policy, proposal = run(use_policy_as_proposal=True, alpha=alpha, max_steps=6)
+    start, policy, proposal = run(proposal="policy", alpha=alpha, max_steps=6)
     assert proposal is None
     assert policy.log_prob_bad < reinforce(max_steps=6) - 0.1 < start.log_prob_bad - 0.5
 
@@ -149,7 +149,7 @@ def test_the_weights_of_the_policy_as_proposal_are_logged(make, reward, batches,
     settings = {"num_generations": 8, "max_steps": 1, "log_completions": True, **batches}
     trainer = make(
         reward_funcs=partial,
-        use_policy_as_proposal=True,
+        proposal="policy",
         reweighting_beta=beta,
         **({"per_device_train_batch_size": 16} | settings),
     )

@@ -15,6 +15,7 @@ args = RePULSeConfig(
     output_dir=sys.argv[1],
     report_to=sys.argv[2:],
     project="rare",
+    proposal="learned",
     log_completions=True,
     num_completions_to_print=1,
     logging_steps=1,

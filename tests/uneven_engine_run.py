@@ -19,7 +19,7 @@ from .conftest import word_reward
 
 LOG_P = -2.5
 TRAINERS = {
-    "RePULSe": (RePULSeTrainer, RePULSeConfig, {"target_dist_beta": -1.0}),
+    "RePULSe": (RePULSeTrainer, RePULSeConfig, {"proposal": "learned", "target_dist_beta": -1.0}),
     "REINFORCE": (ReinforceTrainer, ReinforceConfig, {}),
     "PPO": (PPOTrainer, PPOConfig, {}),
 }

@@ -45,6 +45,7 @@ def main(folder: str, kind: str, urls: str = "") -> None:
         max_completion_length=4,
         learning_rate=0.05,
         alpha=1.0,
+        proposal="learned",
         target_dist_beta=-1.0,
         beta=0.0,
         use_vllm=True,

@@ -179,6 +179,16 @@ def _check_group_free(args: "PPOConfig") -> None:
     require(args, args.off_policy_mask_threshold is None, "off_policy_mask_threshold", remedy)
 
 
+def check_target_is_used(args: "NegativeTermConfig") -> None:
+    """Refuses a β where the potential that the proposal brings with it has none; before defaults are filled in."""
+    ignored = args.proposal == "hot_policy" and args.potential is None and args.alpha != 0
+    remedy = (
+        "has no effect on the hot policy, which pushes down what is under `bad_reward_threshold`; set `proposal='learned'` "
+        "(the paper's), or leave it unset"
+    )
+    require(args, not ignored or args.target_dist_beta is None, "target_dist_beta", remedy)
+
+
 def check_repulse_config(args: "NegativeTermConfig") -> None:
     """Refuses bad or contradictory values among [`NegativeTermConfig`]'s fields."""
     require_choice(args, "potential", ("tilted", "indicator", "class"))
@@ -186,6 +196,7 @@ def check_repulse_config(args: "NegativeTermConfig") -> None:
     require_choice(args, "alpha_normalization", ("samples", "none"))
     require_choice(args, "negative_loss", ("push_down", "reinforce"))
     require_choice(args, "negative_baseline", ("none", "proposal", "policy"))
+    require_choice(args, "proposal", ("hot_policy", "learned", "policy"))
     require_choice(args, "proposal_loss", ("ctl", "ctl_no_second_term", "dpg", "sixo"))
     require_choice(args, "proposal_parameterization", ("token", "prefix"))
     require_choice(args, "proposal_update_order", ("before", "after"))
@@ -193,10 +204,10 @@ def check_repulse_config(args: "NegativeTermConfig") -> None:
     _check_target(args)
     _check_schedules(args)
     if args.alpha == 0:
-        # One switch to the policy's own loss: what belongs to the proposal may stay in a configuration file
-        remedy = "contradicts `alpha=0`, which leaves the negative term out; set `alpha` above 0"
-        require(args, not args.use_policy_as_proposal, "use_policy_as_proposal", remedy)
-        return
+        return  # one switch to the policy's own loss: what belongs to the proposal may stay in a configuration file
+    if args.proposal != "hot_policy":
+        remedy = "is the hot policy's; set `proposal='hot_policy'`, or leave it unset"
+        require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)
     _check_sampling(args)
     _check_negative_term(args)
     if isinstance(args, GRPOConfig):
@@ -218,8 +229,7 @@ def _check_target(args: "NegativeTermConfig") -> None:
         remedy = "must be above 0 for the class potential, which it multiplies; 1.0 seeks the class as it is"
         require(args, 0 < args.target_dist_beta < math.inf, "target_dist_beta", remedy)
     else:
-        remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
-        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+        _check_threshold(args, "proposal" if args.draws_hot else "potential")
         for name in ("target_dist_beta_start", "reweighting_beta"):
             require(
                 args, getattr(args, name) is None, name, "has no effect on the indicator potential; leave it unset"
@@ -230,6 +240,11 @@ def _check_target(args: "NegativeTermConfig") -> None:
     if args.reweighting_beta is not None:
         remedy = "must have the sign of `target_dist_beta` and not be 0 (`uniform_weights=True` ignores the reward)"
         require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
+
+
+def _check_threshold(args: "NegativeTermConfig", name: str) -> None:
+    remedy = f"is needed by `{name}={getattr(args, name)!r}`; set the reward under which a completion counts as bad"
+    require(args, args.alpha == 0 or args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
 def _check_schedules(args: "NegativeTermConfig") -> None:
@@ -283,7 +298,7 @@ def _check_rows(args: "NegativeTermConfig") -> None:
     require(args, drawn % args.num_generations == 0, "num_proposal_generations", remedy)
     remedy = "leaves a prompt one sample, and weights compare several; set at least 2, or `num_proposal_generations`"
     require(args, drawn >= 2, "num_generations", remedy)
-    if args.use_policy_as_proposal and args.proposal_temperature == 1.0:
+    if args.proposal == "policy":
         remedy = (
             "is too few for the policy as its own proposal, whose weights compare a prompt's samples; set at least 2"
         )
@@ -308,8 +323,6 @@ def _check_second_schedule(args: "NegativeTermConfig | PPOConfig") -> None:
 def _check_proposal(args: "NegativeTermConfig") -> None:
     check_uploads(args)
     _check_second_schedule(args)
-    remedy = "acts on the policy as its own proposal; set `use_policy_as_proposal=True`, or leave it at 1.0"
-    require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)
     _check_number_of_proposals(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
     if args.proposal_updates_per_step > 1:
@@ -370,10 +383,14 @@ def _check_no_proposal(args: "NegativeTermConfig") -> None:
         "proposal_vllm_group_port": 51217,
     }
     for name, default in unset.items():
-        remedy = f"contradicts `use_policy_as_proposal=True`, which builds no second model; leave it at {default!r}"
+        remedy = (
+            f"is for `proposal='learned'`, and `{args.proposal!r}` builds no second model; leave it at {default!r}"
+        )
         require(args, getattr(args, name) == default, name, remedy)
-    if args.proposal_temperature == 1.0:
-        remedy = "needs samples of their own; set `proposal_temperature` above 1, or leave it unset"
+    if args.proposal == "policy":
+        remedy = (
+            "asks for samples beside the policy's own; set `proposal` to 'hot_policy' or 'learned', or leave it unset"
+        )
         require(args, args.num_proposal_generations is None, "num_proposal_generations", remedy)
     else:
         _check_hot_policy(args)
@@ -385,9 +402,8 @@ def _check_hot_policy(args: "NegativeTermConfig") -> None:
     fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0
     remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
     require(args, fits, "proposal_temperature", remedy)
-    remedy = "is needed by `proposal_temperature` above 1; set the reward under which a completion counts as bad"
-    require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
-    remedy = "does not go with `proposal_temperature` above 1; leave it at "
+    _check_threshold(args, "proposal")
+    remedy = "does not go with `proposal='hot_policy'`; leave it at "
     require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
     require(args, not args.uniform_weights, "uniform_weights", f"{remedy}False")
     _check_number_of_proposals(args)

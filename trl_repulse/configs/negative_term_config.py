@@ -3,7 +3,24 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ._checks import check_target_is_used
 from ._fields import KnownFields
+
+
+# Chosen in held-out worlds: see docs/held_out.md
+_HOT_DEFAULTS = {
+    "potential": "indicator",
+    "target_dist_beta": -10.0,
+    "alpha": 1.0,
+    "alpha_normalization": "none",
+    "proposal_temperature": 1.6,
+}
+_PAPERS_DEFAULTS = _HOT_DEFAULTS | {
+    "potential": "tilted",
+    "alpha": 0.1,
+    "alpha_normalization": "samples",
+    "proposal_temperature": 1.0,
+}
 
 
 @dataclass
@@ -14,14 +31,15 @@ class NegativeTermConfig(KnownFields):
     Parameters:
         > Parameters that control the target distribution
 
-        target_dist_beta (`float`, *optional*, defaults to `-10.0`):
+        target_dist_beta (`float`, *optional*):
             Inverse temperature β of the target, per unit of reward: below 0 for `potential="tilted"`, above 0 for
-            `"class"` (its multiplier of the class's log-probability), without effect for `"indicator"`.
+            `"class"` (its multiplier of the class's log-probability), without effect for `"indicator"`. If `None`, -10.
         target_dist_beta_start (`float`, *optional*):
             If set, β moves geometrically from this value to `target_dist_beta` over all updates.
-        potential (`str`, *optional*, defaults to `"tilted"`):
+        potential (`str`, *optional*):
             How the target weighs a completion of reward r: `"tilted"` by exp(β·min(r, `reward_cap`)), `"indicator"` by
-            1[r < `bad_reward_threshold`] (+ 1e-16), `"class"` by P(`target_class` | r)^β with r a classifier's logit.
+            1[r < `bad_reward_threshold`] (+ 1e-16), `"class"` by P(`target_class` | r)^β with r a classifier's logit. If `None`,
+            `"indicator"` with `proposal="hot_policy"`, else `"tilted"`.
         target_class (`int`, *optional*, defaults to `1`):
             Class of the `"class"` potential: 1 is sought where the logit is high, 0 where it is low.
         reward_cap (`float`, *optional*):
@@ -29,13 +47,15 @@ class NegativeTermConfig(KnownFields):
 
         > Parameters that control the negative term
 
-        alpha (`float`, *optional*, defaults to `0.1`):
-            Weight of the negative term. 0 leaves it out: no proposal is built, nothing is drawn from it.
+        alpha (`float`, *optional*):
+            Weight of the negative term. 0 leaves it out: no proposal is built, nothing is drawn from it. If `None`, 1 with
+            `proposal="hot_policy"`, else 0.1.
         alpha_start (`float`, *optional*):
             If set, α moves geometrically from this value to `alpha` over all updates.
-        alpha_normalization (`str`, *optional*, defaults to `"samples"`):
+        alpha_normalization (`str`, *optional*):
             `"samples"`: the convention of the published α, the paper's Eq. 4 with α / N (N proposal samples a prompt).
-            `"none"`: Eq. 4 itself, whose fixed point does not depend on N.
+            `"none"`: Eq. 4 itself, whose fixed point does not depend on N. If `None`, `"none"` with
+            `proposal="hot_policy"`, else `"samples"`.
         negative_loss (`str`, *optional*, defaults to `"push_down"`):
             What the policy does with the weighted proposal samples: `"push_down"` lowers their log-probability,
             `"reinforce"` applies REINFORCE to them (the paper found it harmful).
@@ -49,14 +69,16 @@ class NegativeTermConfig(KnownFields):
 
         > Parameters that control the proposal
 
-        use_policy_as_proposal (`bool`, *optional*, defaults to `False`):
-            Whether the policy's own samples, weighted by the potential alone, serve the negative term: no second
-            model, no second sampling.
-        proposal_temperature (`float`, *optional*, defaults to `1.0`):
-            With `use_policy_as_proposal=True`, above 1: the policy draws `num_proposal_generations` more completions a prompt
-            at this temperature, and these *hot* samples and its own serve the negative term together, weighed against
-            their mixture. Only samples with a reward under `bad_reward_threshold` are pushed down. vLLM draws at temperatures up
-            to 2.
+        proposal (`str`, *optional*, defaults to `"hot_policy"`):
+            What finds the policy's bad outputs. `"hot_policy"`: the policy draws `num_proposal_generations` more completions a
+            prompt at `proposal_temperature`; these *hot* samples and its own serve the negative term together, weighed against
+            their mixture, and only samples with a reward under `bad_reward_threshold`, which must be set, are pushed down.
+            `"learned"`: a second model that learns to draw them, as in the paper. `"policy"`: the policy's own samples,
+            weighted by the potential alone: no second sampling. The defaults of `alpha`, `alpha_normalization` and `potential`
+            depend on it.
+        proposal_temperature (`float`, *optional*):
+            Temperature of the hot samples, above 1; vLLM draws at temperatures up to 2. If `None`, 1.6 with
+            `proposal="hot_policy"`.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
@@ -83,34 +105,44 @@ class NegativeTermConfig(KnownFields):
             Port over which the proposal's server gets its weights.
     """
 
-    target_dist_beta: float = field(
-        default=-10.0,
+    target_dist_beta: float | None = field(
+        default=None,
         metadata={
             "help": "Inverse temperature of the target distribution (the paper's beta with its sign): below 0 for the "
-            "tilted potential. Not the KL coefficient, which is `beta`."
+            "tilted potential. Not the KL coefficient, which is `beta`. If unset, -10."
         },
     )
     target_dist_beta_start: float | None = field(
         default=None,
         metadata={"help": "If set, target_dist_beta moves geometrically from this value over all updates."},
     )
-    potential: Literal["tilted", "indicator", "class"] = field(
-        default="tilted",
-        metadata={"help": "How the target weighs a completion: `tilted`, `indicator` or `class` potential."},
+    potential: Literal["tilted", "indicator", "class"] | None = field(
+        default=None,
+        metadata={
+            "help": "How the target weighs a completion: `tilted`, `indicator` or `class` potential. If unset, `indicator` with "
+            "`proposal='hot_policy'`, else `tilted`."
+        },
     )
     target_class: Literal[0, 1] = field(default=1, metadata={"help": "Class of the `class` potential, 0 or 1."})
     reward_cap: float | None = field(
         default=None, metadata={"help": "Rewards above the cap count as the cap in the tilted potential."}
     )
-    alpha: float = field(
-        default=0.1, metadata={"help": "Weight of the negative term. 0 leaves it out, and there is no proposal."}
+    alpha: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the negative term. 0 leaves it out, and there is no proposal. If unset, 1 with "
+            "`proposal='hot_policy'`, else 0.1."
+        },
     )
     alpha_start: float | None = field(
         default=None, metadata={"help": "If set, alpha moves geometrically from this value over all updates."}
     )
-    alpha_normalization: Literal["samples", "none"] = field(
-        default="samples",
-        metadata={"help": "`samples`: alpha is divided by N, as in the published runs. `none`: Eq. 4 of the paper."},
+    alpha_normalization: Literal["samples", "none"] | None = field(
+        default=None,
+        metadata={
+            "help": "`samples`: alpha is divided by N, as in the published runs. `none`: Eq. 4 of the paper. If unset, `none` "
+            "with `proposal='hot_policy'`, else `samples`."
+        },
     )
     negative_loss: Literal["push_down", "reinforce"] = field(
         default="push_down",
@@ -125,15 +157,16 @@ class NegativeTermConfig(KnownFields):
     uniform_weights: bool = field(
         default=False, metadata={"help": "Whether the negative term weighs a prompt's proposal samples equally."}
     )
-    use_policy_as_proposal: bool = field(
-        default=False, metadata={"help": "Whether the policy's own samples, reweighted, serve the negative term."}
-    )
-    proposal_temperature: float = field(
-        default=1.0,
+    proposal: Literal["hot_policy", "learned", "policy"] = field(
+        default="hot_policy",
         metadata={
-            "help": "With `use_policy_as_proposal`, above 1: the temperature of the policy's extra, hot samples, which serve "
-            "the negative term."
+            "help": "What finds the policy's bad outputs: the policy at a higher temperature (`hot_policy`), a second model that "
+            "learns to (`learned`, as in the paper), or the policy's own samples, reweighted (`policy`)."
         },
+    )
+    proposal_temperature: float | None = field(
+        default=None,
+        metadata={"help": "Temperature of the hot policy's extra samples, above 1. If unset, 1.6."},
     )
     proposal_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the proposal. If `None`, `learning_rate`."}
@@ -172,15 +205,23 @@ class NegativeTermConfig(KnownFields):
         default=51217, metadata={"help": "Port over which the proposal's vLLM server gets its weights."}
     )
 
+    def __post_init__(self):
+        check_target_is_used(self)
+        defaults = _HOT_DEFAULTS if self.proposal == "hot_policy" else _PAPERS_DEFAULTS
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        super().__post_init__()  # type: ignore[misc]  # of the configuration that this one is mixed into
+
     @property
     def has_proposal(self) -> bool:
-        """Whether a second model is built: α above 0 and the policy not its own proposal."""
-        return self.alpha > 0 and not self.use_policy_as_proposal
+        """Whether a second model is built: α above 0 and a proposal that learns."""
+        return bool(self.alpha) and self.proposal == "learned"
 
     @property
     def draws_hot(self) -> bool:
         """Whether the policy is drawn at a higher temperature in the place of a proposal."""
-        return self.alpha > 0 and self.use_policy_as_proposal and self.proposal_temperature != 1.0
+        return bool(self.alpha) and self.proposal == "hot_policy"
 
     @property
     def draws_twice(self) -> bool:

@@ -43,6 +43,7 @@ _SHOWN = (
     "alpha_normalization",
     "target_dist_beta",
     "potential",
+    "proposal",
     "proposal_temperature",
     "proposal_loss",
     "proposal_learning_rate",

@@ -133,11 +133,11 @@ def starting_point(
         `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
             it or is no language model, or if the policy's adapter has another name than PEFT's `default`.
     """
-    has_proposal = args is None or args.has_proposal
+    has_proposal = args is not None and args.has_proposal
     if proposal_peft_config is not None and not has_proposal:
         raise ValueError(
             "`proposal_peft_config` is given, but the configuration builds no proposal; set `alpha` above 0 and "
-            "`use_policy_as_proposal=False`, or leave `proposal_peft_config` out."
+            "`proposal='learned'`, or leave `proposal_peft_config` out."
         )
     if (
         has_proposal
@@ -153,7 +153,7 @@ def starting_point(
         if not has_proposal:
             raise ValueError(
                 "`proposal_model` is given, but the configuration builds no proposal; set `alpha` above 0 and "
-                "`use_policy_as_proposal=False`, or leave `proposal_model` out."
+                "`proposal='learned'`, or leave `proposal_model` out."
             )
         if proposal_model is model and not isinstance(model, str):
             raise ValueError(

@@ -67,7 +67,7 @@ class RePULSeHooks(ProposalUploads):
         trained = proposal_peft_config is None and peft_config is None
         check_separate_rewards(reward_funcs, proposal_model, "`proposal_model`", trained)
         self._more_adapters = [proposal_peft_config, adapter_config(proposal_model)]
-        if proposal_model is None and proposal_peft_config is None and (args is None or args.has_proposal):
+        if proposal_model is None and proposal_peft_config is None and args is not None and args.has_proposal:
             own = peft_config  # of the policy, and once more of a proposal over its base
             if own is None and not isinstance(model, str) and is_peft_model(model):
                 own = model.peft_config[POLICY_ADAPTER]
@@ -79,7 +79,7 @@ class RePULSeHooks(ProposalUploads):
         self._negative: NegativeTerm | None = None
         if self.args.draws_hot:
             self._negative = HotPolicy(self)
-        elif self.args.alpha > 0 and self.args.use_policy_as_proposal:
+        elif self.args.alpha > 0 and self.args.proposal == "policy":
             self._negative = NegativeTerm(self)
         elif self.args.has_proposal:
             self.proposal = build_proposal(
@@ -117,7 +117,7 @@ class RePULSeHooks(ProposalUploads):
                 Whether the proposal's learning rate moves on, as it does once for each update of the policy.
         """
         if self.proposal is None:
-            raise ValueError("There is no proposal to update: `alpha` is 0, or `use_policy_as_proposal` is True.")
+            raise ValueError("There is no proposal to update: `alpha` is 0, or `proposal` is not 'learned'.")
         self._negative.update(chunks, advance_schedule)
 
     def training_step(self, model, inputs, num_items_in_batch=None):

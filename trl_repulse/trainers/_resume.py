@@ -47,7 +47,7 @@ _OBJECTIVE = (
     *("alpha", "alpha_start", "alpha_normalization", "target_dist_beta", "target_dist_beta_start", "potential"),
     *("target_class", "reward_cap", "negative_loss", "negative_baseline", "reweighting_beta", "uniform_weights"),
     *(
-        "use_policy_as_proposal",
+        "proposal",
         "proposal_temperature",
         "proposal_loss",
         "proposal_parameterization",

@@ -14,9 +14,8 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
 
     The policy takes [`~trl.GRPOTrainer`]'s steps on its own samples, with any `loss_type` and advantages, and lowers the
-    log-probability of samples that find its bad outputs, weighted by importance and by `alpha`: those of a proposal that learns, as in
-    [`RePULSeTrainer`], or with `use_policy_as_proposal=True` the policy's own or, with `proposal_temperature` above 1, hotter ones.
-    The negative term is added to GRPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`)
+    log-probability of samples that find its bad outputs, weighted by importance and by `alpha`: as in [`RePULSeTrainer`] those of the policy
+    drawn hotter, of a proposal that learns, or its own. The negative term is added to GRPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`)
     log-probability. Where a generation batch serves several updates, it is clipped as in [`RePULSeTrainer`].
 
     With `alpha=0` the updates are [`~trl.GRPOTrainer`]'s to the last bit: nothing of this package has part in sampling and scoring.
@@ -27,7 +26,13 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
     >>> from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = RePULSeGRPOConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> args = RePULSeGRPOConfig(
+    ...     output_dir="out",
+    ...     bad_reward_threshold=-5.0,
+    ...     max_completion_length=2,
+    ...     use_cpu=True,
+    ...     bf16=False,
+    ... )
     >>> trainer = RePULSeGRPOTrainer(
     ...     model=policy_path(),
     ...     reward_funcs=reward_model_path(),
@@ -41,8 +46,8 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
         model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
         optimizers, quantization_config, peft_config:
             As for [`~trl.GRPOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text.
-        args ([`RePULSeGRPOConfig`], *optional*):
-            Configuration for this trainer. If `None`, a default configuration is used.
+        args ([`RePULSeGRPOConfig`]):
+            Configuration for this trainer. By default it needs a `bad_reward_threshold`.
         proposal_model, proposal_peft_config:
             As for [`RePULSeTrainer`], by name.
 

@@ -11,9 +11,8 @@ class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
 
     The policy takes PPO's steps on its own samples, as in [`PPOTrainer`], and lowers the log-probability of samples that find its
-    bad outputs, weighted by importance and by `alpha`: those of a proposal that learns, as in [`RePULSeTrainer`], or with
-    `use_policy_as_proposal=True` the policy's own or, with `proposal_temperature` above 1, hotter ones. The negative term is added to
-    PPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`) log-probability. Where a generation
+    bad outputs, weighted by importance and by `alpha`: as in [`RePULSeTrainer`] those of the policy drawn hotter, of
+    a proposal that learns, or its own. The negative term is added to PPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`) log-probability. Where a generation
     batch serves several updates, it is clipped as in [`RePULSeTrainer`]. With `alpha=0` the updates are [`PPOTrainer`]'s.
 
     Value model and proposal are saved to `output_dir/value` and `output_dir/proposal`, are part of each checkpoint, and are not
@@ -25,7 +24,13 @@ class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
     >>> from trl_repulse import RePULSePPOConfig, RePULSePPOTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = RePULSePPOConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> args = RePULSePPOConfig(
+    ...     output_dir="out",
+    ...     bad_reward_threshold=-5.0,
+    ...     max_completion_length=2,
+    ...     use_cpu=True,
+    ...     bf16=False,
+    ... )
     >>> trainer = RePULSePPOTrainer(
     ...     model=policy_path(),
     ...     reward_funcs=reward_model_path(),
@@ -39,8 +44,8 @@ class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
         model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
         optimizers, quantization_config, peft_config, value_model, value_peft_config:
             As for [`PPOTrainer`].
-        args ([`RePULSePPOConfig`], *optional*):
-            Configuration for this trainer. If `None`, a default configuration is used.
+        args ([`RePULSePPOConfig`]):
+            Configuration for this trainer. By default it needs a `bad_reward_threshold`.
         proposal_model, proposal_peft_config:
             As for [`RePULSeTrainer`], by name.
 

@@ -18,16 +18,14 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
     Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
     Inference](https://huggingface.co/papers/2510.21184)).
 
-    Beside the policy, a second language model, the *proposal*, learns to draw the policy's low-reward outputs: its
-    target is σ ∝ policy · exp(`target_dist_beta`·reward). At each step both models are sampled; the policy takes a
-    REINFORCE step on its own samples and lowers the log-probability of the proposal's, weighted by importance and by
-    `alpha`; the proposal takes a step of contrastive twist learning.
+    The policy takes REINFORCE steps on its own samples and lowers the log-probability of further samples that find its bad outputs,
+    weighted by importance and by `alpha`. By default it draws these itself, at `proposal_temperature`, and what has a reward under
+    `bad_reward_threshold` is pushed down (`proposal="hot_policy"`). With `proposal="policy"` its own samples serve, at no further cost.
 
-    The proposal is saved to `output_dir/proposal` with a card that warns of it, is part of each checkpoint, and is
+    With `proposal="learned"`, the paper's method, a second language model, the *proposal*, learns to draw the policy's low-reward
+    outputs: its target is σ ∝ policy · exp(`target_dist_beta`·reward), and it takes a step of contrastive twist learning at each
+    step. The proposal is saved to `output_dir/proposal` with a card that warns of it, is part of each checkpoint, and is
     never uploaded with the policy; `push_proposal_to_hub` gives it a private repository of its own.
-
-    With `use_policy_as_proposal=True` there is none: the policy's own samples take its place, or, with
-    `proposal_temperature` above 1, samples that the policy draws at that temperature.
 
     Example:
 
@@ -35,7 +33,13 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
     >>> from trl_repulse import RePULSeConfig, RePULSeTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = RePULSeConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> args = RePULSeConfig(
+    ...     output_dir="out",
+    ...     bad_reward_threshold=-5.0,
+    ...     max_completion_length=2,
+    ...     use_cpu=True,
+    ...     bf16=False,
+    ... )
     >>> trainer = RePULSeTrainer(
     ...     model=policy_path(),
     ...     reward_funcs=reward_model_path(),
@@ -49,8 +53,8 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
         model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
         optimizers, quantization_config, peft_config:
             As for [`ReinforceTrainer`].
-        args ([`RePULSeConfig`], *optional*):
-            Configuration for this trainer. If `None`, a default configuration is used.
+        args ([`RePULSeConfig`]):
+            Configuration for this trainer. By default it needs a `bad_reward_threshold`.
         proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Model the proposal starts from: a path, a model id, or a model. If `None`, a copy of the initial policy.
             Must have the policy's tokens, which are compared if a path has a tokenizer, and weights of its own. If `None` and the policy is an adapter, the proposal is a second one
