@@ -3,8 +3,8 @@
     python benchmarks/step_cost.py --shapes 128,20,5 512,20,10 16,100,5
     python benchmarks/step_cost.py --model 135m --prompts 1 --methods RePULSe REINFORCE
 
-All but RePULSe draw 2·P prompts × N completions a step, RePULSe P × N from each of its two models: all generate, score and
-learn from 2·P·N completions. The trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
+All but RePULSe draw 2·P prompts × N completions a step, RePULSe P × N from the policy and P × N from the hot policy or from a
+proposal that learns: all generate, score and learn from 2·P·N completions. The trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
 of a turn is warm-up and dropped. Peak memory is measured in a process of its own for each.
 """
 
@@ -57,13 +57,15 @@ SHAPES = {
 
 ON_ACCELERATOR = torch.accelerator.is_available()
 YARDSTICKS = ("RLOO", "GRPO")
-# Trainer, configuration, and what its completions of one model are multiplied with to make 2·P·N
+EVERYTHING_IS_BAD = {"bad_reward_threshold": 1e9}  # all samples of the hot policy are pushed down
+# Trainer, configuration with its fields, and what completions of one set are multiplied with to make 2·P·N
 METHODS = {
-    "RLOO": (RLOOTrainer, RLOOConfig, 2),
-    "GRPO": (GRPOTrainer, GRPOConfig, 2),
-    "REINFORCE": (ReinforceTrainer, ReinforceConfig, 2),
-    "RePULSe": (RePULSeTrainer, RePULSeConfig, 1),
-    "PPO": (PPOTrainer, PPOConfig, 2),
+    "RLOO": (RLOOTrainer, RLOOConfig, {}, 2),
+    "GRPO": (GRPOTrainer, GRPOConfig, {}, 2),
+    "REINFORCE": (ReinforceTrainer, ReinforceConfig, {}, 2),
+    "RePULSe": (RePULSeTrainer, RePULSeConfig, EVERYTHING_IS_BAD, 1),
+    "learned proposal": (RePULSeTrainer, RePULSeConfig, {"proposal": "learned"}, 1),
+    "PPO": (PPOTrainer, PPOConfig, {}, 2),
 }
 
 
@@ -124,9 +126,9 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     ids = torch.randint(4, config.vocab_size, (64, shape.prompt)).tolist()
     data = Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in row) for row in ids]})
-    trainer_class, config_class, draws = METHODS[method]
+    trainer_class, config_class, fields, draws = METHODS[method]
     timer = StepTimes()
-    own = {} if method in YARDSTICKS else {"share_prompts": options.share_prompts}
+    own = fields if method in YARDSTICKS else fields | {"share_prompts": options.share_prompts}
     args = config_class(
         output_dir=f"{folder}/out",
         use_cpu=not ON_ACCELERATOR,

@@ -170,7 +170,8 @@ def make(tmp_path, model_dirs, prompts, reward):
             "lr_scheduler_type": "constant",
         }
         if issubclass(config_cls, NegativeTermConfig):
-            settings |= {"proposal": "learned", "target_dist_beta": -2.0, "alpha": 1.0}
+            settings |= {"proposal": "learned", "potential": "tilted", "target_dist_beta": -2.0}
+            settings |= {"alpha": 1.0, "alpha_normalization": "samples"}
         model = model_dirs.get(model, model) if isinstance(model, str) else model
         return trainer_cls(
             model=model,

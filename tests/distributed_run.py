@@ -140,6 +140,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "lr_scheduler_type": "constant",
         "shuffle_dataset": False,
         "proposal": "learned",
+        "potential": "tilted",
         "alpha": 2.0,
         "target_dist_beta": -0.7,
         "beta": 0.3,

@@ -1,16 +1,18 @@
 """The policy drawn hotter in the proposal's place: weights against brute force, its loss by hand, what it does to P(bad)."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from accelerate.utils import is_peft_model
 from peft import LoraConfig
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.importance import log_mixture_weights
 from trl_repulse.trainers._hot_policy import HotPolicy
+from trl_repulse.trainers._negative_term import DrawnTerm
 
 from .test_exact import World
 from .test_variants import SETTINGS
@@ -111,8 +113,9 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
 
 
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
-def test_nothing_bad_nothing_pushed(make, settings):
+def test_nothing_bad_nothing_pushed(make, monkeypatch, settings):
     """Where no sample is bad the update is REINFORCE's own."""
+    monkeypatch.setattr(HotPolicy, "drawing", DrawnTerm.drawing)  # else the policy draws with other random numbers
     ends = []
     for trainer_cls, own in ((RePULSeTrainer, HOT | {"bad_reward_threshold": -99.0}), (ReinforceTrainer, {})):
         trainer = make(trainer_cls, max_steps=1, optim="sgd", **own, **settings)
@@ -134,6 +137,30 @@ def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
         trainer.train()
         ends[name] = evaluator.evaluate(trainer.model).log_prob_bad
     assert ends["hot"] < min(ends["REINFORCE"], ends["policy"]) - 0.5, ends
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_proposal_generations": 6}, CUT], ids=["whole", "uneven", "cut"])
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
+def test_one_call_draws_both(make, monkeypatch, settings, peft):
+    """In training and evaluation; in calls of their own where rows cannot have temperatures."""
+    calls, generate = [], GPT2LMHeadModel.generate
+
+    def spy(self, *args, **kwargs):
+        calls.append((self.training, len(kwargs["input_ids"])))
+        return generate(self, *args, **kwargs)
+
+    extra = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if peft else None
+    trainer = make(**HOT, **settings, extra=extra, per_device_eval_batch_size=16)
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", spy)
+    hot = settings.get("num_proposal_generations", 4) * 4
+    trainer.train()
+    assert [rows for _, rows in calls] == [16 + hot] * 2
+
+    calls.clear()
+    trainer._guard = dataclasses.replace(trainer._guard, sample_by_length=True)
+    trainer.evaluate(trainer.train_dataset)
+    assert sum(rows for _, rows in calls) == 32 and len(calls) > 1
+    assert trainer._ahead is None and trainer._kept is None
 
 
 def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):

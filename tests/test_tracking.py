@@ -43,7 +43,7 @@ BASE = {
 def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
     config, trainer = (RePULSeConfig, RePULSeTrainer) if repulse else (ReinforceConfig, ReinforceTrainer)
     if repulse:
-        settings = {"proposal": "learned", "target_dist_beta": -1.0, "alpha": 1.0} | settings
+        settings = {"proposal": "learned", "potential": "tilted", "target_dist_beta": -1.0, "alpha": 1.0} | settings
     return trainer(
         model=embedded.policy_path() if model is None else model,
         reward_funcs=embedded.reward_model_path() if reward is None else reward,

@@ -4,10 +4,13 @@ Axis letters: U units of n policy samples and m hot ones, P prompts, N policy sa
 completion tokens.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..generation._ahead import Ahead
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._beside import PROPOSAL_FOLDER
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
@@ -31,9 +34,27 @@ class HotPolicy(DrawnTerm):
     def __init__(self, trainer: UnitSampling):
         super().__init__(trainer)
         self.temperature = trainer.args.proposal_temperature
+        self._ahead: Ahead | None = None
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
+        trainer, mode = self.trainer, self._mode
+        n = trainer._unit_size(mode)
+        m = self.size(mode) * n // trainer._num_generations(mode)
+        # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
+        apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
+        self._ahead = None if trainer.use_vllm or apart else Ahead(n, m, self.temperature)
+        trainer._ahead = self._ahead
+        try:
+            with super().drawing():
+                yield
+        finally:
+            trainer._ahead = None
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.draw`], and how probable all samples are at the higher temperature."""
+        self.trainer._kept, self._ahead = self._ahead, None
         drawn = super().draw(rows, batch)
         return drawn | self.score(batch | drawn)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .._checks import check_rows
+from ..generation._ahead import Ahead, rows_at
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ._hooks import TrainerHooks, transform_rewards
@@ -51,7 +52,22 @@ class UnitSampling(TrainerHooks):
     Mixin before a TRL trainer: completions drawn and scored in units, on which a negative term stands.
     """
 
+    # Two sets of completions in one call of the policy: the policy's own are about to be drawn; the others have been
+    _ahead: Ahead | None = None
+    _kept: Ahead | None = None
+
     # Sampling
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+        kept, self._kept = self._kept, None
+        if kept is not None and (others := kept.take(prompt_ids)) is not None:
+            return others
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        rows, temperatures = ahead.widened(prompt_ids)
+        with rows_at(self.accelerator.unwrap_model(self.model_wrapped), temperatures):
+            return ahead.keep(rows, super()._generate_single_turn(rows, *args, **kwargs))
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
         """Draws one completion a row, scores it, and logs rewards."""
