@@ -203,7 +203,7 @@ def test_without_a_proposal_there_is_no_second_repository(hub, push):
 )
 def test_contradictions_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        RePULSeConfig(output_dir="out", use_cpu=True, bf16=False, **settings)
+        RePULSeConfig(output_dir="out", use_cpu=True, bf16=False, **({"proposal": "learned"} | settings))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_contradictions_are_refused(settings, message):
     ],
 )
 def test_trackers_that_would_upload_checkpoints_are_refused(monkeypatch, tracker, variable, value):
-    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": [tracker]}
+    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": [tracker], "proposal": "learned"}
     monkeypatch.delenv(variable, raising=False)
     if value is not None:
         RePULSeConfig(**settings)
@@ -252,7 +252,7 @@ def test_what_tells_trackers_to_upload_is_still_called_so():
 
 
 def test_trackios_copy_of_the_completions_is_refused():
-    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "trackio"}
+    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "trackio", "proposal": "learned"}
     settings |= {"push_to_hub": True, "log_completions": True}
     with pytest.raises(ValueError, match="trackio_static_space_id=False"):
         RePULSeConfig(**settings)
