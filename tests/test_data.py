@@ -101,7 +101,7 @@ REFUSED = {
         "prompt,tag\nhello, world,1\n",
         "Row 1 of .*, at line 2, has more fields than the header .3, not 2.; put text",
     ),
-    "fake.parquet": ("prompt", "cannot be read as parquet .* mend the file"),
+    "fake.parquet": ("prompt", "cannot be read as parquet .* fix the file"),
     "prompts.txt": ("a\n", "has the suffix '.txt'; convert it to a .jsonl, .json, .csv or .parquet file"),
 }
 

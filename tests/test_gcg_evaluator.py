@@ -406,7 +406,7 @@ def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
         {"goal": "", "target": TARGET},
         {"goal": None, "target": ""},
     ]
-    with pytest.raises(ValueError, match=r"2 \(no target\), 3 \(no goal\), 4 \(no goal and no target\); mend them"):
+    with pytest.raises(ValueError, match=r"2 \(no target\), 3 \(no goal\), 4 \(no goal and no target\); fix them"):
         evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out.jsonl")
     path = evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(on_bad_row="skip"), tmp_path / "out.jsonl")
     _, records = read_results(path)

@@ -31,7 +31,7 @@ def load_prompts(
     as_conversation: bool = False,
 ) -> Dataset | IterableDataset:
     """
-    Loads prompts, and refuses what a trainer could not use with one line that says what to mend.
+    Loads prompts, and refuses what a trainer could not use with one line that says what to fix.
 
     A prompt is plain text, or a conversation: a list of messages `{"role": ..., "content": ...}`. A file has one
     prompt a row in the column `"prompt"`; its other columns are kept, and reach custom reward functions. A `.json` file
@@ -227,7 +227,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             check_names(pq.read_schema(path).names, path)
             return pq.read_table(path).to_pylist()
         except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"`{path}` cannot be read as parquet ({error}); mend the file, or its suffix.") from error
+            raise ValueError(f"`{path}` cannot be read as parquet ({error}); fix the file, or its suffix.") from error
     return read_csv(path) if suffix == ".csv" else read_json(path)
 
 

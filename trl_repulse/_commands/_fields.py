@@ -58,7 +58,7 @@ def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
         try:
             values = yaml.safe_load(args.config.read_text(encoding="utf-8")) or {}
         except yaml.YAMLError as error:
-            raise ValueError(f"`{args.config}` is no YAML ({error}); mend it.") from error
+            raise ValueError(f"`{args.config}` is no YAML ({error}); fix it.") from error
         if not isinstance(values, dict):
             raise ValueError(f"`{args.config}` must hold arguments by name, such as `seed: 1`.")
         unknown = sorted(set(values) - known)

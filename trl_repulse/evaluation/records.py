@@ -415,7 +415,7 @@ class SampleSet:
         refused = int((~np.isfinite(values)).sum())
         if refused:
             raise ValueError(
-                f"{refused} of {len(values)} samples in `{self.folder}` have no finite `{name}`; mend the reward, "
+                f"{refused} of {len(values)} samples in `{self.folder}` have no finite `{name}`; fix the reward, "
                 "or read another column."
             )
         return values.reshape(-1, self.num_samples)

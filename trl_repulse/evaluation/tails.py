@@ -225,7 +225,7 @@ def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
     if rewards.ndim != 2 or rewards.size == 0:
         raise ValueError(f"`rewards` has shape {rewards.shape}; give one row a prompt and at least one sample each.")
     if not np.isfinite(rewards).all():
-        raise ValueError("`rewards` holds values that are not finite; mend the reward before estimating its tail.")
+        raise ValueError("`rewards` holds values that are not finite; fix the reward before estimating its tail.")
     if np.abs(rewards).max() > LARGEST:
         raise ValueError(f"`rewards` holds values beyond {LARGEST:g}, whose sums are none; scale the reward down.")
     if not 0 < confidence < 1:

@@ -65,7 +65,7 @@ def check_vllm() -> None:
         available = is_vllm_available()
     if not available:
         raise ImportError(
-            "`use_vllm=True` needs vLLM, which is not installed; run `pip install trl-repulse[vllm]`, or set "
+            "`use_vllm=True` needs vLLM, which is not installed; run `pip install 'trl-repulse[vllm]'`, or set "
             "`use_vllm=False`."
         )
     unsupported = [str(warning.message) for warning in caught if "supports vLLM versions" in str(warning.message)]

@@ -213,5 +213,5 @@ def _run(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); mend it first.") from error
+        raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); fix it first.") from error
     return module

@@ -17,7 +17,7 @@ from ._texts import Messages, as_queries, pick_labels
 
 
 _LARGEST = 3.4e38  # TRL keeps rewards in single precision
-_TRY_AGAIN = (408, 425, 429)  # of the answers that blame the client, those that time can mend
+_TRY_AGAIN = (408, 425, 429)  # of the answers that blame the client, those that may pass with time
 _MOST_BYTES = 2**24  # of an answer
 # Process -> the loop of its requests: a forked process begins its own, and leaves its parent's alone
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}

@@ -86,7 +86,7 @@ def load_table(
     bad = [row for row in table if row.fault is not None]
     if bad and on_bad_row == "error":
         shown = ", ".join(f"{row.number} ({row.fault})" for row in bad[:10]) + (", ..." if len(bad) > 10 else "")
-        raise ValueError(f"{where} has rows that cannot be attacked: {shown}; mend them or set `on_bad_row='skip'`.")
+        raise ValueError(f"{where} has rows that cannot be attacked: {shown}; fix them or set `on_bad_row='skip'`.")
     return table
 
 
