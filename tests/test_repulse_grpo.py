@@ -1,6 +1,7 @@
 """RePULSeGRPOTrainer: TRL's own updates where alpha is 0, else its loss and the negative term, written out on recorded completions."""
 
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -185,17 +186,18 @@ def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     """Against GRPO, at the same number of completions, by the hot policy; a proposal draws what is bad."""
     settings = {"max_steps": 40, "learning_rate": 3e-3, "proposal_learning_rate": 1e-2, "alpha_normalization": "none"}
     settings |= {"target_dist_beta": -1.0, "num_generations": 8, "per_device_train_batch_size": 32}
-    ends = {}
-    for name, own in {
-        "GRPO": {"alpha": 0.0, "num_generations": 16, "per_device_train_batch_size": 64},
-        "hot": HOT,
-        "proposal": {},
-    }.items():
+
+    def end(**own):
         trainer = make(RePULSeGRPOTrainer, **(settings | own))
         trainer.train()
-        ends[name] = evaluator.evaluate(trainer.model).log_prob_bad
-    assert ends["hot"] < ends["GRPO"] - 0.5, ends
-    assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > ends["proposal"] + 1
+        return trainer, evaluator.evaluate(trainer.model).log_prob_bad
+
+    # A seed in ten or so begins slowly and is not ahead by then
+    hot = statistics.median(end(**HOT, seed=seed)[1] for seed in range(3))
+    _, alone = end(alpha=0.0, num_generations=16, per_device_train_batch_size=64)
+    assert hot < alone - 0.5
+    trainer, last = end()
+    assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > last + 1
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "luspo", "vespo"])
