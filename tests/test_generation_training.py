@@ -11,6 +11,8 @@ from trl.trainer import grpo_trainer, rloo_trainer
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
+from trl_repulse.trainers._hot_policy import HotPolicy
+from trl_repulse.trainers._negative_term import DrawnTerm
 
 from . import test_generation
 from .vllm_double import LLM, build_engine
@@ -80,6 +82,9 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
             torch.manual_seed(7)
 
     serve_by(DrawingLLM, monkeypatch)
+    monkeypatch.setattr(
+        HotPolicy, "drawing", DrawnTerm.drawing
+    )  # without an engine, both sets in one call: other numbers
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
     settings = {

@@ -1,5 +1,7 @@
 """RePULSePPOTrainer as a user meets it: what learns, logs, files, what is refused."""
 
+import statistics
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -39,11 +41,11 @@ def run(make):
 def test_the_policy_loses_bad_outputs_that_it_hardly_draws(run, evaluator, ppo, hot):
     """Against PPO."""
     settings = {"max_steps": 40, "learning_rate": 3e-3, "value_learning_rate": 1e-2, **ppo}
-    plain = run(**settings, alpha=0.0)
-    trainer = run(
-        **(settings | {"per_device_train_batch_size": min(32, ppo["per_device_train_batch_size"])} | HOT | hot)
-    )
-    assert evaluator.evaluate(trainer.model).log_prob_bad < evaluator.evaluate(plain.model).log_prob_bad - 0.5
+    plain = evaluator.evaluate(run(**settings, alpha=0.0).model).log_prob_bad
+    settings |= {"per_device_train_batch_size": min(32, ppo["per_device_train_batch_size"])} | HOT | hot
+    # A seed in ten or so begins slowly and is not ahead by then
+    ends = [evaluator.evaluate(run(**settings, seed=seed).model).log_prob_bad for seed in range(3)]
+    assert statistics.median(ends) < plain - 0.5
 
 
 def test_the_proposal_learns_the_bad_outputs(run, evaluator):
@@ -193,4 +195,4 @@ def test_what_writes_into_completions_is_refused(make, name):
 )
 def test_refused_settings(tmp_path, name, settings):
     with pytest.raises(ValueError, match=f"^`{name}="):
-        RePULSePPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+        RePULSePPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **({"proposal": "learned"} | settings))

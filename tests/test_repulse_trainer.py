@@ -372,9 +372,15 @@ def test_refused_models(make, model_dirs, tokenizer):
         make(alpha=0.0, extra={"proposal_model": model_dirs["gpt2"]})
 
 
+def test_a_default_configuration_lacks_what_counts_as_bad(tmp_path, monkeypatch, model_dirs, prompts, reward):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="`bad_reward_threshold=None` is needed by `proposal='hot_policy'`"):
+        RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
+
+
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(RePULSeConfig, use_cpu=USE_CPU, bf16=False)
+    on_cpu = functools.partial(RePULSeConfig, use_cpu=USE_CPU, bf16=False, proposal="learned")
     monkeypatch.setattr(RePULSeTrainer, "_config_cls", staticmethod(on_cpu))
     trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert isinstance(trainer.args, RePULSeConfig) and trainer.proposal is not None
