@@ -6,7 +6,7 @@ import sys
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from trl.trainer import rloo_trainer
+from trl.trainer import grpo_trainer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.trainers._peft_bridge import adapter_layers
@@ -49,7 +49,7 @@ class Reused(RecordedByRow):
     """Generations of two updates, used twice, in the order in which two processes come to them."""
 
     def _prepare_inputs(self, *args, **kwargs):
-        rloo_trainer.shuffle_sequence_dict = self._in_order
+        grpo_trainer.shuffle_sequence_dict = self._in_order
         return super()._prepare_inputs(*args, **kwargs)
 
     def _in_order(self, batch):

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer with what all trainers here share: what PPO and RePULSe on GRPO stand on.
+"""TRL's GRPO trainer with what all trainers here share, and what those share that keep its loss: PPO and RePULSe on GRPO.
 
 Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens, T completion tokens.
 """
@@ -76,6 +76,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
     ):
         require_pinned()
         check_arguments(self._config_cls, args, model=model, **self._passed)
+        self._check_turns(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         args = self._configuration(model, args)
         connect(args)
         if eval_dataset is not None:
@@ -114,6 +115,9 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
             self._check_templates(train_dataset, eval_dataset)
         self._check_reward_functions()
         self._prepare_scoring()
+
+    def _check_turns(self, **given: Any) -> None:
+        """Refuses what makes completions of more than the model's own tokens, by name, where a trainer does not take it."""
 
     def _build_first(
         self, model: Any, reward_funcs: Any, args: Any, quantization_config: Any, peft_config: Any

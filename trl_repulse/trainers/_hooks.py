@@ -426,10 +426,9 @@ class TrainerHooks(SecondModels, PooledMetrics):
                 ]
             finally:
                 self.pad_to_multiple_of = multiple
-        # GRPO gives log-probabilities too, `None` without vLLM (TRL 1.16)
-        drawn = [row for part in parts for row in (part[0] if isinstance(part, tuple) else part)]
-        rows = [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))]
-        return (rows, None) if isinstance(parts[0], tuple) else rows
+        # Log-probabilities, which come beside the rows, are `None` without vLLM (TRL 1.16)
+        drawn = [row for part, _ in parts for row in part]
+        return [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))], None
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)

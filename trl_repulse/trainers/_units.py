@@ -75,9 +75,8 @@ class UnitSampling(TrainerHooks):
         device = self.accelerator.device
         check_rows(inputs)
         prompts = [row["prompt"] for row in inputs]
-        prompt_ids, completion_ids, *rest = self._generate(prompts)
+        prompt_ids, completion_ids, _, completions, *_ = self._generate(prompts)
         engine_log_p = self.vllm_generation.log_probs if self.use_vllm else []  # a reward function may draw too
-        completions = rest[len(rest) > 1]  # GRPO gives a mask of tools before them
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         rewards = self._weigh_rewards(rewards_per_func)
 
