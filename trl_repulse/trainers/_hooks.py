@@ -18,11 +18,11 @@ from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
-from ..configs import EngineConfig, RewardConfig
+from ..configs import EngineConfig
 from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
-from ..rewards.transforms import exponential_transform, indicator_transform
+from ..rewards.transforms import transform_rewards
 from . import _fsdp
 from ._beside import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
 from ._cards import amend_model_card
@@ -59,26 +59,6 @@ if TYPE_CHECKING:
     from ..generation import VLLMGenerator
 
 logger = get_logger(__name__)
-
-
-def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
-    """
-    r': what the policy maximises instead of the reward r; r itself without a transform.
-
-    Args:
-        args ([`~trl_repulse.configs.RewardConfig`]):
-            Gives transform and parameters.
-        rewards (`torch.Tensor`):
-            Rewards of any shape.
-
-    Returns:
-        `torch.Tensor`: Of the same shape.
-    """
-    if args.reward_transform == "exponential":
-        return exponential_transform(rewards, args.reward_transform_alpha, args.reward_transform_beta)
-    if args.reward_transform == "indicator":
-        return indicator_transform(rewards, args.reward_transform_alpha, args.reward_transform_threshold)
-    return rewards
 
 
 class _WeightsChanged(TrainerCallback):
@@ -231,6 +211,15 @@ class TrainerHooks(SecondModels, PooledMetrics):
     def _check_reward_functions(self) -> None:
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
         self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
+
+    @property
+    def transforms_rewards(self) -> bool:
+        """Whether the policy maximises something else than the reward."""
+        return self.args.reward_transform is not None
+
+    def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
+        """r': what the policy maximises instead of the reward r; r itself without a transform."""
+        return transform_rewards(self.args, rewards)
 
     def _micro_batch_size(self) -> int:
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size

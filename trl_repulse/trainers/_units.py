@@ -15,7 +15,7 @@ from .._checks import check_rows
 from ..generation._ahead import Ahead, rows_at
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
-from ._hooks import TrainerHooks, transform_rewards
+from ._hooks import TrainerHooks
 from ._scoring import Scores, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
@@ -216,15 +216,6 @@ class UnitSampling(TrainerHooks):
         return sequence_log_prob(log_ref, batch[f"{name}_mask"])
 
     # Loss
-
-    @property
-    def transforms_rewards(self) -> bool:
-        """Whether the policy maximises something else than the reward."""
-        return self.args.reward_transform is not None
-
-    def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
-        """r': what the policy maximises instead of the reward r; r itself without a transform."""
-        return transform_rewards(self.args, rewards)
 
     @property
     def _on_policy(self) -> bool:

@@ -19,7 +19,6 @@ from ..returns import kl_token_rewards
 from ._beside import VALUE_FOLDER
 from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
-from ._hooks import transform_rewards
 from ._layout import Layout
 from ._metrics import Moments, Pooled, mean, share_explained
 from ._peft_bridge import keep_gradients
@@ -206,7 +205,7 @@ class PPOTrainer(GRPOBase):
                 log_p = self._sampling_log_probs(batch)
 
         # Token rewards: the KL penalty at each token, the reward at the last
-        rows = [x.unsqueeze(1) for x in (log_p, log_ref, transform_rewards(self.args, rewards))]
+        rows = [x.unsqueeze(1) for x in (log_p, log_ref, self._transform(rewards))]
         token_rewards = kl_token_rewards(*rows, self.beta, mask.unsqueeze(1)).squeeze(1)  # (B, T)
         values = self._sampling_values(batch)
         advantages, returns = generalized_advantages(
@@ -301,8 +300,8 @@ class PPOTrainer(GRPOBase):
         if self.beta != 0.0:
             self._log_token_mean("kl", log_ratio.sum(), mask.sum())
         self._log_mean("return", rewards - penalty)
-        if self.args.reward_transform is not None:
-            transformed = transform_rewards(self.args, rewards)
+        if self.transforms_rewards:
+            transformed = self._transform(rewards)
             self._log_mean("reward_transformed", transformed)
             self._log_mean("return_transformed", transformed - penalty)
 

@@ -179,10 +179,7 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
-        rows = inputs["completion_mask"].shape[:2].numel()
-        self._loss_count = self._real_rows(rows)
-        if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
-            loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
+        loss = self._mean_of_real(loss, inputs["completion_mask"].shape[:2].numel())
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
             self._record({"aux_loss": mean}, self._gathered(Moments.alike(aux_loss.item(), self._loss_count)))
