@@ -1,35 +1,27 @@
 """What the configurations refuse, each with one message that names the field and the remedy."""
 
 import math
-from typing import TYPE_CHECKING
-
-from trl import GRPOConfig
+from typing import Any
 
 from ._uploads import check_uploads
 
-
-if TYPE_CHECKING:
-    from .engine_config import EngineConfig
-    from .negative_term_config import NegativeTermConfig
-    from .reward_config import RewardConfig
-    from .scoring_config import ScoringConfig
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
 
 
-def require(args: "RewardConfig", condition: bool, name: str, remedy: str) -> None:
+def require(args: Any, condition: bool, name: str, remedy: str) -> None:
     """Raises `ValueError` naming the field, its value and the remedy unless the condition holds."""
     if not condition:
         raise ValueError(f"`{name}={getattr(args, name)!r}` {remedy}.")
 
 
-def require_choice(args: "RewardConfig", name: str, choices: tuple) -> None:
+def require_choice(args: Any, name: str, choices: tuple) -> None:
     """Raises `ValueError` unless the field holds one of the choices."""
     require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
 
 
-def _check_reward(args: "RewardConfig") -> None:
+def _check_reward(args: Any) -> None:
     """Refuses bad or contradictory values among [`RewardConfig`]'s fields."""
     require_choice(args, "reward_transform", ("exponential", "indicator", None))
     for name in ("reward_transform_alpha", "reward_transform_beta"):
@@ -59,7 +51,7 @@ def _check_reward(args: "RewardConfig") -> None:
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
-def _check_scoring(args: "ScoringConfig") -> None:
+def _check_scoring(args: Any) -> None:
     """Refuses bad values among [`ScoringConfig`]'s fields; `"true"` and `"false"` of a command line are the booleans."""
     if isinstance(args.share_prompts, str):
         args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
@@ -67,7 +59,7 @@ def _check_scoring(args: "ScoringConfig") -> None:
     require(args, fits, "share_prompts", "is not one of 'auto', True, False")
 
 
-def _check_engine(args: "EngineConfig") -> None:
+def _check_engine(args: Any) -> None:
     """Refuses bad values among [`EngineConfig`]'s fields, and completions without an end."""
     remedy = "must be a number of tokens, at least 1"
     require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
@@ -80,7 +72,7 @@ def _check_engine(args: "EngineConfig") -> None:
     require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
 
 
-def check_shared(args: GRPOConfig) -> None:
+def check_shared(args: Any) -> None:
     """Refuses bad values among what all trainers share, TRL's fields with which it would train something else among them."""
     _check_reward(args)
     _check_engine(args)
@@ -113,7 +105,7 @@ def check_shared(args: GRPOConfig) -> None:
         require(args, not getattr(args, name), name, remedy)
 
 
-def check_target_is_used(args: "NegativeTermConfig") -> None:
+def check_target_is_used(args: Any) -> None:
     """Refuses a β where the potential that the proposal brings with it has none; before defaults are filled in."""
     ignored = args.proposal == "hot_policy" and args.potential is None and args.alpha != 0
     remedy = (
@@ -123,7 +115,7 @@ def check_target_is_used(args: "NegativeTermConfig") -> None:
     require(args, not ignored or args.target_dist_beta is None, "target_dist_beta", remedy)
 
 
-def check_repulse_config(args: "NegativeTermConfig", in_rows: bool = False) -> None:
+def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     """Refuses bad or contradictory values among [`NegativeTermConfig`]'s fields; `in_rows` where completions are batched singly."""
     require_choice(args, "potential", ("tilted", "indicator", "class"))
     require_choice(args, "target_class", (0, 1))
@@ -154,7 +146,7 @@ def check_repulse_config(args: "NegativeTermConfig", in_rows: bool = False) -> N
         _check_cut_prompts(args)
 
 
-def _check_target(args: "NegativeTermConfig") -> None:
+def _check_target(args: Any) -> None:
     if args.potential == "tilted":
         remedy = (
             "must be below 0 for the tilted potential: the target policy · exp(β·reward) has to seek low rewards "
@@ -178,12 +170,12 @@ def _check_target(args: "NegativeTermConfig") -> None:
         require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
 
 
-def _check_threshold(args: "NegativeTermConfig", name: str) -> None:
+def _check_threshold(args: Any, name: str) -> None:
     remedy = f"is needed by `{name}={getattr(args, name)!r}`; set the reward under which a completion counts as bad"
     require(args, args.alpha == 0 or args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
-def _check_schedules(args: "NegativeTermConfig") -> None:
+def _check_schedules(args: Any) -> None:
     for name in ("alpha", "target_dist_beta"):
         start, end = getattr(args, f"{name}_start"), getattr(args, name)
         if start is not None:
@@ -191,7 +183,7 @@ def _check_schedules(args: "NegativeTermConfig") -> None:
             require(args, math.isfinite(start) and start * end > 0, f"{name}_start", remedy)
 
 
-def _check_sampling(args: "NegativeTermConfig") -> None:
+def _check_sampling(args: Any) -> None:
     exact = {
         "temperature": (1.0,),
         "top_p": (1.0,),
@@ -218,7 +210,7 @@ def _check_sampling(args: "NegativeTermConfig") -> None:
     require(args, not args.mask_truncated_completions, "mask_truncated_completions", remedy)
 
 
-def _check_negative_term(args: "NegativeTermConfig") -> None:
+def _check_negative_term(args: Any) -> None:
     if args.negative_loss != "reinforce":
         remedy = "has no effect; set `negative_loss='reinforce'`"
         require(args, args.negative_baseline == "none", "negative_baseline", remedy)
@@ -227,7 +219,7 @@ def _check_negative_term(args: "NegativeTermConfig") -> None:
         require(args, args.reweighting_beta is None, "reweighting_beta", remedy)
 
 
-def _check_rows(args: "NegativeTermConfig") -> None:
+def _check_rows(args: Any) -> None:
     """Refuses what needs all samples of a prompt in one micro-batch: GRPO's batches are of single completions."""
     drawn = args.num_proposal_generations or args.num_generations
     remedy = f"must be a multiple of `num_generations={args.num_generations}`: each completion gets as many proposal samples"
@@ -251,12 +243,12 @@ def _check_rows(args: "NegativeTermConfig") -> None:
     require_choice(args, "logprob_reduction", ("mean", "sum"))
 
 
-def check_second_schedule(args: GRPOConfig) -> None:
+def check_second_schedule(args: Any) -> None:
     remedy = "follows one metric, and would have to serve two models; choose a schedule of the number of updates"
     require(args, args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", remedy)
 
 
-def _check_proposal(args: "NegativeTermConfig") -> None:
+def _check_proposal(args: Any) -> None:
     check_uploads(args)
     check_second_schedule(args)
     _check_number_of_proposals(args)
@@ -285,12 +277,12 @@ def _check_proposal(args: "NegativeTermConfig") -> None:
         require(args, args.proposal_vllm_group_port != args.vllm_group_port, "proposal_vllm_group_port", remedy)
 
 
-def _check_number_of_proposals(args: "NegativeTermConfig") -> None:
+def _check_number_of_proposals(args: Any) -> None:
     remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
     require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
 
 
-def _check_cut_prompts(args: "NegativeTermConfig") -> None:
+def _check_cut_prompts(args: Any) -> None:
     """Refuses what needs all samples of a prompt in one micro-batch, where they are in several."""
     remedy = (
         "needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
@@ -303,7 +295,7 @@ def _check_cut_prompts(args: "NegativeTermConfig") -> None:
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
 
 
-def _check_no_proposal(args: "NegativeTermConfig") -> None:
+def _check_no_proposal(args: Any) -> None:
     unset = {
         "proposal_updates_per_step": 1,
         "proposal_update_order": "before",
@@ -328,7 +320,7 @@ def _check_no_proposal(args: "NegativeTermConfig") -> None:
         _check_hot_policy(args)
 
 
-def _check_hot_policy(args: "NegativeTermConfig") -> None:
+def _check_hot_policy(args: Any) -> None:
     remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
     require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
     fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0

@@ -18,7 +18,6 @@ from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
-from ..configs import EngineConfig
 from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
@@ -301,7 +300,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
     @contextlib.contextmanager
     def _engine_fits(
         self,
-        args: EngineConfig,
+        args: Any,
         model: "str | PreTrainedModel | PeftModel",
         adapters: list["PeftConfig | None"],
     ) -> Iterator[None]:

@@ -5,7 +5,7 @@ import json
 import math
 from collections import defaultdict, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,9 +18,6 @@ from ..importance import effective_sample_size, log_z_estimate, max_weight_share
 from ._metrics import lowest, mean
 from ._trl_bridge import print_prompt_completions_sample
 
-
-if TYPE_CHECKING:
-    from ._units import Samples, UnitSampling
 
 logger = get_logger(__name__)
 
@@ -40,7 +37,7 @@ def new_logs(size: int) -> dict[str, Any]:
     }
 
 
-def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, Any], source: str) -> None:
+def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:
     """
     Appends samples of all processes to a completions table and, if asked for, the bad ones to the negative data.
 
@@ -78,7 +75,7 @@ def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, 
         append_negatives(trainer, source, prompts, completions, trainer.accelerator.gather(samples.rewards))
 
 
-def log_importance(trainer: "UnitSampling", prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+def log_importance(trainer: Any, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
     """
     Logs the diagnostics of importance weights over all processes.
 
@@ -155,7 +152,7 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def record_advantages(trainer: "UnitSampling", rows: torch.Tensor, advantages: torch.Tensor) -> None:
+def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor) -> None:
     """
     Fills the latest generation batch's advantages into the policy's completions table.
 
@@ -181,7 +178,7 @@ def record_advantages(trainer: "UnitSampling", rows: torch.Tensor, advantages: t
                 column[place] = advantage
 
 
-def show_completions(trainer: "UnitSampling", logs: dict[str, Any], name: str) -> None:
+def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
     """
     Prints a completions table and sends it to wandb and trackio where the run reports to them, as TRL does.
 
