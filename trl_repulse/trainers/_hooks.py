@@ -220,6 +220,19 @@ class TrainerHooks(SecondModels, PooledMetrics):
         """r': what the policy maximises instead of the reward r; r itself without a transform."""
         return transform_rewards(self.args, rewards)
 
+    def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
+        """
+        Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token: of the
+        `total` of a number of tokens.
+        """
+        if self.beta != 0.0:
+            self._log_token_mean("kl", total, tokens)
+        self._log_mean("return", rewards - self.beta * kl)
+        if self.transforms_rewards:
+            transformed = self._transform(rewards)
+            self._log_mean("reward_transformed", transformed)
+            self._log_mean("return_transformed", transformed - self.beta * kl)
+
     def _micro_batch_size(self) -> int:
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
 

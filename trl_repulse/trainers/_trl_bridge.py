@@ -51,7 +51,6 @@ __all__ = [
     "disable_dropout",
     "disable_gradient_checkpointing",
     "get_config_model_id",
-    "no_reference_built",
     "is_async_callable",
     "pad",
     "require_pinned",
@@ -63,7 +62,7 @@ __all__ = [
     "validate_quantization_for_training",
     "withheld_from_uploads",
     "without_generation_habits",
-    "without_kl_in_loss",
+    "without_kl",
     "without_lasting_changes",
 ]
 
@@ -208,24 +207,6 @@ def use_reference(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_reference_built(args: TrainingArguments) -> Iterator[None]:
-    """A TRL trainer built inside the context has no reference model, whatever its KL coefficient.
-
-    TRL (1.16) loads one unless `args.beta` is 0 when it is built, and reads `trainer.beta` and `trainer.ref_model`
-    afterwards. Way out: a `ref_model` argument, as TRL's DPO trainer has.
-
-    Args:
-        args ([`NegativeTermConfig`]):
-            The trainer's configuration, as it was outside of the context.
-    """
-    beta, args.beta = args.beta, 0.0
-    try:
-        yield
-    finally:
-        args.beta = beta
-
-
-@contextlib.contextmanager
 def sampling_from(
     trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
 ) -> Iterator[None]:
@@ -309,22 +290,22 @@ def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[
 
 
 @contextlib.contextmanager
-def without_kl_in_loss(trainer: GRPOTrainer) -> Iterator[None]:
-    """GRPO's loss inside the context has no KL term, though the trainer has a reference model.
+def without_kl(owner: GRPOTrainer | TrainingArguments) -> Iterator[None]:
+    """A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
 
-    TRL (1.16) builds the reference if `beta` is not 0, and reads `trainer.beta` in the loss. PPO pays its KL penalty in
-    the token rewards instead. Way out: an argument that says where the penalty goes.
+    TRL (1.16) loads the reference unless `args.beta` is 0 when a trainer is built, and reads `trainer.beta` in the loss. PPO
+    pays its KL penalty in the token rewards; a proposal's base can be the reference. Way out: an argument that says where the
+    penalty goes, and one for the model, as TRL's DPO trainer has.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer whose loss is computed inside the context.
+        owner ([`~trl.GRPOTrainer`] or [`~trl.GRPOConfig`]):
+            What has the KL coefficient, as it was outside of the context.
     """
-    beta = trainer.beta
-    trainer.beta = 0.0
+    beta, owner.beta = owner.beta, 0.0
     try:
         yield
     finally:
-        trainer.beta = beta
+        owner.beta = beta
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -46,6 +46,16 @@ class Samples:
     rewards_per_func: torch.Tensor
     engine_log_p: torch.Tensor | None = None
 
+    def in_units(self, n: int, prefix: str = "") -> dict[str, torch.Tensor]:
+        """Completions in units of n neighbouring rows, by name: tokens `(U, n, T)`, rewards `(U, n)`."""
+        named = {
+            "completion_ids": self.completion_ids,
+            "completion_mask": self.completion_mask,
+            "rewards": self.rewards,
+            "completion_engine_log_p": self.engine_log_p,
+        }
+        return {f"{prefix}{name}": x.unflatten(0, (-1, n)) for name, x in named.items() if x is not None}
+
 
 class UnitSampling(TrainerHooks):
     """

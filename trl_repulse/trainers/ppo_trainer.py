@@ -29,7 +29,7 @@ from ._scoring import prepare_scoring
 from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import (
     disable_gradient_checkpointing,
-    without_kl_in_loss,
+    without_kl,
 )
 from ._value import build_value_model, check_value_model, token_values
 from .second_model import SecondModel
@@ -211,7 +211,8 @@ class PPOTrainer(GRPOBase):
         advantages, returns = generalized_advantages(
             token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
         )
-        self._log_credit(rewards, (log_p - log_ref).masked_fill(counted == 0, 0.0), counted)
+        kl = (log_p - log_ref).masked_fill(counted == 0, 0.0)
+        self._log_returns(rewards, kl.sum(dim=1), counted.sum(), kl.sum())
         self._log_values(values, returns, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum_over_processes)
@@ -257,7 +258,7 @@ class PPOTrainer(GRPOBase):
             denominator = denominator / self.args.steps_per_generation
 
         self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
-        with without_kl_in_loss(self):
+        with without_kl(self):
             loss = super()._compute_loss(model, inputs)
 
         log_p = self._scored_log_p
@@ -293,17 +294,6 @@ class PPOTrainer(GRPOBase):
         return loss
 
     # Logging
-
-    def _log_credit(self, rewards: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
-        """Logs KL and returns from the log-ratios (B, T) to the reference, 0 where masked."""
-        penalty = self.beta * log_ratio.sum(dim=1)
-        if self.beta != 0.0:
-            self._log_token_mean("kl", log_ratio.sum(), mask.sum())
-        self._log_mean("return", rewards - penalty)
-        if self.transforms_rewards:
-            transformed = self._transform(rewards)
-            self._log_mean("reward_transformed", transformed)
-            self._log_mean("return_transformed", transformed - penalty)
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         targets, errors = (self._everyones(x[mask != 0]) for x in (returns, returns - values))

@@ -87,15 +87,9 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         batch = {
             "prompt_ids": samples.prompt_ids[::n],  # (U, L)
             "prompt_mask": samples.prompt_mask[::n],  # (U, L)
-            "completion_ids": samples.completion_ids.view(-1, n, samples.completion_ids.size(1)),  # (U, n, T)
-            "completion_mask": samples.completion_mask.view(-1, n, samples.completion_ids.size(1)),  # (U, n, T)
-            "rewards": samples.rewards.view(-1, n),  # (U, n)
+            **samples.in_units(n),
             "rows": torch.arange(len(inputs), device=self.accelerator.device).view(-1, n),  # (U, n)
         }
-        if samples.engine_log_p is not None:
-            batch["completion_engine_log_p"] = samples.engine_log_p.view(
-                -1, n, samples.completion_ids.size(1)
-            )  # (U, n, T)
         if self.beta != 0.0:
             batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
         if mode == "train" and not self._on_policy:
@@ -159,12 +153,7 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
             advantages = compute_advantages(self._to_prompts(returns, generations), *baseline)
             advantages = self._to_units(advantages, returns)
 
-        if self.beta != 0.0:
-            self._log_token_mean("kl", kl.nansum(), batch["completion_mask"].sum())
-        self._log_mean("return", batch["rewards"] - self.beta * kl)
-        if self.transforms_rewards:
-            self._log_mean("reward_transformed", self._transform(batch["rewards"]))
-            self._log_mean("return_transformed", returns)
+        self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
         record_advantages(self, batch["rows"], advantages)
         return {"coefficients": advantages, "returns": returns}
 
