@@ -1,4 +1,4 @@
-"""What our trainers share, whichever TRL trainer they stand on."""
+"""What our trainers share, whatever their loss is."""
 
 import contextlib
 import functools
@@ -75,7 +75,7 @@ class _WeightsChanged(TrainerCallback):
 
 class TrainerHooks(SecondModels, PooledMetrics):
     """
-    Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
+    Mixin before [`~trl.GRPOTrainer`]: true positions and distributions, logging, the model card, uploads.
     """
 
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set

@@ -26,8 +26,9 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
 
     [`~trl.GRPOTrainer`] samples, and has the engine, the rewards and the logs; advantages and loss are REINFORCE's. From
     [`~trl.RLOOTrainer`] it differs in what the paper's runs differ in: the completion's mean (not summed) token
-    log-probability, a choice of baseline, and reward transforms. The KL penalty (`beta`) enters the return as there. On-policy, the log-probabilities that carry the gradient also serve the KL penalty, so no
-    second pass over the policy is made.
+    log-probability, a choice of baseline, and reward transforms. The KL penalty (`beta`) enters the return as there.
+    On-policy, the log-probabilities that carry the gradient also serve the KL penalty, so no second pass over the policy is
+    made.
 
     Example:
 
@@ -57,9 +58,8 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
             column or has images; if a prompt is neither text nor messages, or the chat template is missing for messages or
             refuses them; if the policy is no causal language model, its tokenizer has no end token, or a reward model is no
             classifier of one label or shares weights that are trained; if `tools`, a `rollout_func` or an `environment_factory` is
-            given; while training, if the policy has nothing to train, a
-            prompt does not fit the model's
-            context, or a reward function returns what is neither a finite number nor `None`.
+            given; while training, if the policy has nothing to train, a prompt does not fit the model's context, or a reward
+            function returns what is neither a finite number nor `None`.
         `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
 
@@ -70,7 +70,8 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
     loss_is_scaled_for_ga = False  # the Trainer divides the loss by the number of accumulated micro-batches
 
     def _check_turns(self, **given: Any) -> None:
-        for name in filter(given.get, given):
+        name = next(filter(given.get, given), None)
+        if name is not None:
             raise ValueError(
                 f"`{name}` is not for `{type(self).__name__}`, whose completions are all the model's own; leave it out, or use "
                 "`PPOTrainer`, or `RePULSeGRPOTrainer` with `alpha=0`."
@@ -87,7 +88,7 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         batch = {
             "prompt_ids": samples.prompt_ids[::n],  # (U, L)
             "prompt_mask": samples.prompt_mask[::n],  # (U, L)
-            **samples.in_units(n),
+            **samples.in_units(n),  # (U, n, T), rewards (U, n)
             "rows": torch.arange(len(inputs), device=self.accelerator.device).view(-1, n),  # (U, n)
         }
         if self.beta != 0.0:
