@@ -79,6 +79,14 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
 
     # Sampling
 
+    def _generate(self, prompts: list):
+        prompt_ids, completion_ids, tool_mask, completions, *rest = super()._generate(prompts)
+        if not isinstance(prompts[0], str):
+            # Where the tokenizer says how, GRPO takes thinking and calls of tools out of a message; the reward is of all of it
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
+        return prompt_ids, completion_ids, tool_mask, completions, *rest
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         mode = "train" if self.model.training else "eval"
         samples = self._draw(inputs)
