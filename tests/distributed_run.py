@@ -27,7 +27,8 @@ class RecordedByRow(RecordedRePULSe):
         first = self.accelerator.process_index * len(prompts)
         completions = [table[PROMPTS.index(prompt)][(first + i) % N] for i, prompt in enumerate(prompts)]
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
+        prompt_ids = [self.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return prompt_ids, completions, None, texts, None, {}, None, []
 
     def _sampling_proposal(self):
         if self.proposal is None:
