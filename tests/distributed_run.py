@@ -6,7 +6,7 @@ import sys
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from trl.trainer import rloo_trainer
+from trl.trainer import grpo_trainer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.trainers._peft_bridge import adapter_layers
@@ -27,7 +27,8 @@ class RecordedByRow(RecordedRePULSe):
         first = self.accelerator.process_index * len(prompts)
         completions = [table[PROMPTS.index(prompt)][(first + i) % N] for i, prompt in enumerate(prompts)]
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        return [self.processing_class(prompt)["input_ids"] for prompt in prompts], completions, texts
+        prompt_ids = [self.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return prompt_ids, completions, None, texts, None, {}, None, []
 
     def _sampling_proposal(self):
         if self.proposal is None:
@@ -49,7 +50,7 @@ class Reused(RecordedByRow):
     """Generations of two updates, used twice, in the order in which two processes come to them."""
 
     def _prepare_inputs(self, *args, **kwargs):
-        rloo_trainer.shuffle_sequence_dict = self._in_order
+        grpo_trainer.shuffle_sequence_dict = self._in_order
         return super()._prepare_inputs(*args, **kwargs)
 
     def _in_order(self, batch):

@@ -56,7 +56,7 @@ class Recorded:
         self.places[who] += self.accelerator.num_processes * len(prompt_ids)
         rows = len(PROMPTS) * self.num_generations_eval  # accelerate begins anew where it fills up a batch
         drawn = [list(table[(first + i) % rows]) for i in range(len(prompt_ids))]
-        return (drawn, None) if isinstance(self, PPOTrainer) else drawn
+        return drawn, None
 
 
 class RecordedReinforce(Recorded, ReinforceTrainer):

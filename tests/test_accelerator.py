@@ -52,9 +52,7 @@ class Drawn:
             completions.append(ids if length == WIDTH else [*ids[:length], EOS])
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
         ids = [self.processing_class(prompt)["input_ids"] for prompt in prompts]
-        if isinstance(self, PPOTrainer):
-            return ids, completions, None, texts, None, {}, None, []
-        return ids, completions, texts
+        return ids, completions, None, texts, None, {}, None, []
 
 
 class DrawnRePULSe(Drawn, RePULSeTrainer):

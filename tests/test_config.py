@@ -273,13 +273,63 @@ def test_ppo_needs_no_group(make):
         make(GRPOConfig, num_generations=1)
 
 
+# Fields of GRPO that REINFORCE does not read, with a value that GRPO takes
+NOT_OF_REINFORCE = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "delta": 2.0,
+    "use_bias_correction_kl": False,
+    "off_policy_mask_threshold": 0.1,
+    "sapo_temperature_neg": 1.1,
+    "sapo_temperature_pos": 1.1,
+    "vespo_k_pos": 1.0,
+    "vespo_lambda_pos": 1.0,
+    "vespo_k_neg": 1.0,
+    "vespo_lambda_neg": 1.0,
+    "top_entropy_quantile": 0.5,
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "entropy_target": 0.5,
+    "entropy_coef_min": 0.1,
+    "entropy_coef_max": 0.5,
+    "entropy_coef_delta": 0.1,
+    "scale_rewards": "batch",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_cap": 2.0,
+    "vllm_importance_sampling_clip_max": 2.0,
+    "vllm_importance_sampling_clip_min": 0.1,
+    "max_tool_calling_iterations": 2,
+    "cast_lm_head_to_fp32": True,
+}
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig])
+@pytest.mark.parametrize("name", NOT_OF_REINFORCE)
+def test_what_reinforce_does_not_read_is_refused(make, config_cls, name):
+    with pytest.raises(ValueError, match=rf"^`{name}={NOT_OF_REINFORCE[name]!r}` .*; leave it at \S+\.$"):
+        make(config_cls, **{name: NOT_OF_REINFORCE[name]})
+    if "vllm" not in name:  # the others are GRPO's, and RePULSe's on it
+        make(RePULSeGRPOConfig, **{name: NOT_OF_REINFORCE[name]})
+
+
+def test_reinforce_reads_or_refuses_each_field_of_grpo_that_rloo_has_not():
+    of_grpo, of_rloo, own = (
+        {field.name: field for field in dataclasses.fields(each)} for each in (GRPOConfig, RLOOConfig, ReinforceConfig)
+    )
+    assert of_grpo.keys() - of_rloo.keys() - {"log_completions_hub_repo"} == NOT_OF_REINFORCE.keys()
+    assert of_rloo.keys() - own.keys() == set()
+    changed = {name for name in of_rloo if own[name].default != of_rloo[name].default}
+    assert changed == {"disable_dropout"}
+
+
 @pytest.mark.parametrize("config_cls", ALL)
 def test_every_own_field_has_help(config_cls):
-    trl_config = GRPOConfig if issubclass(config_cls, GRPOConfig) else RLOOConfig
     documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__ + ScoringConfig.__doc__
     for base in (ReinforceConfig, PPOConfig, NegativeTermConfig):
         documented += base.__doc__ if issubclass(config_cls, base) else ""
-    inherited = {field.name for field in dataclasses.fields(trl_config)}
+    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(config_cls):
         if field.name not in inherited:
             assert len(field.metadata.get("help", "")) > 20, field.name

@@ -5,6 +5,7 @@ import json
 import pytest
 from datasets import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
+from trl.trainer import grpo_trainer
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer, embedded
 from trl_repulse.cli import main
@@ -379,3 +380,23 @@ def test_folders_that_hold_no_data(tmp_path):
 
 def test_the_embedded_prompts_are_as_they_were(tmp_path):
     assert load_prompts(embedded.prompts_path())["prompt"][:] == embedded.load_prompts()["prompt"][:]
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer])
+def test_reinforce_rewards_the_whole_message(make, chat_tokenizer, monkeypatch, trainer_cls):
+    """GRPO takes messages apart where the tokenizer has a `response_template`, PPO with it; RLOO does not, nor does REINFORCE."""
+    monkeypatch.setattr(
+        grpo_trainer, "parse_response", lambda *args, **kwargs: {"role": "assistant", "content": "part"}
+    )
+    chat_tokenizer.response_template = "any"
+    seen = []
+
+    def look(completions, completion_ids, **kwargs):
+        texts = [chat_tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+        seen.append([completion[0]["content"] for completion in completions] == texts)
+        return [1.0 * len(ids) for ids in completion_ids]
+
+    extra = {"processing_class": chat_tokenizer}
+    make(trainer_cls, reward_funcs=look, dataset=rows_of(GOOD), extra=extra, max_steps=1).train()
+    assert seen and all(whole == (trainer_cls is not PPOTrainer) for whole in seen)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from trl import GRPOConfig, RLOOConfig
+from trl import GRPOConfig
 
 import trl_repulse
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
@@ -158,7 +158,7 @@ def test_changed_defaults_are_announced(config):
         PPOConfig: (GRPOConfig, PPOConfig),
         RePULSePPOConfig: (PPOConfig, RePULSePPOConfig),
         RePULSeGRPOConfig: (GRPOConfig, RePULSeGRPOConfig),
-    }.get(config, (RLOOConfig, ReinforceConfig))
+    }.get(config, (GRPOConfig, ReinforceConfig))
     base = {field.name: field.default for field in dataclasses.fields(trl_config)}
     announced = inspect.getdoc(ours)
     for field in dataclasses.fields(config):

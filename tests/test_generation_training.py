@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.generation import vllm_generation
-from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer import grpo_trainer
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
@@ -54,8 +54,7 @@ def serve_by(llm_class, monkeypatch, lora=False):
         return engine
 
     monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
-    for module in (rloo_trainer, grpo_trainer):
-        monkeypatch.setattr(module, "VLLMGeneration", build)
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", build)
     monkeypatch.setattr(_engine, "check_vllm", lambda: None)
 
 

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import huggingface_hub.constants
+import pandas as pd
 import pytest
 import torch
 import transformers.utils.hub
@@ -127,6 +128,15 @@ def test_ppos_value_model_and_completions_stay(hub, push, tmp_path, trainer_cls)
     repository = hub.repositories["me/out"]
     assert set(repository.files) == FULL | CARD | checkpoint_files("all_checkpoints", in_checkpoints)
     assert same_parameters(AutoModelForCausalLM.from_pretrained(repository.download(tmp_path / "in")), trainer.model)
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer])
+def test_tables_of_completions_are_the_policys_and_stay(hub, push, tmp_path, trainer_cls):
+    trainer = push(trainer_cls, hub_strategy="all_checkpoints", log_completions=True)
+    last = pd.read_parquet(max((tmp_path / "out" / "completions").glob("*.parquet")))
+    assert list(last["completion"]) == list(trainer._logs["completion"])
+    assert not last["advantage"].isna().any()
+    assert not [file for file in hub.repositories["me/out"].files if "completions" in file]
 
 
 def test_a_checkpoint_of_one_model_leaves_whole(hub, push):

@@ -137,3 +137,27 @@ def test_pure_modules_import_torch_and_the_standard_library_alone(path):
             continue
         roots = {name.split(".")[0] for name in names}
         assert roots <= {"torch", *sys.stdlib_module_names}, f"line {node.lineno}"
+
+
+def imports_of(package):
+    """The modules that each module of a package takes something from, for types and inside functions too."""
+    folder = PACKAGE / package
+    names = {path.stem for path in folder.glob("*.py")}
+    graph = {}
+    for name in names - {"__init__"}:
+        nodes = ast.walk(ast.parse((folder / f"{name}.py").read_text("utf-8")))
+        nodes = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1]
+        taken = {node.module for node in nodes} | {
+            each.name for node in nodes if not node.module for each in node.names
+        }
+        graph[name] = taken & names
+    return graph
+
+
+@pytest.mark.parametrize("package", ["configs", "trainers"])
+def test_imports_go_one_way(package):
+    graph = imports_of(package)
+    assert any(graph.values())
+    while free := {name for name, taken in graph.items() if not taken & graph.keys()}:
+        graph = {name: taken for name, taken in graph.items() if name not in free}
+    assert graph == {}, "a circle is among these"

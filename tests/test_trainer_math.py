@@ -90,7 +90,8 @@ class Recorded:
             completions.append(table[PROMPTS.index(prompt)][seen[prompt]])
             seen[prompt] += 1
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        return [self.processing_class(p)["input_ids"] for p in prompts], completions, texts
+        prompt_ids = [self.processing_class(p)["input_ids"] for p in prompts]
+        return prompt_ids, completions, None, texts, None, {}, None, []
 
     def _sampling_proposal(self):
         return self.proposal is not None and self.model_wrapped is self.proposal.engine

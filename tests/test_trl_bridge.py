@@ -46,7 +46,7 @@ def test_what_grpo_makes_of_a_batch():
 
 def test_the_kl_coefficient_comes_back_after_an_error():
     trainer = SimpleNamespace(beta=0.3)
-    with pytest.raises(RuntimeError), bridge.without_kl_in_loss(trainer):
+    with pytest.raises(RuntimeError), bridge.without_kl(trainer):
         assert trainer.beta == 0.0
         raise RuntimeError
     assert trainer.beta == 0.3

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trl
 from transformers import Trainer
-from trl import RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
@@ -39,24 +39,24 @@ def with_a_parameter_after(self, prompts, images=None):
 
 
 SIGNATURES = {
-    "a renamed parameter": (RLOOTrainer, "_generate", renamed, "RLOOTrainer._generate takes (self, texts)"),
+    "a renamed parameter": (GRPOTrainer, "_generate", renamed, "GRPOTrainer._generate takes (self, texts)"),
     "a new parameter": (
-        RLOOTrainer,
+        GRPOTrainer,
         "_calculate_rewards",
         with_a_parameter_between,
-        "RLOOTrainer._calculate_rewards takes (self, inputs, tools, prompts",
+        "GRPOTrainer._calculate_rewards takes (self, inputs, tools, prompts",
     ),
     "a parameter less": (
-        RLOOTrainer,
+        GRPOTrainer,
         "_compute_loss",
         lambda self, inputs: None,
-        "RLOOTrainer._compute_loss takes (self, inputs) and no longer (self, model, inputs, ...)",
+        "GRPOTrainer._compute_loss takes (self, inputs) and no longer (self, model, inputs, ...)",
     ),
     "no such method": (
-        RLOOTrainer,
+        GRPOTrainer,
         "_generate_single_turn",
         None,
-        "RLOOTrainer._generate_single_turn(self, prompt_ids) is gone",
+        "GRPOTrainer._generate_single_turn(self, prompt_ids) is gone",
     ),
     "a function": (trl_utils, "pad", lambda tensors, value: None, "pad takes (tensors, value) and no longer (tensors"),
 }
@@ -85,7 +85,7 @@ def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name
 
 
 def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):
-    monkeypatch.setattr(RLOOTrainer, "_generate", with_a_parameter_after)
+    monkeypatch.setattr(GRPOTrainer, "_generate", with_a_parameter_after)
     assert bridge.pinned_changes() == []
 
 
@@ -93,10 +93,10 @@ def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer])
 def test_a_trainer_is_not_built_on_changed_methods(make, monkeypatch, trainer_cls):
     make(trainer_cls)
-    monkeypatch.setattr(RLOOTrainer, "_generate", renamed)
+    monkeypatch.setattr(GRPOTrainer, "_generate", renamed)
     monkeypatch.delattr(Trainer, "_push_from_checkpoint")
     message = (
-        rf"^Methods that .* {VERSION}: RLOOTrainer._generate takes \(self, texts\).*; transformers .*Trainer._push"
+        rf"^Methods that .* {VERSION}: GRPOTrainer._generate takes \(self, texts\).*; transformers .*Trainer._push"
     )
     with pytest.raises(RuntimeError, match=message):
         make(trainer_cls)
@@ -106,9 +106,9 @@ def test_a_trainer_is_not_built_on_changed_methods(make, monkeypatch, trainer_cl
 
 
 @pytest.fixture
-def rloo(tmp_path, model_dirs, prompts):
+def grpo(tmp_path, model_dirs, prompts):
     """A trainer of TRL's, built and not trained."""
-    args = RLOOConfig(
+    args = GRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=USE_CPU,
         bf16=False,
@@ -122,7 +122,7 @@ def rloo(tmp_path, model_dirs, prompts):
     def sometimes(completions, **kwargs):
         return [None] + [1.0] * (len(completions) - 1)
 
-    return RLOOTrainer(model_dirs["gpt2"], [word_reward, sometimes], args, prompts)
+    return GRPOTrainer(model_dirs["gpt2"], [word_reward, sometimes], args, prompts)
 
 
 def are_token_lists(value):
@@ -160,8 +160,14 @@ def returned_changes(trainer):
 
         return problem
 
-    look("RLOOTrainer._tokenize_prompts", lambda: trainer._tokenize_prompts(prompts)[:1], is_tuple(1))
-    look("RLOOTrainer._generate", lambda: trainer._generate(prompts), is_tuple(3))
+    look("GRPOTrainer._tokenize_prompts", lambda: trainer._tokenize_prompts(prompts)[:1], is_tuple(1))
+    look("GRPOTrainer._generate", lambda: trainer._generate(prompts), is_tuple(8))
+
+    def is_text(value):
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            return "no longer returns the completions fourth"
+
+    look("GRPOTrainer._generate", lambda: trainer._generate(prompts)[3], is_text)
 
     rows = [{"prompt": prompt} for prompt in prompts]
 
@@ -174,20 +180,20 @@ def returned_changes(trainer):
         if not isinstance(value, torch.Tensor) or not torch.equal(value.nan_to_num(9.0), expected.nan_to_num(9.0)):
             return f"returns {value} and no longer a column a function, with NaN for None"
 
-    look("RLOOTrainer._calculate_rewards", rewards, is_reward_matrix)
+    look("GRPOTrainer._calculate_rewards", rewards, is_reward_matrix)
     look(
-        "RLOOTrainer._logs", lambda: trainer._logs, has_keys("prompt", "completion", "rewards", "advantages", "extra")
+        "GRPOTrainer._logs", lambda: trainer._logs, has_keys("prompt", "completion", "rewards", "advantages", "extra")
     )
-    look("RLOOTrainer._metrics", lambda: trainer._metrics, has_keys("train", "eval"))
+    look("GRPOTrainer._metrics", lambda: trainer._metrics, has_keys("train", "eval"))
     attributes = ("_pending_extra_logs", "_pending_metrics", "reward_func_names", "reward_weights", "model_wrapped")
-    look("RLOOTrainer", lambda: vars(trainer), has_keys(*attributes))
+    look("GRPOTrainer", lambda: vars(trainer), has_keys(*attributes))
 
     def batch():
-        return RLOOTrainer._generate_and_score_completions(trainer, [row for row in rows for _ in range(4)])
+        return GRPOTrainer._generate_and_score_completions(trainer, [row for row in rows for _ in range(4)])
 
     # What TRL's own loss reads; ours replaces this dict, and TRL must go on shuffling and splitting it by rows
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-    look("RLOOTrainer._generate_and_score_completions", batch, has_keys(*names))
+    look("GRPOTrainer._generate_and_score_completions", batch, has_keys(*names))
 
     def scores():
         model = build_model("gpt2", 19)
@@ -206,20 +212,20 @@ def returned_changes(trainer):
 
 
 @pytest.mark.trainer
-def test_the_installed_hooks_return_what_we_take(rloo):
-    assert returned_changes(rloo) == []
+def test_the_installed_hooks_return_what_we_take(grpo):
+    assert returned_changes(grpo) == []
 
 
 def returning(change):
     """Replaces a method by one that returns something else made of what it returned."""
 
     def patch(monkeypatch, method):
-        original = getattr(RLOOTrainer, method)
+        original = getattr(GRPOTrainer, method)
 
         def changed(self, *args, **kwargs):
             return change(original(self, *args, **kwargs))
 
-        monkeypatch.setattr(RLOOTrainer, method, changed)
+        monkeypatch.setattr(GRPOTrainer, method, changed)
 
     return patch
 
@@ -229,54 +235,59 @@ def without(key):
 
 
 RETURNS = {
-    "a fourth value": ("_generate", lambda values: (*values, None), "RLOOTrainer._generate returns ("),
+    "one more value": ("_generate", lambda values: (*values, None), "GRPOTrainer._generate returns ("),
     "another order": (
         "_generate",
-        lambda values: (values[2], values[1], values[0]),
-        "RLOOTrainer._generate no longer returns the prompts' tokens first",
+        lambda values: (values[3], *values[1:]),
+        "GRPOTrainer._generate no longer returns the prompts' tokens first",
+    ),
+    "a dropped value": (
+        "_generate",
+        lambda values: values[:2] + values[3:],
+        "GRPOTrainer._generate no longer returns the completions fourth",
     ),
     "a dict instead": (
         "_tokenize_prompts",
         lambda values: {"prompt_ids": values[0]},
-        "RLOOTrainer._tokenize_prompts fails with",
+        "GRPOTrainer._tokenize_prompts fails with",
     ),
     "0 for None": (
         "_calculate_rewards",
         torch.nan_to_num,
-        "RLOOTrainer._calculate_rewards returns tensor([[ 1.,  0.],\n        [-3.,  1.]]) and no longer a column",
+        "GRPOTrainer._calculate_rewards returns tensor([[ 1.,  0.],\n        [-3.,  1.]]) and no longer a column",
     ),
     "one reward a row": (
         "_calculate_rewards",
         lambda values: values.sum(dim=1),
-        "RLOOTrainer._calculate_rewards returns tensor([nan, -2.]) and no longer a column",
+        "GRPOTrainer._calculate_rewards returns tensor([nan, -2.]) and no longer a column",
     ),
     "a dropped key": (
         "_generate_and_score_completions",
         without("advantages"),
-        "RLOOTrainer._generate_and_score_completions no longer has 'advantages'",
+        "GRPOTrainer._generate_and_score_completions no longer has 'advantages'",
     ),
 }
 
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("name", RETURNS)
-def test_a_changed_return_is_reported_by_method_and_version(rloo, monkeypatch, name):
+def test_a_changed_return_is_reported_by_method_and_version(grpo, monkeypatch, name):
     method, change, message = RETURNS[name]
     returning(change)(monkeypatch, method)
-    assert any(line.startswith(f"{VERSION}: {message}") for line in returned_changes(rloo))
+    assert any(line.startswith(f"{VERSION}: {message}") for line in returned_changes(grpo))
 
 
 @pytest.mark.trainer
-def test_a_dropped_key_of_what_a_trainer_keeps_is_reported(rloo, monkeypatch):
-    monkeypatch.setattr(rloo, "_logs", without("extra")(rloo._logs))
-    monkeypatch.delattr(rloo, "_pending_metrics")
-    changes = returned_changes(rloo)
-    assert f"{VERSION}: RLOOTrainer._logs no longer has 'extra'" in changes
-    assert f"{VERSION}: RLOOTrainer no longer has '_pending_metrics'" in changes
+def test_a_dropped_key_of_what_a_trainer_keeps_is_reported(grpo, monkeypatch):
+    monkeypatch.setattr(grpo, "_logs", without("extra")(grpo._logs))
+    monkeypatch.delattr(grpo, "_pending_metrics")
+    changes = returned_changes(grpo)
+    assert f"{VERSION}: GRPOTrainer._logs no longer has 'extra'" in changes
+    assert f"{VERSION}: GRPOTrainer no longer has '_pending_metrics'" in changes
 
 
 @pytest.mark.trainer
-def test_a_dropped_output_of_the_fused_head_is_reported(rloo, monkeypatch):
+def test_a_dropped_output_of_the_fused_head_is_reported(grpo, monkeypatch):
     original = bridge.add_fused_lm_head
 
     def without_entropy(model, **kwargs):
@@ -285,4 +296,4 @@ def test_a_dropped_output_of_the_fused_head_is_reported(rloo, monkeypatch):
         model.forward = lambda **inputs: SimpleNamespace(**without("entropy")(vars(forward(**inputs))))
 
     monkeypatch.setattr(bridge, "add_fused_lm_head", without_entropy)
-    assert returned_changes(rloo) == [f"{VERSION}: add_fused_lm_head no longer has 'entropy'"]
+    assert returned_changes(grpo) == [f"{VERSION}: add_fused_lm_head no longer has 'entropy'"]

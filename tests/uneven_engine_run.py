@@ -9,7 +9,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl.generation import vllm_generation
-from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer import grpo_trainer
 
 from trl_repulse import PPOConfig, PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.generation import _engine
@@ -43,7 +43,7 @@ class Engine:
 
 def main(model: str, output: str) -> None:
     vllm_generation.LLM = None
-    rloo_trainer.VLLMGeneration = grpo_trainer.VLLMGeneration = Engine
+    grpo_trainer.VLLMGeneration = Engine
     _engine.check_vllm = lambda: None
     _engine.push_weights = lambda *args, **options: None
     tokenizer, logs = AutoTokenizer.from_pretrained(model), {}

@@ -235,7 +235,7 @@ def check_eval_batch(args: Any) -> None:
     Refuses a batch of evaluation that cuts a prompt's completions apart.
 
     Args:
-        args ([`~trl.RLOOConfig`]):
+        args ([`~trl.GRPOConfig`]):
             The trainer's configuration.
 
     Raises:

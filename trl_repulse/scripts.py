@@ -236,7 +236,7 @@ def load_data(
     Args:
         script_args ([`TrainingScriptArguments`]):
             Names the data.
-        args ([`~trl.RLOOConfig`] or [`~trl.GRPOConfig`]):
+        args ([`~trl.GRPOConfig`]):
             The trainer's configuration; `eval_strategy` asks for held-out prompts.
         model_name (`str`):
             The policy, whose tokenizer counts the prompts' tokens.
@@ -281,7 +281,7 @@ def make_tracking(
     The callback that follows a run: exactly where that can be done, else counting what the run spends.
 
     Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+        trainer ([`~trl.GRPOTrainer`]):
             Trainer to follow.
         script_args ([`TrainingScriptArguments`]):
             Names the bad tokens and how often to evaluate.

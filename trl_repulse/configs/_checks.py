@@ -1,38 +1,27 @@
 """What the configurations refuse, each with one message that names the field and the remedy."""
 
 import math
-from typing import TYPE_CHECKING
-
-from trl import GRPOConfig
+from typing import Any
 
 from ._uploads import check_uploads
 
-
-if TYPE_CHECKING:
-    from .engine_config import EngineConfig
-    from .negative_term_config import NegativeTermConfig
-    from .ppo_config import PPOConfig
-    from .reinforce_config import ReinforceConfig
-    from .repulse_grpo_config import RePULSeGRPOConfig
-    from .reward_config import RewardConfig
-    from .scoring_config import ScoringConfig
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
 
 
-def require(args: "RewardConfig", condition: bool, name: str, remedy: str) -> None:
+def require(args: Any, condition: bool, name: str, remedy: str) -> None:
     """Raises `ValueError` naming the field, its value and the remedy unless the condition holds."""
     if not condition:
         raise ValueError(f"`{name}={getattr(args, name)!r}` {remedy}.")
 
 
-def require_choice(args: "RewardConfig", name: str, choices: tuple) -> None:
+def require_choice(args: Any, name: str, choices: tuple) -> None:
     """Raises `ValueError` unless the field holds one of the choices."""
     require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
 
 
-def check_reward_config(args: "RewardConfig") -> None:
+def _check_reward(args: Any) -> None:
     """Refuses bad or contradictory values among [`RewardConfig`]'s fields."""
     require_choice(args, "reward_transform", ("exponential", "indicator", None))
     for name in ("reward_transform_alpha", "reward_transform_beta"):
@@ -62,7 +51,7 @@ def check_reward_config(args: "RewardConfig") -> None:
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
-def check_scoring_config(args: "ScoringConfig") -> None:
+def _check_scoring(args: Any) -> None:
     """Refuses bad values among [`ScoringConfig`]'s fields; `"true"` and `"false"` of a command line are the booleans."""
     if isinstance(args.share_prompts, str):
         args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
@@ -70,7 +59,7 @@ def check_scoring_config(args: "ScoringConfig") -> None:
     require(args, fits, "share_prompts", "is not one of 'auto', True, False")
 
 
-def check_engine_config(args: "EngineConfig") -> None:
+def _check_engine(args: Any) -> None:
     """Refuses bad values among [`EngineConfig`]'s fields, and completions without an end."""
     remedy = "must be a number of tokens, at least 1"
     require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
@@ -83,8 +72,11 @@ def check_engine_config(args: "EngineConfig") -> None:
     require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
 
 
-def _check_trl_fields(args: "ReinforceConfig | PPOConfig") -> None:
-    """Refuses values of TRL's fields that TRL takes and that would train something else, without a word."""
+def check_shared(args: Any) -> None:
+    """Refuses bad values among what all trainers share, TRL's fields with which it would train something else among them."""
+    _check_reward(args)
+    _check_engine(args)
+    _check_scoring(args)
     remedy = (
         "must be at least 0 (0 is no KL penalty): it is the KL coefficient. The β of the paper's target distribution is "
         "`target_dist_beta` of `RePULSeConfig`"
@@ -113,73 +105,7 @@ def _check_trl_fields(args: "ReinforceConfig | PPOConfig") -> None:
         require(args, not getattr(args, name), name, remedy)
 
 
-def check_reinforce_config(args: "ReinforceConfig") -> None:
-    """Refuses bad or contradictory values among [`ReinforceConfig`]'s own fields."""
-    check_reward_config(args)
-    check_engine_config(args)
-    check_scoring_config(args)
-    _check_trl_fields(args)
-    if args.reward_clip_range:
-        low, high = args.reward_clip_range
-        require(args, low < high, "reward_clip_range", "must be a lower limit and a higher one")
-    require_choice(args, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
-    require_choice(args, "logprob_reduction", ("mean", "sum"))
-    require(args, math.isfinite(args.baseline_constant), "baseline_constant", "must be a finite number")
-    if args.baseline != "constant":
-        require(args, args.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
-    if args.baseline == "constant":
-        remedy = "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
-        require(args, not args.normalize_advantages, "baseline", remedy)
-
-
-def check_ppo_config(args: "PPOConfig") -> None:
-    """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
-    check_reward_config(args)
-    check_engine_config(args)
-    check_scoring_config(args)
-    _check_trl_fields(args)
-    for name in ("gamma", "gae_lambda"):
-        require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
-    if args.value_learning_rate is not None:
-        remedy = "must be a finite number of at least 0 (0 freezes the value model)"
-        require(args, 0 <= args.value_learning_rate < math.inf, "value_learning_rate", remedy)
-    if args.value_clip is not None:
-        remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
-        require(args, 0 < args.value_clip < math.inf, "value_clip", remedy)
-    require(args, args.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
-    if args.fp16 and args.max_grad_norm == 0:  # nothing would have unscaled the gradient that is dropped
-        remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
-        require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
-    _check_group_free(args)
-    _check_second_schedule(args)
-
-
-def check_grpo_config(args: "RePULSeGRPOConfig") -> None:
-    """Refuses bad values among what [`RePULSeGRPOConfig`] shares with other trainers here."""
-    check_reward_config(args)
-    check_engine_config(args)
-    check_scoring_config(args)
-    _check_trl_fields(args)
-    remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
-    require(args, args.reward_transform is None, "reward_transform", remedy)
-
-
-def _check_group_free(args: "PPOConfig") -> None:
-    """Refuses what GRPO offers around group advantages and losses that are not PPO's."""
-    remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
-    require(args, args.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
-    unused = "has no effect: advantages come from the value model, not from a prompt's other completions"
-    remedy = f"{unused}; leave it at 'none' and see `whiten_advantages`"
-    require(args, args.scale_rewards == "none", "scale_rewards", remedy)
-    remedy = f"{unused}; leave it at 'sum_then_normalize'"
-    require(args, args.multi_objective_aggregation == "sum_then_normalize", "multi_objective_aggregation", remedy)
-    remedy = "does not fit advantages of tokens; set 'token'"
-    require(args, args.importance_sampling_level == "token", "importance_sampling_level", remedy)
-    remedy = "masks whole completions by a group advantage, which PPO has not; leave it unset"
-    require(args, args.off_policy_mask_threshold is None, "off_policy_mask_threshold", remedy)
-
-
-def check_target_is_used(args: "NegativeTermConfig") -> None:
+def check_target_is_used(args: Any) -> None:
     """Refuses a β where the potential that the proposal brings with it has none; before defaults are filled in."""
     ignored = args.proposal == "hot_policy" and args.potential is None and args.alpha != 0
     remedy = (
@@ -189,8 +115,8 @@ def check_target_is_used(args: "NegativeTermConfig") -> None:
     require(args, not ignored or args.target_dist_beta is None, "target_dist_beta", remedy)
 
 
-def check_repulse_config(args: "NegativeTermConfig") -> None:
-    """Refuses bad or contradictory values among [`NegativeTermConfig`]'s fields."""
+def check_repulse_config(args: Any, in_rows: bool = False) -> None:
+    """Refuses bad or contradictory values among [`NegativeTermConfig`]'s fields; `in_rows` where completions are batched singly."""
     require_choice(args, "potential", ("tilted", "indicator", "class"))
     require_choice(args, "target_class", (0, 1))
     require_choice(args, "alpha_normalization", ("samples", "none"))
@@ -210,15 +136,17 @@ def check_repulse_config(args: "NegativeTermConfig") -> None:
         require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)
     _check_sampling(args)
     _check_negative_term(args)
-    if isinstance(args, GRPOConfig):
+    if in_rows:
         _check_rows(args)
     if args.has_proposal:
         _check_proposal(args)
     else:
         _check_no_proposal(args)
+    if args.draws_twice and not in_rows and args.per_device_train_batch_size % args.num_generations:
+        _check_cut_prompts(args)
 
 
-def _check_target(args: "NegativeTermConfig") -> None:
+def _check_target(args: Any) -> None:
     if args.potential == "tilted":
         remedy = (
             "must be below 0 for the tilted potential: the target policy · exp(β·reward) has to seek low rewards "
@@ -242,12 +170,12 @@ def _check_target(args: "NegativeTermConfig") -> None:
         require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
 
 
-def _check_threshold(args: "NegativeTermConfig", name: str) -> None:
+def _check_threshold(args: Any, name: str) -> None:
     remedy = f"is needed by `{name}={getattr(args, name)!r}`; set the reward under which a completion counts as bad"
     require(args, args.alpha == 0 or args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
-def _check_schedules(args: "NegativeTermConfig") -> None:
+def _check_schedules(args: Any) -> None:
     for name in ("alpha", "target_dist_beta"):
         start, end = getattr(args, f"{name}_start"), getattr(args, name)
         if start is not None:
@@ -255,7 +183,7 @@ def _check_schedules(args: "NegativeTermConfig") -> None:
             require(args, math.isfinite(start) and start * end > 0, f"{name}_start", remedy)
 
 
-def _check_sampling(args: "NegativeTermConfig") -> None:
+def _check_sampling(args: Any) -> None:
     exact = {
         "temperature": (1.0,),
         "top_p": (1.0,),
@@ -282,7 +210,7 @@ def _check_sampling(args: "NegativeTermConfig") -> None:
     require(args, not args.mask_truncated_completions, "mask_truncated_completions", remedy)
 
 
-def _check_negative_term(args: "NegativeTermConfig") -> None:
+def _check_negative_term(args: Any) -> None:
     if args.negative_loss != "reinforce":
         remedy = "has no effect; set `negative_loss='reinforce'`"
         require(args, args.negative_baseline == "none", "negative_baseline", remedy)
@@ -291,7 +219,7 @@ def _check_negative_term(args: "NegativeTermConfig") -> None:
         require(args, args.reweighting_beta is None, "reweighting_beta", remedy)
 
 
-def _check_rows(args: "NegativeTermConfig") -> None:
+def _check_rows(args: Any) -> None:
     """Refuses what needs all samples of a prompt in one micro-batch: GRPO's batches are of single completions."""
     drawn = args.num_proposal_generations or args.num_generations
     remedy = f"must be a multiple of `num_generations={args.num_generations}`: each completion gets as many proposal samples"
@@ -315,14 +243,14 @@ def _check_rows(args: "NegativeTermConfig") -> None:
     require_choice(args, "logprob_reduction", ("mean", "sum"))
 
 
-def _check_second_schedule(args: "NegativeTermConfig | PPOConfig") -> None:
+def check_second_schedule(args: Any) -> None:
     remedy = "follows one metric, and would have to serve two models; choose a schedule of the number of updates"
     require(args, args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", remedy)
 
 
-def _check_proposal(args: "NegativeTermConfig") -> None:
+def _check_proposal(args: Any) -> None:
     check_uploads(args)
-    _check_second_schedule(args)
+    check_second_schedule(args)
     _check_number_of_proposals(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
     if args.proposal_updates_per_step > 1:
@@ -347,31 +275,27 @@ def _check_proposal(args: "NegativeTermConfig") -> None:
         require(args, different, "proposal_vllm_server_base_url", remedy)
         remedy = "must differ from `vllm_group_port`: each server has a port for weights"
         require(args, args.proposal_vllm_group_port != args.vllm_group_port, "proposal_vllm_group_port", remedy)
-    if isinstance(args, GRPOConfig):
-        return
-    if args.per_device_train_batch_size % args.num_generations:
-        whole = (
-            f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
-            f"`num_generations={args.num_generations}`"
-        )
-        require(args, args.proposal_updates_per_step == 1, "proposal_updates_per_step", whole)
-        require(args, args.proposal_update_order == "before", "proposal_update_order", whole)
-        require(args, args.proposal_loss != "dpg", "proposal_loss", whole)
 
 
-def _check_number_of_proposals(args: "NegativeTermConfig") -> None:
+def _check_number_of_proposals(args: Any) -> None:
     remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
     require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
-    if not isinstance(args, GRPOConfig) and args.per_device_train_batch_size % args.num_generations:
-        remedy = (
-            f"needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
-            f"`num_generations={args.num_generations}`"
-        )
-        same = args.num_proposal_generations in (None, args.num_generations)
-        require(args, same, "num_proposal_generations", remedy)
 
 
-def _check_no_proposal(args: "NegativeTermConfig") -> None:
+def _check_cut_prompts(args: Any) -> None:
+    """Refuses what needs all samples of a prompt in one micro-batch, where they are in several."""
+    remedy = (
+        "needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
+        f"`num_generations={args.num_generations}`"
+    )
+    same = args.num_proposal_generations in (None, args.num_generations)
+    require(args, same, "num_proposal_generations", remedy)
+    require(args, args.proposal_updates_per_step == 1, "proposal_updates_per_step", remedy)
+    require(args, args.proposal_update_order == "before", "proposal_update_order", remedy)
+    require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
+
+
+def _check_no_proposal(args: Any) -> None:
     unset = {
         "proposal_updates_per_step": 1,
         "proposal_update_order": "before",
@@ -396,7 +320,7 @@ def _check_no_proposal(args: "NegativeTermConfig") -> None:
         _check_hot_policy(args)
 
 
-def _check_hot_policy(args: "NegativeTermConfig") -> None:
+def _check_hot_policy(args: Any) -> None:
     remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
     require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
     fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0

@@ -2,13 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from transformers.integrations import get_available_reporting_integrations
 
-
-if TYPE_CHECKING:
-    from .negative_term_config import NegativeTermConfig
 
 _TRUE = ("1", "on", "true", "yes")
 # Trackers that upload whole checkpoints, or all of `output_dir`, where the environment tells them to (transformers
@@ -24,7 +21,7 @@ _CHECKPOINT_UPLOADS = (
 )
 
 
-def check_uploads(args: "NegativeTermConfig", pushing: bool = False) -> None:
+def check_uploads(args: Any, pushing: bool = False) -> None:
     """
     Refuses uploads of the proposal, or of what it wrote, other than to a private repository of its own.
 

@@ -1,10 +1,11 @@
 """Configuration of [`~trl_repulse.PPOTrainer`]."""
 
+import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ._checks import check_ppo_config, require
+from ._checks import check_second_schedule, check_shared, require
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
 from .scoring_config import ScoringConfig
@@ -120,4 +121,38 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
-        check_ppo_config(self)
+        _check(self)
+
+
+def _check(args: PPOConfig) -> None:
+    """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
+    check_shared(args)
+    for name in ("gamma", "gae_lambda"):
+        require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
+    if args.value_learning_rate is not None:
+        remedy = "must be a finite number of at least 0 (0 freezes the value model)"
+        require(args, 0 <= args.value_learning_rate < math.inf, "value_learning_rate", remedy)
+    if args.value_clip is not None:
+        remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
+        require(args, 0 < args.value_clip < math.inf, "value_clip", remedy)
+    require(args, args.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
+    if args.fp16 and args.max_grad_norm == 0:  # nothing would have unscaled the gradient that is dropped
+        remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
+        require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
+    _check_group_free(args)
+    check_second_schedule(args)
+
+
+def _check_group_free(args: PPOConfig) -> None:
+    """Refuses what GRPO offers around group advantages and losses that are not PPO's."""
+    remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
+    require(args, args.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
+    unused = "has no effect: advantages come from the value model, not from a prompt's other completions"
+    remedy = f"{unused}; leave it at 'none' and see `whiten_advantages`"
+    require(args, args.scale_rewards == "none", "scale_rewards", remedy)
+    remedy = f"{unused}; leave it at 'sum_then_normalize'"
+    require(args, args.multi_objective_aggregation == "sum_then_normalize", "multi_objective_aggregation", remedy)
+    remedy = "does not fit advantages of tokens; set 'token'"
+    require(args, args.importance_sampling_level == "token", "importance_sampling_level", remedy)
+    remedy = "masks whole completions by a group advantage, which PPO has not; leave it unset"
+    require(args, args.off_policy_mask_threshold is None, "off_policy_mask_threshold", remedy)

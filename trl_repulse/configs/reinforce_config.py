@@ -1,25 +1,50 @@
 """Configuration of [`~trl_repulse.ReinforceTrainer`]."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from trl import RLOOConfig
+from trl import GRPOConfig
 
-from ._checks import check_reinforce_config
+from ._checks import check_shared, require, require_choice
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
 from .scoring_config import ScoringConfig
 
 
+# GRPO's fields that nothing here reads, by what to do instead: refused where they are set
+_NOT_OF_REINFORCE = {
+    "is about the kind of GRPO's loss, and the loss here is REINFORCE's; see `logprob_reduction` and `epsilon`": (
+        *("loss_type", "importance_sampling_level", "delta", "use_bias_correction_kl", "off_policy_mask_threshold"),
+        *("sapo_temperature_neg", "sapo_temperature_pos"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
+    "is about the entropy in GRPO's loss, and that of REINFORCE has none; see `beta`": (
+        *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_target"),
+        *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+    ),
+    "is about GRPO's advantages, and those here are made of returns; see `baseline` and `normalize_advantages`": (
+        *("scale_rewards", "multi_objective_aggregation"),
+    ),
+    "is about GRPO's correction of what vLLM samples, and samples count as the policy's own here": (
+        *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
+        *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    ),
+    "is about tools, which REINFORCE does not take": ("max_tool_calling_iterations",),
+    "would not reach all models that are scored; see `model_init_kwargs` for their `dtype`": ("cast_lm_head_to_fp32",),
+}
+
+
 @dataclass
-class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, RLOOConfig):
+class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
     Configuration class for the [`ReinforceTrainer`].
 
     This class includes only the parameters that are specific to REINFORCE as the RePULSe paper runs it. For the other
     arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
-    [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.RLOOConfig`] and
-    [`~transformers.TrainingArguments`]. Mind one name: `beta` is, as
+    [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`]. Those of GRPO's own loss, advantages and corrections (`loss_type`, `scale_rewards`,
+    `entropy_coef`, ...) are refused. Mind one name: `beta` is, as
     everywhere in TRL, **the coefficient of the KL penalty** to the reference model. The inverse temperature of
     RePULSe's target distribution is `target_dist_beta`, that of a reward transform `reward_transform_beta`.
 
@@ -29,20 +54,36 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, RLOOConfig):
         baseline (`str`, *optional*, defaults to `"leave_one_out"`):
             What is subtracted from a return to give the advantage: the mean return of the prompt's other samples
             (`"leave_one_out"`) or of all of them (`"group_mean"`), `baseline_constant` (`"constant"`), or nothing
-            (`"none"`). With [`~trl.RLOOConfig`]'s `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"`
+            (`"none"`). With `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"`
             REINFORCE++-baseline.
         baseline_constant (`float`, *optional*, defaults to `0.0`):
             Constant subtracted from each return when `baseline="constant"`, in units of reward.
+        normalize_advantages (`bool`, *optional*, defaults to `False`):
+            Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch, over all
+            processes, as [`~trl.RLOOConfig`]'s field does.
+        reward_clip_range (`tuple[float, float]`, *optional*):
+            Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
+            [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
             How a completion's token log-probabilities enter the policy loss: their `"mean"` (the convention to which
             the published learning rates and `alpha` belong) or their `"sum"` (what the derivation gives).
 
     > [!NOTE]
-    > These parameters have default values different from [`~trl.RLOOConfig`]:
+    > These parameters have default values different from [`~trl.GRPOConfig`], the first two as in [`~trl.RLOOConfig`]:
+    > - `beta`: Defaults to `0.05` instead of `0.0`.
+    > - `num_generations`: Defaults to `2` instead of `8`.
+    > - `vllm_importance_sampling_correction`: Defaults to `False` instead of `True`: samples count as the policy's own.
     > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
     >   differ from pass to pass.
     """
 
+    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty, which is part of the return."})
+    num_generations: int | None = field(
+        default=2, metadata={"help": "Number of completions a prompt, at least 2, whose returns are compared."}
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=False, metadata={"help": "Must stay False: samples count as the policy's own."}
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},
@@ -59,6 +100,16 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, RLOOConfig):
     baseline_constant: float = field(
         default=0.0, metadata={"help": "Constant subtracted from each return when `baseline='constant'`."}
     )
+    normalize_advantages: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch."
+        },
+    )
+    reward_clip_range: tuple[float, float] | None = field(
+        default=None,
+        metadata={"help": "Lowest and highest reward the policy sees, as (min, max). If `None`, it is not clipped."},
+    )
     logprob_reduction: Literal["mean", "sum"] = field(
         default="mean",
         metadata={
@@ -69,4 +120,21 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, RLOOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_reinforce_config(self)
+        check_shared(self)
+        defaults = {each.name: each.default for each in fields(ReinforceConfig)}
+        for what, names in _NOT_OF_REINFORCE.items():
+            for name in names:
+                require(self, getattr(self, name) == defaults[name], name, f"{what}; leave it at {defaults[name]!r}")
+        if self.reward_clip_range:
+            low, high = self.reward_clip_range
+            require(self, low < high, "reward_clip_range", "must be a lower limit and a higher one")
+        require_choice(self, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
+        require_choice(self, "logprob_reduction", ("mean", "sum"))
+        require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
+        if self.baseline != "constant":
+            require(self, self.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
+        else:
+            remedy = (
+                "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
+            )
+            require(self, not self.normalize_advantages, "baseline", remedy)

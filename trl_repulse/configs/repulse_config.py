@@ -14,10 +14,10 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
 
     > [!WARNING]
     > **`beta` is not RePULSe's β.** `beta` stays what it is everywhere in TRL, the coefficient of the KL penalty to the
-    > reference model (0.05 by default, as in [`~trl.RLOOConfig`]). The paper's β, the inverse temperature of the target
+    > reference model (0.05 by default). The paper's β, the inverse temperature of the target
     > σ ∝ policy · exp(β·reward), is `target_dist_beta`, and it is **negative** here: σ seeks low rewards.
 
-    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`ReinforceConfig`], [`~trl.RLOOConfig`] and
+    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`ReinforceConfig`], [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler
     apply to each model on its own; only the proposal's learning rate can differ.
     """

@@ -5,7 +5,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_grpo_config, check_repulse_config
+from ._checks import check_repulse_config, check_shared, require
 from .engine_config import EngineConfig
 from .negative_term_config import NegativeTermConfig
 from .reward_config import RewardConfig
@@ -45,5 +45,7 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
 
     def __post_init__(self):
         super().__post_init__()
-        check_grpo_config(self)
-        check_repulse_config(self)
+        check_shared(self)
+        remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
+        require(self, self.reward_transform is None, "reward_transform", remedy)
+        check_repulse_config(self, in_rows=True)

@@ -39,4 +39,4 @@ class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_repulse_config(self)
+        check_repulse_config(self, in_rows=True)

@@ -23,7 +23,7 @@ from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
 from .._loading import load_model, load_tokenizer
 from .._vocabulary import check_reference
-from ..trainers._hooks import transform_rewards
+from ..rewards.transforms import transform_rewards
 from . import records
 from ._generation import (
     EngineName,

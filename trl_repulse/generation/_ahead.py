@@ -78,18 +78,13 @@ class Ahead:
 
     def keep(self, prompts: list[list[int]], drawn: Any) -> Any:
         """Takes the others out of what TRL drew for [`widened`] rows; the trainer's own, as TRL returns them."""
-        # GRPO gives log-probabilities too, `None` without vLLM (TRL 1.16)
-        completions = drawn[0] if isinstance(drawn, tuple) else drawn
+        completions, *rest = drawn  # log-probabilities, `None` without vLLM (TRL 1.16)
         is_own = [i % (self.own + self.others) < self.own for i in range(len(prompts))]
         others = [not own for own in is_own]
         self.prompts = list(compress(prompts, others))
-        self.completions = self._as(drawn, list(compress(completions, others)))
-        return self._as(drawn, list(compress(completions, is_own)))
+        self.completions = (list(compress(completions, others)), *rest)
+        return list(compress(completions, is_own)), *rest
 
     def take(self, prompts: list[list[int]]) -> Any:
         """The others, as TRL returns completions, if they were drawn and for these prompts; else `None`."""
         return self.completions if self.prompts == prompts else None
-
-    @staticmethod
-    def _as(drawn: Any, completions: list[list[int]]) -> Any:
-        return (completions, *drawn[1:]) if isinstance(drawn, tuple) else completions

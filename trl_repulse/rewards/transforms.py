@@ -6,7 +6,7 @@ the reward that potentials or an evaluation see. Gradient, should the reward car
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -61,6 +61,26 @@ def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) ->
     """
     _require_non_negative("alpha", alpha)
     return reward - alpha * (reward < threshold).to(reward.dtype)
+
+
+def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
+    """
+    r', what the policy maximises instead of the reward r, as a configuration says.
+
+    Args:
+        args ([`~trl_repulse.configs.RewardConfig`]):
+            Gives transform and parameters.
+        reward (`torch.Tensor`):
+            Raw rewards of shape (P, N).
+
+    Returns:
+        `torch.Tensor`: Transformed rewards of shape (P, N); r itself without a transform.
+    """
+    if args.reward_transform == "exponential":
+        return exponential_transform(reward, args.reward_transform_alpha, args.reward_transform_beta)
+    if args.reward_transform == "indicator":
+        return indicator_transform(reward, args.reward_transform_alpha, args.reward_transform_threshold)
+    return reward
 
 
 def cap_reward(reward: torch.Tensor, reward_cap: float | None) -> torch.Tensor:

@@ -4,13 +4,9 @@ import textwrap
 from collections.abc import Sized
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from huggingface_hub import ModelCard
-
-
-if TYPE_CHECKING:
-    from ._hooks import TrainerHooks
 
 
 # What the model cards of trainers with a negative term, and of its baseline, refer to
@@ -87,7 +83,7 @@ tags:
 """
 
 
-def amend_model_card(trainer: "TrainerHooks") -> None:
+def amend_model_card(trainer: Any) -> None:
     """
     Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version.
 

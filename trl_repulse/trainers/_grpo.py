@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer with what all trainers here share: what PPO and RePULSe on GRPO stand on.
+"""TRL's GRPO trainer with what all trainers here share, and what those share that keep its loss: PPO and RePULSe on GRPO.
 
 Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens, T completion tokens.
 """
@@ -20,7 +20,7 @@ from .._checks import (
 )
 from .._model_checks import check_language_model
 from ._deepspeed import connect
-from ._hooks import TrainerHooks, transform_rewards
+from ._hooks import TrainerHooks
 from ._layout import Layout
 from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
@@ -76,6 +76,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
     ):
         require_pinned()
         check_arguments(self._config_cls, args, model=model, **self._passed)
+        self._check_turns(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         args = self._configuration(model, args)
         connect(args)
         if eval_dataset is not None:
@@ -115,6 +116,9 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         self._check_reward_functions()
         self._prepare_scoring()
 
+    def _check_turns(self, **given: Any) -> None:
+        """Refuses what makes completions of more than the model's own tokens, by name, where a trainer does not take it."""
+
     def _build_first(
         self, model: Any, reward_funcs: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> None:
@@ -122,35 +126,21 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
 
     # Sampling
 
-    def _written(self, generated):
-        tool_mask = generated[2]
-        return super()._written(generated) if tool_mask is None else [sum(mask) for mask in tool_mask]
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._rewards_per_func = rewards_per_func  # (B_all, F)
-        return rewards_per_func
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
-        mode = "train" if self.model.training else "eval"
         if self.environment_factories is None:
             check_rows(inputs)
         with self._weighing(self._real_rows(len(inputs))) as metrics:
             batch = super()._generate_and_score_completions(inputs)
             drop_batch_means(metrics, *self._dropped)
         batch["completion_mask"] = batch["completion_mask"] * self._are_real(len(inputs)).unsqueeze(1)
-        if mode == "eval":
+        if not self.model.training:
             counted = batch["completion_mask"] * batch.get("tool_mask", 1)
             batch["num_items_in_batch"] = self.accelerator.gather(counted.sum()).sum()
         self._trim_logs(len(inputs) * self.accelerator.num_processes - self._real_rows(len(inputs)))
         self._log_sampling(batch)
         rewards = self._weigh_rewards(self._rewards_per_func)
-        if self.args.save_negatives and mode == "train" and self.accelerator.is_main_process:
-            transformed = None
-            if self.args.reward_transform is not None:
-                transformed = transform_rewards(self.args, rewards).tolist()
-            prompts, completions = (list(self._logs[name]) for name in ("prompt", "completion"))
-            append_negatives(self, "policy", prompts, completions, rewards.tolist(), transformed)
+        if self.args.save_negatives and self.model.training:
+            append_negatives(self, "policy", self._logs["prompt"], self._logs["completion"], rewards)
         first = self.accelerator.process_index * len(inputs)
         return batch | {"rewards": rewards[first : first + len(inputs)]}  # (B,)
 
@@ -164,10 +154,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         if self.args.loss_type in _OVER_TOKENS:
             self._loss_count = inputs["num_items_in_batch"].item()
             return loss
-        self._loss_count = self._real_rows(rows)
-        if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
-            loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
-        return loss
+        return self._mean_of_real(loss, rows)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
         aux_loss = options.get("compute_aux_loss", False)  # of the other options, those of images do not come

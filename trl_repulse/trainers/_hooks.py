@@ -1,4 +1,4 @@
-"""What our trainers share, whichever TRL trainer they stand on."""
+"""What our trainers share, whatever their loss is."""
 
 import contextlib
 import functools
@@ -18,11 +18,10 @@ from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
-from ..configs import EngineConfig, RewardConfig
 from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
-from ..rewards.transforms import exponential_transform, indicator_transform
+from ..rewards.transforms import transform_rewards
 from . import _fsdp
 from ._beside import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
 from ._cards import amend_model_card
@@ -61,26 +60,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def transform_rewards(args: RewardConfig, rewards: torch.Tensor) -> torch.Tensor:
-    """
-    r': what the policy maximises instead of the reward r; r itself without a transform.
-
-    Args:
-        args ([`~trl_repulse.configs.RewardConfig`]):
-            Gives transform and parameters.
-        rewards (`torch.Tensor`):
-            Rewards of any shape.
-
-    Returns:
-        `torch.Tensor`: Of the same shape.
-    """
-    if args.reward_transform == "exponential":
-        return exponential_transform(rewards, args.reward_transform_alpha, args.reward_transform_beta)
-    if args.reward_transform == "indicator":
-        return indicator_transform(rewards, args.reward_transform_alpha, args.reward_transform_threshold)
-    return rewards
-
-
 class _WeightsChanged(TrainerCallback):
     """Tells the vLLM engine when the policy's weights have changed; a second model's trainer tells of that one's."""
 
@@ -96,7 +75,7 @@ class _WeightsChanged(TrainerCallback):
 
 class TrainerHooks(SecondModels, PooledMetrics):
     """
-    Mixin before a TRL trainer that samples: true positions and distributions, logging, the model card, uploads.
+    Mixin before [`~trl.GRPOTrainer`]: true positions and distributions, logging, the model card, uploads.
     """
 
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
@@ -232,6 +211,28 @@ class TrainerHooks(SecondModels, PooledMetrics):
         """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
         self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
 
+    @property
+    def transforms_rewards(self) -> bool:
+        """Whether the policy maximises something else than the reward."""
+        return self.args.reward_transform is not None
+
+    def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
+        """r': what the policy maximises instead of the reward r; r itself without a transform."""
+        return transform_rewards(self.args, rewards)
+
+    def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
+        """
+        Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token: of the
+        `total` of a number of tokens.
+        """
+        if self.beta != 0.0:
+            self._log_token_mean("kl", total, tokens)
+        self._log_mean("return", rewards - self.beta * kl)
+        if self.transforms_rewards:
+            transformed = self._transform(rewards)
+            self._log_mean("reward_transformed", transformed)
+            self._log_mean("return_transformed", transformed - self.beta * kl)
+
     def _micro_batch_size(self) -> int:
         return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
 
@@ -312,7 +313,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
     @contextlib.contextmanager
     def _engine_fits(
         self,
-        args: EngineConfig,
+        args: Any,
         model: "str | PreTrainedModel | PeftModel",
         adapters: list["PeftConfig | None"],
     ) -> Iterator[None]:
@@ -426,10 +427,9 @@ class TrainerHooks(SecondModels, PooledMetrics):
                 ]
             finally:
                 self.pad_to_multiple_of = multiple
-        # GRPO gives log-probabilities too, `None` without vLLM (TRL 1.16)
-        drawn = [row for part in parts for row in (part[0] if isinstance(part, tuple) else part)]
-        rows = [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))]
-        return (rows, None) if isinstance(parts[0], tuple) else rows
+        # Log-probabilities, which come beside the rows, are `None` without vLLM (TRL 1.16)
+        drawn = [row for part, _ in parts for row in part]
+        return [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))], None
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)

@@ -19,7 +19,7 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
     Refuses models, by name, whose configuration or weights cannot be found, the reference among them.
 
     Args:
-        args ([`~trl.RLOOConfig`] or [`~trl.GRPOConfig`]):
+        args ([`~trl.GRPOConfig`]):
             The trainer's configuration; a KL penalty needs a reference.
         peft_config (`peft.PeftConfig`, *optional*):
             Configuration of the policy's adapter, whose base is the reference.

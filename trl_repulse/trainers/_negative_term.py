@@ -121,17 +121,8 @@ class NegativeTerm:
         with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(mode), self.temperature):
             samples = trainer._draw(rows)
         record_samples(trainer, samples, self.logs, "proposal")
-        width = samples.completion_ids.size(1)  # T
-        drawn = {
-            "prompt_ids": batch["prompt_ids"],
-            "prompt_mask": batch["prompt_mask"],
-            "proposal_completion_ids": samples.completion_ids.view(-1, m, width),  # (U, m, T)
-            "proposal_completion_mask": samples.completion_mask.view(-1, m, width),  # (U, m, T)
-            "proposal_rewards": samples.rewards.view(-1, m),  # (U, m)
-        }
-        if samples.engine_log_p is not None:
-            drawn["proposal_completion_engine_log_p"] = samples.engine_log_p.view(-1, m, width)  # (U, m, T)
-        return drawn
+        prompts = {name: batch[name] for name in ("prompt_ids", "prompt_mask")}
+        return prompts | samples.in_units(m, "proposal_")
 
     # Weights
 

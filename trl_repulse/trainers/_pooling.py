@@ -110,6 +110,13 @@ class PooledMetrics:
         rows = torch.arange(first, first + local_rows, device=self.accelerator.device)
         return rows < self._real_rows(local_rows)
 
+    def _mean_of_real(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
+        """A loss that is a mean over a batch's `rows` of this process as one over those that do not merely fill it up."""
+        self._loss_count = self._real_rows(rows)
+        if self.model.training or not self._loss_count:  # rows that fill up a batch add 0, and do not count
+            return loss
+        return loss * (rows * self.accelerator.num_processes / self._loss_count)
+
     # Recording
 
     def _record(self, statistics: dict[str, Callable[[Moments], float]], moments: Moments) -> None:
@@ -165,17 +172,17 @@ class PooledMetrics:
                 metrics["tools/failure_frequency"].append(Pooled(mean, Moments.alike(failed, calls)))
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         truncated = torch.tensor([ids[-1] not in ends for ids in generated[1]], device=real.device)
-        lengths = torch.tensor(self._written(generated), dtype=torch.float32, device=real.device)
+        written = (
+            generated[1] if generated[2] is None else generated[2]
+        )  # tokens, or marks: 1 where the model wrote, not a tool
+        lengths = [len(ids) if generated[2] is None else sum(ids) for ids in written]
+        lengths = torch.tensor(lengths, dtype=torch.float32, device=real.device)
         self._log_mean("completions/clipped_ratio", truncated[real].float())
         for kind, counted in (("length", real), ("terminated_length", real & ~truncated)):
             statistics = {"mean": mean, "min": lowest, "max": highest}
             names = {f"completions/{name}_{kind}": statistic for name, statistic in statistics.items()}
             self._record(names, self._everyones(lengths[counted]))
         return generated
-
-    def _written(self, generated: tuple) -> list[int]:
-        """How many tokens the model wrote of each completion that [`_generate`] returns."""
-        return [len(ids) for ids in generated[1]]
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -189,6 +196,7 @@ class PooledMetrics:
             values = torch.tensor(self._pending_metrics.get(name, []), dtype=torch.float32)
             self._record({name: mean}, self._gathered(Moments.alike(values.nanmean().item(), rows)))
         self._pending_metrics.clear()
+        self._rewards_per_func = rewards_per_func  # (B_all, F)
         return rewards_per_func
 
     def _weigh_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:

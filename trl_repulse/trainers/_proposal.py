@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
 from .._vocabulary import check_same_tokens
-from ..configs import NegativeTermConfig
 from ._deepspeed import gathered_by_layer, zero_stage
 from ._peft_bridge import keep_gradients
 from ._scoring import prepare_scoring
@@ -29,14 +28,13 @@ from .second_model import SecondModel
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-    from ._hooks import TrainerHooks
 
 logger = get_logger(__name__)
 
 
 def shares_base(
     model: "str | PreTrainedModel | PeftModel",
-    args: NegativeTermConfig | None,
+    args: Any,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
@@ -86,7 +84,7 @@ def _change_of_base(config: "PeftConfig") -> str | None:
 
 def lends_reference(
     model: "str | PreTrainedModel | PeftModel",
-    args: NegativeTermConfig | None,
+    args: Any,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
@@ -112,7 +110,7 @@ def lends_reference(
 def starting_point(
     proposal_model: str | PreTrainedModel | None,
     model: "str | PreTrainedModel | PeftModel",
-    args: NegativeTermConfig | None,
+    args: Any,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> str | PreTrainedModel | None:
@@ -175,7 +173,7 @@ def starting_point(
 
 def build_proposal(
     model: "str | PreTrainedModel | None",
-    trainer: "TrainerHooks",
+    trainer: Any,
     peft_config: "PeftConfig | None" = None,
     proposal_peft_config: "PeftConfig | None" = None,
     quantization_config: Any = None,
@@ -247,7 +245,7 @@ def _has_base(policy: Any, config: "PeftConfig") -> bool:
 
 def _ready(
     model: "str | PreTrainedModel",
-    trainer: "TrainerHooks",
+    trainer: Any,
     peft_config: "PeftConfig | None",
     quantization_config: Any,
 ) -> "PreTrainedModel | PeftModel":
@@ -302,7 +300,7 @@ def _ready(
     return model.train()  # activation checkpointing works in training mode alone
 
 
-def serve_proposal(trainer: "TrainerHooks", proposal: SecondModel) -> None:
+def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
     """
     Lets the vLLM engine, or a server of its own, sample from the proposal too.
 

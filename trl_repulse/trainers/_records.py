@@ -5,7 +5,7 @@ import json
 import math
 from collections import defaultdict, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,10 +18,6 @@ from ..importance import effective_sample_size, log_z_estimate, max_weight_share
 from ._metrics import lowest, mean
 from ._trl_bridge import print_prompt_completions_sample
 
-
-if TYPE_CHECKING:
-    from ._hooks import TrainerHooks
-    from ._units import Samples, UnitSampling
 
 logger = get_logger(__name__)
 
@@ -41,7 +37,7 @@ def new_logs(size: int) -> dict[str, Any]:
     }
 
 
-def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, Any], source: str) -> None:
+def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:
     """
     Appends samples of all processes to a completions table and, if asked for, the bad ones to the negative data.
 
@@ -55,7 +51,6 @@ def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, 
         source (`str`):
             `"policy"` or `"proposal"`: the model the samples were drawn from.
     """
-    mode = "train" if trainer.model.training else "eval"
     real = trainer._real_rows(len(samples.prompts))
     prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
     logs["prompt"].extend(prompts)
@@ -67,9 +62,8 @@ def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, 
     pending = trainer._pending_extra_logs  # a column of the same name that a reward function logged stays
     if len(trainer.reward_func_names) > 1:
         pending.setdefault("reward", samples.rewards.tolist())
-    transformed = trainer._transform(samples.rewards) if trainer.transforms_rewards else None
-    if transformed is not None:
-        pending.setdefault("reward_transformed", transformed.tolist())
+    if trainer.transforms_rewards:
+        pending.setdefault("reward_transformed", trainer._transform(samples.rewards).tolist())
 
     # Sorted, so that all processes gather the same column at the same time
     for column in sorted(set(gather_object(list(pending)))):
@@ -77,15 +71,11 @@ def record_samples(trainer: "UnitSampling", samples: "Samples", logs: dict[str, 
         logs["extra"][column].extend(gather_object(values)[:real])
     pending.clear()
 
-    if trainer.args.save_negatives and mode == "train":
-        rewards = trainer.accelerator.gather(samples.rewards).tolist()
-        if transformed is not None:
-            transformed = trainer.accelerator.gather(transformed).tolist()
-        if trainer.accelerator.is_main_process:
-            append_negatives(trainer, source, prompts, completions, rewards, transformed)
+    if trainer.args.save_negatives and trainer.model.training:
+        append_negatives(trainer, source, prompts, completions, trainer.accelerator.gather(samples.rewards))
 
 
-def log_importance(trainer: "UnitSampling", prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+def log_importance(trainer: Any, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
     """
     Logs the diagnostics of importance weights over all processes.
 
@@ -128,31 +118,27 @@ def set_negatives_aside(output_dir: str) -> None:
     )
 
 
-def append_negatives(
-    trainer: "TrainerHooks",
-    source: str,
-    prompts: list,
-    completions: list,
-    rewards: list[float],
-    transformed: list[float] | None = None,
-) -> None:
+def append_negatives(trainer: Any, source: str, prompts: list, completions: list, rewards: torch.Tensor) -> None:
     """
-    Appends the bad ones among completions of all processes to the negative data; for the main process alone.
+    Appends the bad ones among completions of all processes to the negative data.
 
     Args:
         trainer ([`TrainerHooks`]):
-            Gives the threshold and the folder.
+            Gives the threshold, the folder and the transform; only its main process does anything.
         source (`str`):
             As for [`record_samples`].
-        prompts, completions, rewards (`list`):
-            One of each a sample; a NaN reward is not bad.
-        transformed (`list`, *optional*):
-            Transformed rewards, which are written beside the raw ones.
+        prompts, completions (`list`):
+            One of each a sample.
+        rewards (`torch.Tensor` of shape `(B_all,)`):
+            Their rewards, of which NaN is not bad. Transformed ones, where there are some, are written beside them.
     """
+    if not trainer.accelerator.is_main_process:
+        return
+    rows = zip(prompts, completions, rewards.tolist(), trainer._transform(rewards).tolist(), strict=True)
     path = Path(trainer.args.output_dir) / NEGATIVES
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for i, (prompt, completion, reward) in enumerate(zip(prompts, completions, rewards, strict=True)):
+        for prompt, completion, reward, transformed in rows:
             if reward < trainer.args.bad_reward_threshold:  # False for NaN
                 row = {
                     "step": trainer.state.global_step,
@@ -161,12 +147,12 @@ def append_negatives(
                     "completion": completion,
                     "reward": reward,
                 }
-                if transformed is not None:
-                    row["reward_transformed"] = transformed[i]
+                if trainer.transforms_rewards:
+                    row["reward_transformed"] = transformed
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def record_advantages(trainer: "UnitSampling", rows: torch.Tensor, advantages: torch.Tensor) -> None:
+def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor) -> None:
     """
     Fills the latest generation batch's advantages into the policy's completions table.
 
@@ -192,7 +178,7 @@ def record_advantages(trainer: "UnitSampling", rows: torch.Tensor, advantages: t
                 column[place] = advantage
 
 
-def show_completions(trainer: "UnitSampling", logs: dict[str, Any], name: str) -> None:
+def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
     """
     Prints a completions table and sends it to wandb and trackio where the run reports to them, as TRL does.
 

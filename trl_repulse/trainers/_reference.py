@@ -1,7 +1,7 @@
 """A reference that moves (`sync_ref_model=True`) in checkpoints: TRL (1.16) loads a resumed run's as it began."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -13,16 +13,13 @@ from . import _fsdp
 from ._deepspeed import gathered
 
 
-if TYPE_CHECKING:
-    from ._hooks import TrainerHooks
-
 logger = get_logger(__name__)
 
 # File of a moving reference inside a checkpoint.
 REFERENCE = "reference.safetensors"
 
 
-def save_reference(trainer: "TrainerHooks", checkpoint: Path) -> None:
+def save_reference(trainer: Any, checkpoint: Path) -> None:
     """
     Writes the reference's parameters, if it moves. All processes must call it.
 
@@ -48,7 +45,7 @@ def save_reference(trainer: "TrainerHooks", checkpoint: Path) -> None:
         save_file(weights, checkpoint / REFERENCE)
 
 
-def load_reference(trainer: "TrainerHooks", checkpoint: Path) -> None:
+def load_reference(trainer: Any, checkpoint: Path) -> None:
     """
     Takes up what [`save_reference`] wrote, if the reference moves. All processes must call it.
 
@@ -88,6 +85,6 @@ def load_reference(trainer: "TrainerHooks", checkpoint: Path) -> None:
             p.copy_(weights[name])
 
 
-def _is_flat(trainer: "TrainerHooks") -> bool:
+def _is_flat(trainer: Any) -> bool:
     accelerator = trainer.accelerator
     return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2

@@ -12,6 +12,7 @@ from .._checks import check_arguments
 from ..configs import NegativeTermConfig
 from ._beside import PROPOSAL_FOLDER
 from ._cards import REPULSE_PAPER, write_proposal_card
+from ._grpo import GRPOBase
 from ._hot_policy import HotPolicy
 from ._hub import ProposalUploads
 from ._learned_proposal import LearnedProposal
@@ -27,7 +28,7 @@ from ._proposal import (
 from ._records import show_completions
 from ._resume import RESUME_STATE
 from ._rewards import check_separate_rewards
-from ._trl_bridge import no_reference_built
+from ._trl_bridge import without_kl
 from ._units import UnitSampling
 from .second_adapter import POLICY_ADAPTER, SecondAdapter
 from .second_model import SecondModel
@@ -72,7 +73,7 @@ class RePULSeHooks(ProposalUploads):
             if own is None and not isinstance(model, str) and is_peft_model(model):
                 own = model.peft_config[POLICY_ADAPTER]
             self._more_adapters.append(own)
-        with no_reference_built(args) if lends_base else contextlib.nullcontext():
+        with without_kl(args) if lends_base else contextlib.nullcontext():
             super().__init__(model, reward_funcs, args, *rest, **options)
 
         self.proposal: SecondModel | None = None
@@ -93,14 +94,12 @@ class RePULSeHooks(ProposalUploads):
                 serve_proposal(self, self.proposal)
             self._negative = LearnedProposal(self, self.proposal)
 
-    @classmethod
-    def _by_name(cls, *args: Any, **options: Any) -> dict[str, Any]:
+    @staticmethod
+    def _by_name(*args: Any, **options: Any) -> dict[str, Any]:
         """A constructor's arguments by the names that the base writes out, those of parts between them left out."""
-        bases = cls.__mro__[cls.__mro__.index(RePULSeHooks) + 1 :]  # a user's subclass may have other arguments
-        signatures = (inspect.signature(base.__init__) for base in bases)
-        signature = next(each for each in signatures if "peft_config" in each.parameters)
+        signature = inspect.signature(GRPOBase.__init__)
         named = {name: value for name, value in options.items() if name in signature.parameters}
-        return signature.bind_partial(cls, *args, **named).arguments
+        return signature.bind_partial(None, *args, **named).arguments
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with contextlib.nullcontext() if self._negative is None else self._negative.drawing():

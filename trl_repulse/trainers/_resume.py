@@ -6,7 +6,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -22,9 +22,6 @@ from ._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE
 
-
-if TYPE_CHECKING:
-    from ._hooks import TrainerHooks
 
 logger = get_logger(__name__)
 
@@ -210,7 +207,7 @@ def incomplete(checkpoint: Path) -> str | None:
     return f"{cut[0]} is missing or cut off" if cut else None
 
 
-def begin_checkpoint(trainer: "TrainerHooks", checkpoint: Path) -> None:
+def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
     Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
     out of it: `save_only_model=True` writes none in its place. All processes must call it.
@@ -229,7 +226,7 @@ def begin_checkpoint(trainer: "TrainerHooks", checkpoint: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def save_position(trainer: "TrainerHooks", checkpoint: Path) -> None:
+def save_position(trainer: Any, checkpoint: Path) -> None:
     """
     Writes where in its data and its generations a process is. All processes must call it.
 
@@ -264,7 +261,7 @@ def save_position(trainer: "TrainerHooks", checkpoint: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def load_position(trainer: "TrainerHooks", checkpoint: Path) -> None:
+def load_position(trainer: Any, checkpoint: Path) -> None:
     """
     Takes up what [`save_position`] wrote, and cuts off the negative data that came after it.
 
@@ -314,11 +311,11 @@ def _first_row(path: Path) -> str:
     return hashlib.sha256(row).hexdigest() if row else ""
 
 
-def _generate_every(trainer: "TrainerHooks") -> int:
+def _generate_every(trainer: Any) -> int:
     return trainer.args.steps_per_generation * trainer.num_iterations
 
 
-def _settings(trainer: "TrainerHooks") -> dict[str, Any]:
+def _settings(trainer: Any) -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
@@ -349,14 +346,14 @@ def _adapter_settings(module: Any) -> dict[str, Any] | None:
     return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
 
 
-def _as_model(trainer: "TrainerHooks") -> str:
+def _as_model(trainer: Any) -> str:
     """How a checkpoint's policy is given to a new run, in words."""
     if is_peft_model(trainer.model):  # the folder holds the adapter alone
         return "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
     return "`model` set to the checkpoint"
 
 
-def check_settings(trainer: "TrainerHooks", checkpoint: Path) -> None:
+def check_settings(trainer: Any, checkpoint: Path) -> None:
     """
     Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed.
 

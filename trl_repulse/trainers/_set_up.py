@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
@@ -23,16 +23,13 @@ from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
 
-if TYPE_CHECKING:
-    from ._hooks import TrainerHooks
-
 logger = logging.get_logger(__name__)
 
 VALUE_MODEL = "value model"
 _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in their names
 
 
-def guard_model(trainer: "TrainerHooks", name: str, model: Any, quiet: bool) -> Guard:
+def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     """
     Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it.
 
@@ -80,7 +77,7 @@ def guard_model(trainer: "TrainerHooks", name: str, model: Any, quiet: bool) -> 
 
 
 @contextlib.contextmanager
-def as_trained(trainer: "TrainerHooks", model: nn.Module) -> Iterator[None]:
+def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
     """
     Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device.
 
@@ -106,7 +103,7 @@ def as_trained(trainer: "TrainerHooks", model: nn.Module) -> Iterator[None]:
             base.set_attn_implementation(chosen)
 
 
-def _find_out(trainer: "TrainerHooks", name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
+def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
     if quiet:
         check_noise(model, name)
     wanted = trainer.args.share_prompts

@@ -22,7 +22,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
 from trl.trainer.utils import (
     FusedCausalLMOutput,
@@ -51,7 +51,6 @@ __all__ = [
     "disable_dropout",
     "disable_gradient_checkpointing",
     "get_config_model_id",
-    "no_reference_built",
     "is_async_callable",
     "pad",
     "require_pinned",
@@ -63,34 +62,27 @@ __all__ = [
     "validate_quantization_for_training",
     "withheld_from_uploads",
     "without_generation_habits",
-    "without_kl_in_loss",
+    "without_kl",
     "without_lasting_changes",
 ]
 
-# Method -> parameters we rely on, in order. Way out for all of RLOO's: a public "sample and score" hook in TRL.
+# Method -> parameters we rely on, in order. Way out for most of GRPO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
     # Called: draws completions for a list of prompts, one each. Overridden around `super()`: the lengths it logs are
     # means over batches. Way out: logs that weigh batches by their samples.
-    RLOOTrainer._generate: ("self", "prompts"),
-    # Overridden around `super()`: samples from `self.model_wrapped`; more parameters may follow.
-    RLOOTrainer._generate_single_turn: ("self", "prompt_ids"),
-    # Overridden to name prompts that do not fit the model's context before anything is generated.
-    RLOOTrainer._tokenize_prompts: ("self", "prompts"),
-    # Called: gathered rewards, one column a reward function, NaN where a function returned `None`.
-    RLOOTrainer._calculate_rewards: ("self", "inputs", "prompts", "completions", "completion_ids_list"),
-    # Overridden: returns the dict that TRL shuffles and splits along the first dimension.
-    RLOOTrainer._generate_and_score_completions: ("self", "inputs"),
-    # Overridden, as TRL's own experimental trainers do.
-    RLOOTrainer._compute_loss: ("self", "model", "inputs"),
-    # The same on GRPO, for PPO. `_generate_single_turn` has more parameters, which differ between versions.
     GRPOTrainer._generate: ("self", "prompts"),
+    # Overridden around `super()`: samples from `self.model_wrapped`; more parameters, which differ between versions, follow.
     GRPOTrainer._generate_single_turn: ("self", "prompt_ids"),
+    # Overridden to name prompts that do not fit the model's context before anything is generated.
     GRPOTrainer._tokenize_prompts: ("self", "prompts"),
-    # Overridden around `super()`: the gathered rewards are kept, since the batch holds only group advantages.
+    # Called, and overridden around `super()`: gathered rewards, one column a reward function, NaN where a function returned
+    # `None`. They are kept, since GRPO's batch holds only group advantages.
     GRPOTrainer._calculate_rewards: ("self", "inputs", "prompts", "completions", "completion_ids_list"),
-    # Overridden around `super()`: advantages of tokens, returns and values join what TRL shuffles and splits.
+    # Overridden: returns the dict that TRL shuffles and splits along the first dimension. On PPO and GRPO around `super()`:
+    # advantages of tokens, returns and values join it.
     GRPOTrainer._generate_and_score_completions: ("self", "inputs"),
-    # Overridden around `super()`: takes advantages of shape (B, T), as its source says of subclasses.
+    # Overridden, as TRL's own experimental trainers do. On PPO and GRPO around `super()`: takes advantages of shape (B, T), as
+    # its source says of subclasses.
     GRPOTrainer._compute_loss: ("self", "model", "inputs"),
     # Called, and overridden around `super()` to see the log-probabilities that the loss is made of.
     GRPOTrainer._get_per_token_logps_and_entropies: (
@@ -146,12 +138,10 @@ PINNED: dict[Any, tuple[str, ...]] = {
         *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
     ),
     # Overridden around `super()`: TRL takes the mean over batches of the values it finds.
-    RLOOTrainer.log: ("self", "logs", "start_time"),
     GRPOTrainer.log: ("self", "logs", "start_time"),
     # Overridden around `super()`: the second model goes where the policy goes.
     Trainer._load_best_model: ("self",),
     # Overridden around `super()`: the order of an epoch follows from the trainer's state.
-    RLOOTrainer._get_train_sampler: ("self", "dataset"),
     GRPOTrainer._get_train_sampler: ("self", "dataset"),
     # Overridden around `super()` to keep the proposal out of every upload.
     Trainer._push_from_checkpoint: ("self", "checkpoint_folder"),
@@ -160,7 +150,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Overridden around `super()`, called by `save_model` too: the proposal goes to its own repository.
     Trainer.push_to_hub: ("self", "commit_message", "blocking", "token", "revision", "private"),
     # Overridden around `super()`: the card that was written is amended.
-    RLOOTrainer.create_model_card: ("self", "model_name", "dataset_name", "tags"),
+    GRPOTrainer.create_model_card: ("self", "model_name", "dataset_name", "tags"),
 }
 
 
@@ -217,26 +207,8 @@ def use_reference(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_reference_built(args: TrainingArguments) -> Iterator[None]:
-    """A TRL trainer built inside the context has no reference model, whatever its KL coefficient.
-
-    TRL (1.16) loads one unless `args.beta` is 0 when it is built, and reads `trainer.beta` and `trainer.ref_model`
-    afterwards. Way out: a `ref_model` argument, as TRL's DPO trainer has.
-
-    Args:
-        args ([`NegativeTermConfig`]):
-            The trainer's configuration, as it was outside of the context.
-    """
-    beta, args.beta = args.beta, 0.0
-    try:
-        yield
-    finally:
-        args.beta = beta
-
-
-@contextlib.contextmanager
 def sampling_from(
-    trainer: RLOOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
+    trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
 ) -> Iterator[None]:
     """Lets TRL's generation and reward hooks work on another model, with its name before their metrics.
 
@@ -246,7 +218,7 @@ def sampling_from(
     `temperature` on TRL's generation hook.
 
     Args:
-        trainer ([`~trl.RLOOTrainer`]):
+        trainer ([`~trl.GRPOTrainer`]):
             Trainer whose hooks are called inside the context.
         engine (`torch.nn.Module` or [`AdapterView`], *optional*):
             Model to sample from, wrapped as it was prepared. If `None`, the policy.
@@ -287,14 +259,14 @@ def sampling_from(
 
 
 @contextlib.contextmanager
-def without_lasting_changes(trainer: RLOOTrainer, model: nn.Module) -> Iterator[None]:
+def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[None]:
     """Sampling inside the context leaves the model in its mode and precision.
 
     With continuous batching TRL (1.16) casts the model to half precision for good, and so what the optimizer updates, and
     leaves it in training mode, in evaluation too. Way out: TRL putting both back.
 
     Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+        trainer ([`~trl.GRPOTrainer`]):
             Trainer that samples inside the context.
         model (`torch.nn.Module`):
             Model to sample from, unwrapped.
@@ -318,22 +290,22 @@ def without_lasting_changes(trainer: RLOOTrainer, model: nn.Module) -> Iterator[
 
 
 @contextlib.contextmanager
-def without_kl_in_loss(trainer: GRPOTrainer) -> Iterator[None]:
-    """GRPO's loss inside the context has no KL term, though the trainer has a reference model.
+def without_kl(owner: GRPOTrainer | TrainingArguments) -> Iterator[None]:
+    """A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
 
-    TRL (1.16) builds the reference if `beta` is not 0, and reads `trainer.beta` in the loss. PPO pays its KL penalty in
-    the token rewards instead. Way out: an argument that says where the penalty goes.
+    TRL (1.16) loads the reference unless `args.beta` is 0 when a trainer is built, and reads `trainer.beta` in the loss. PPO
+    pays its KL penalty in the token rewards; a proposal's base can be the reference. Way out: an argument that says where the
+    penalty goes, and one for the model, as TRL's DPO trainer has.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer whose loss is computed inside the context.
+        owner ([`~trl.GRPOTrainer`] or [`~trl.GRPOConfig`]):
+            What has the KL coefficient, as it was outside of the context.
     """
-    beta = trainer.beta
-    trainer.beta = 0.0
+    beta, owner.beta = owner.beta, 0.0
     try:
         yield
     finally:
-        trainer.beta = beta
+        owner.beta = beta
 
 
 def disable_dropout(model: nn.Module) -> None:

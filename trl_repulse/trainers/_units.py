@@ -15,7 +15,7 @@ from .._checks import check_rows
 from ..generation._ahead import Ahead, rows_at
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
-from ._hooks import TrainerHooks, transform_rewards
+from ._hooks import TrainerHooks
 from ._scoring import Scores, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
@@ -46,6 +46,16 @@ class Samples:
     rewards_per_func: torch.Tensor
     engine_log_p: torch.Tensor | None = None
 
+    def in_units(self, n: int, prefix: str = "") -> dict[str, torch.Tensor]:
+        """Completions in units of n neighbouring rows, by name: tokens `(U, n, T)`, rewards `(U, n)`."""
+        named = {
+            "completion_ids": self.completion_ids,
+            "completion_mask": self.completion_mask,
+            "rewards": self.rewards,
+            "completion_engine_log_p": self.engine_log_p,
+        }
+        return {f"{prefix}{name}": x.unflatten(0, (-1, n)) for name, x in named.items() if x is not None}
+
 
 class UnitSampling(TrainerHooks):
     """
@@ -75,9 +85,8 @@ class UnitSampling(TrainerHooks):
         device = self.accelerator.device
         check_rows(inputs)
         prompts = [row["prompt"] for row in inputs]
-        prompt_ids, completion_ids, *rest = self._generate(prompts)
+        prompt_ids, completion_ids, _, completions, *_ = self._generate(prompts)
         engine_log_p = self.vllm_generation.log_probs if self.use_vllm else []  # a reward function may draw too
-        completions = rest[len(rest) > 1]  # GRPO gives a mask of tools before them
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         rewards = self._weigh_rewards(rewards_per_func)
 
@@ -217,15 +226,6 @@ class UnitSampling(TrainerHooks):
         return sequence_log_prob(log_ref, batch[f"{name}_mask"])
 
     # Loss
-
-    @property
-    def transforms_rewards(self) -> bool:
-        """Whether the policy maximises something else than the reward."""
-        return self.args.reward_transform is not None
-
-    def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
-        """r': what the policy maximises instead of the reward r; r itself without a transform."""
-        return transform_rewards(self.args, rewards)
 
     @property
     def _on_policy(self) -> bool:

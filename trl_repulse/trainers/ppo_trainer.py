@@ -19,7 +19,6 @@ from ..returns import kl_token_rewards
 from ._beside import VALUE_FOLDER
 from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
-from ._hooks import transform_rewards
 from ._layout import Layout
 from ._metrics import Moments, Pooled, mean, share_explained
 from ._peft_bridge import keep_gradients
@@ -30,7 +29,7 @@ from ._scoring import prepare_scoring
 from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import (
     disable_gradient_checkpointing,
-    without_kl_in_loss,
+    without_kl,
 )
 from ._value import build_value_model, check_value_model, token_values
 from .second_model import SecondModel
@@ -206,13 +205,14 @@ class PPOTrainer(GRPOBase):
                 log_p = self._sampling_log_probs(batch)
 
         # Token rewards: the KL penalty at each token, the reward at the last
-        rows = [x.unsqueeze(1) for x in (log_p, log_ref, transform_rewards(self.args, rewards))]
+        rows = [x.unsqueeze(1) for x in (log_p, log_ref, self._transform(rewards))]
         token_rewards = kl_token_rewards(*rows, self.beta, mask.unsqueeze(1)).squeeze(1)  # (B, T)
         values = self._sampling_values(batch)
         advantages, returns = generalized_advantages(
             token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
         )
-        self._log_credit(rewards, (log_p - log_ref).masked_fill(counted == 0, 0.0), counted)
+        kl = (log_p - log_ref).masked_fill(counted == 0, 0.0)
+        self._log_returns(rewards, kl.sum(dim=1), counted.sum(), kl.sum())
         self._log_values(values, returns, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum_over_processes)
@@ -258,7 +258,7 @@ class PPOTrainer(GRPOBase):
             denominator = denominator / self.args.steps_per_generation
 
         self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
-        with without_kl_in_loss(self):
+        with without_kl(self):
             loss = super()._compute_loss(model, inputs)
 
         log_p = self._scored_log_p
@@ -294,17 +294,6 @@ class PPOTrainer(GRPOBase):
         return loss
 
     # Logging
-
-    def _log_credit(self, rewards: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
-        """Logs KL and returns from the log-ratios (B, T) to the reference, 0 where masked."""
-        penalty = self.beta * log_ratio.sum(dim=1)
-        if self.beta != 0.0:
-            self._log_token_mean("kl", log_ratio.sum(), mask.sum())
-        self._log_mean("return", rewards - penalty)
-        if self.args.reward_transform is not None:
-            transformed = transform_rewards(self.args, rewards)
-            self._log_mean("reward_transformed", transformed)
-            self._log_mean("return_transformed", transformed - penalty)
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         targets, errors = (self._everyones(x[mask != 0]) for x in (returns, returns - values))

@@ -1,51 +1,34 @@
-"""REINFORCE as the RePULSe paper runs it, on TRL's RLOO trainer.
+"""REINFORCE as the RePULSe paper runs it, on TRL's GRPO trainer.
 
 Axis letters: P prompts, N completions per prompt, B = P·N rows of a generation batch, L prompt tokens, T completion
 tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a unit is a prompt with all its
 completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import RLOOTrainer
 
-from .._checks import (
-    check_adapters,
-    check_arguments,
-    check_datasets,
-    check_eval_batch,
-    check_reward_funcs,
-)
-from .._model_checks import check_language_model
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages
 from ._cards import REPULSE_PAPER
-from ._deepspeed import connect
+from ._grpo import GRPOBase
 from ._metrics import Moments, mean
-from ._naming import check_loadable
 from ._records import record_advantages, record_samples
-from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
-from ._trl_bridge import require_pinned
 from ._units import UnitSampling
 
 
-if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
-
-
-class ReinforceTrainer(UnitSampling, RLOOTrainer):
+class ReinforceTrainer(UnitSampling, GRPOBase):
     """
     Trainer for REINFORCE with the conventions of the RePULSe paper ([Reducing the Probability of Undesirable Outputs
     in Language Models Using Probabilistic Inference](https://huggingface.co/papers/2510.21184)).
 
-    It differs from [`~trl.RLOOTrainer`] in what the paper's runs differ in: the completion's mean (not summed) token
-    log-probability, a choice of baseline, and reward transforms. The KL penalty (`beta`) enters the return as in
-    [`~trl.RLOOTrainer`]. On-policy, the log-probabilities that carry the gradient also serve the KL penalty, so no
-    second pass over the policy is made.
+    [`~trl.GRPOTrainer`] samples, and has the engine, the rewards and the logs; advantages and loss are REINFORCE's. From
+    [`~trl.RLOOTrainer`] it differs in what the paper's runs differ in: the completion's mean (not summed) token
+    log-probability, a choice of baseline, and reward transforms. The KL penalty (`beta`) enters the return as there.
+    On-policy, the log-probabilities that carry the gradient also serve the KL penalty, so no second pass over the policy is
+    made.
 
     Example:
 
@@ -66,7 +49,7 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
     Args:
         model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
         optimizers, quantization_config, peft_config:
-            As for [`~trl.RLOOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text.
+            As for [`~trl.GRPOTrainer`], without tools. Datasets need a `"prompt"` column, plain or conversational text.
         args ([`ReinforceConfig`], *optional*):
             Configuration for this trainer. If `None`, a default configuration is used.
 
@@ -74,9 +57,9 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
         `ValueError`: If `args` is another trainer's or there is no reward; if a data set is empty, lacks the `"prompt"`
             column or has images; if a prompt is neither text nor messages, or the chat template is missing for messages or
             refuses them; if the policy is no causal language model, its tokenizer has no end token, or a reward model is no
-            classifier of one label or shares weights that are trained; while training, if the policy has nothing to train, a
-            prompt does not fit the model's
-            context, or a reward function returns what is neither a finite number nor `None`.
+            classifier of one label or shares weights that are trained; if `tools`, a `rollout_func` or an `environment_factory` is
+            given; while training, if the policy has nothing to train, a prompt does not fit the model's context, or a reward
+            function returns what is neither a finite number nor `None`.
         `RuntimeError`: If the installed TRL or transformers lacks methods that this trainer builds on.
     """
 
@@ -84,63 +67,25 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
     _name = "REINFORCE"
     _paper = REPULSE_PAPER
     _config_cls = ReinforceConfig
+    loss_is_scaled_for_ga = False  # the Trainer divides the loss by the number of accumulated micro-batches
 
-    def __init__(
-        self,
-        model: "str | PreTrainedModel | PeftModel",
-        reward_funcs: RewardFunc | list[RewardFunc],
-        args: ReinforceConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
-        quantization_config: BitsAndBytesConfig | None = None,
-        peft_config: "PeftConfig | None" = None,
-    ):
-        require_pinned()
-        check_arguments(self._config_cls, args, model=model)
-        check_reward_funcs(reward_funcs)
-        args = self._configuration(model, args)
-        connect(args)
-        check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
-        if eval_dataset is not None:
-            check_eval_batch(args)
-        adapters = [peft_config, *self._more_adapters]
-        check_adapters(model, *adapters)
-        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._passed)
-        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
-        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
-        reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
-
-        with self._engine_fits(args, model, adapters):
-            super().__init__(
-                model,
-                reward_funcs,
-                args,
-                train_dataset,
-                eval_dataset,
-                processing_class,
-                reward_processing_classes,
-                callbacks,
-                optimizers,
-                quantization_config,
-                peft_config,
+    def _check_turns(self, **given: Any) -> None:
+        name = next(filter(given.get, given), None)
+        if name is not None:
+            raise ValueError(
+                f"`{name}` is not for `{type(self).__name__}`, whose completions are all the model's own; leave it out, or use "
+                "`PPOTrainer`, or `RePULSeGRPOTrainer` with `alpha=0`."
             )
 
-        self._check_policy(adapters)
-        self._take_engine()
-        self._check_templates(train_dataset, eval_dataset)
-        self._check_reward_functions()
-        self._prepare_scoring()
-
     # Sampling
+
+    def _generate(self, prompts: list):
+        prompt_ids, completion_ids, tool_mask, completions, *rest = super()._generate(prompts)
+        if not isinstance(prompts[0], str):
+            # Where the tokenizer says how, GRPO takes thinking and calls of tools out of a message; the reward is of all of it
+            texts = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
+        return prompt_ids, completion_ids, tool_mask, completions, *rest
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         mode = "train" if self.model.training else "eval"
@@ -151,15 +96,9 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
         batch = {
             "prompt_ids": samples.prompt_ids[::n],  # (U, L)
             "prompt_mask": samples.prompt_mask[::n],  # (U, L)
-            "completion_ids": samples.completion_ids.view(-1, n, samples.completion_ids.size(1)),  # (U, n, T)
-            "completion_mask": samples.completion_mask.view(-1, n, samples.completion_ids.size(1)),  # (U, n, T)
-            "rewards": samples.rewards.view(-1, n),  # (U, n)
+            **samples.in_units(n),  # (U, n, T), rewards (U, n)
             "rows": torch.arange(len(inputs), device=self.accelerator.device).view(-1, n),  # (U, n)
         }
-        if samples.engine_log_p is not None:
-            batch["completion_engine_log_p"] = samples.engine_log_p.view(
-                -1, n, samples.completion_ids.size(1)
-            )  # (U, n, T)
         if self.beta != 0.0:
             batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
         if mode == "train" and not self._on_policy:
@@ -173,16 +112,17 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
 
     def _credit_in_loss(self, mode: str) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
-        return not self.normalize_advantages and not self._weighs_early(mode)
+        return not self.args.normalize_advantages and not self._weighs_early(mode)
 
     # Credit
 
     @property
     def transforms_rewards(self) -> bool:
-        return bool(self.reward_clip_range) or super().transforms_rewards
+        return bool(self.args.reward_clip_range) or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
-        return super()._transform(rewards.clamp(*self.reward_clip_range) if self.reward_clip_range else rewards)
+        limits = self.args.reward_clip_range
+        return super()._transform(rewards.clamp(*limits) if limits else rewards)
 
     def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
         """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
@@ -214,7 +154,7 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
         baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
-        elif self.normalize_advantages:  # over the generation batch, that of all processes
+        elif self.args.normalize_advantages:  # over the generation batch, that of all processes
             everyone = self.accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
             advantages = compute_advantages(everyone, *baseline, normalize=True)
             advantages = advantages.flatten()[self._local_rows(returns.numel())].view_as(returns)
@@ -222,12 +162,7 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
             advantages = compute_advantages(self._to_prompts(returns, generations), *baseline)
             advantages = self._to_units(advantages, returns)
 
-        if self.beta != 0.0:
-            self._log_token_mean("kl", kl.nansum(), batch["completion_mask"].sum())
-        self._log_mean("return", batch["rewards"] - self.beta * kl)
-        if self.transforms_rewards:
-            self._log_mean("reward_transformed", self._transform(batch["rewards"]))
-            self._log_mean("return_transformed", returns)
+        self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
         record_advantages(self, batch["rows"], advantages)
         return {"coefficients": advantages, "returns": returns}
 
@@ -242,10 +177,7 @@ class ReinforceTrainer(UnitSampling, RLOOTrainer):
         return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
-        rows = inputs["completion_mask"].shape[:2].numel()
-        self._loss_count = self._real_rows(rows)
-        if not self.model.training and self._loss_count:  # rows that fill up a batch add 0, and do not count
-            loss = loss * (rows * self.accelerator.num_processes / self._loss_count)
+        loss = self._mean_of_real(loss, inputs["completion_mask"].shape[:2].numel())
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss
             self._record({"aux_loss": mean}, self._gathered(Moments.alike(aux_loss.item(), self._loss_count)))

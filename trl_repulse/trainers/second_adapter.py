@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Trainer, get_scheduler
+from transformers import Trainer
 
 from ._deepspeed import end_backward, gathered, zero_stage
 from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
@@ -223,33 +223,16 @@ class SecondAdapter(SecondModel):
         self._masters: list[torch.Tensor] | None = None
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
-        """
-        Frees the adapter and builds optimizer and schedule from the trainer's arguments.
-
-        Must come after the trainer has prepared its own, during which this adapter is frozen.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                Gives optimizer class, weight decay groups, schedule and clipping (`args.max_grad_norm`).
-            num_training_steps (`int`):
-                Number of updates of the trainer's own model; the schedule spans them.
-        """
-        args = trainer.args
+        """As [`SecondModel.prepare`], once the trainer has prepared its own, during which this adapter is frozen; frees it."""
         self.module.requires_grad_(True)
-        if self.optimizer is None:
-            if zero_stage(self._accelerator) is not None:
-                self._policy_engine = trainer.model_wrapped
-                with gathered(self.module):
-                    self._masters = [p.detach().float().clone() for p in self.module.parameters()]
-            self.optimizer = self._create_optimizer(trainer)
-            self._prepare_clipping(args.max_grad_norm)
-        self.scheduler = get_scheduler(
-            args.lr_scheduler_type,
-            optimizer=self.optimizer,
-            num_warmup_steps=args.get_warmup_steps(num_training_steps),
-            num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
+        super().prepare(trainer, num_training_steps)
+
+    def _build(self, trainer: Trainer) -> None:
+        if zero_stage(self._accelerator) is not None:
+            self._policy_engine = trainer.model_wrapped
+            with gathered(self.module):
+                self._masters = [p.detach().float().clone() for p in self.module.parameters()]
+        self.optimizer = self._create_optimizer(trainer)
 
     @contextlib.contextmanager
     def gradient_sync(self, sync: bool) -> Iterator[None]:

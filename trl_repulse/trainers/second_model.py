@@ -73,20 +73,13 @@ class SecondModel:
         """
         args = trainer.args
         if self.optimizer is None:
-            if args.activation_checkpointing:
-                kwargs = dict(args.activation_checkpointing_kwargs or {})
-                layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-                self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **layers)
-            if self._deepspeed:
-                optimizer = self._create_optimizer(trainer)
-                self.engine, self.optimizer = initialize(self.module, optimizer, self._accelerator, args.max_grad_norm)
-            elif self._fsdp:
-                optimizer = self._create_optimizer(trainer)
-                self.engine, self.optimizer = _fsdp.prepare(self.module, optimizer, self._accelerator)
-            else:
-                self.engine = self._accelerator.prepare_model(self.module)
-                self.optimizer = self._create_optimizer(trainer)
-            self._prepare_clipping(args.max_grad_norm)
+            self._build(trainer)
+            self._max_grad_norm = args.max_grad_norm
+            if self._accelerator.mixed_precision == "fp16" and not self._deepspeed:  # whose engines scale themselves
+                # A scaler of its own, for one must not be shared by two optimizers
+                handler = self._accelerator.scaler_handler
+                kwargs = {} if handler is None else handler.to_kwargs()
+                self._scaler = torch.amp.GradScaler(self._accelerator.device.type, **kwargs)
         self.scheduler = get_scheduler(
             args.lr_scheduler_type,
             optimizer=self.optimizer,
@@ -95,13 +88,22 @@ class SecondModel:
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,
         )
 
-    def _prepare_clipping(self, max_grad_norm: float) -> None:
-        self._max_grad_norm = max_grad_norm
-        if self._accelerator.mixed_precision == "fp16" and not self._deepspeed:  # DeepSpeed's engines scale themselves
-            # A scaler of its own, for one must not be shared by two optimizers
-            handler = self._accelerator.scaler_handler
-            kwargs = {} if handler is None else handler.to_kwargs()
-            self._scaler = torch.amp.GradScaler(self._accelerator.device.type, **kwargs)
+    def _build(self, trainer: Trainer) -> None:
+        """Makes engine and optimizer."""
+        args = trainer.args
+        if args.activation_checkpointing:
+            kwargs = dict(args.activation_checkpointing_kwargs or {})
+            layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+            self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **layers)
+        if self._deepspeed:
+            optimizer = self._create_optimizer(trainer)
+            self.engine, self.optimizer = initialize(self.module, optimizer, self._accelerator, args.max_grad_norm)
+        elif self._fsdp:
+            optimizer = self._create_optimizer(trainer)
+            self.engine, self.optimizer = _fsdp.prepare(self.module, optimizer, self._accelerator)
+        else:
+            self.engine = self._accelerator.prepare_model(self.module)
+            self.optimizer = self._create_optimizer(trainer)
 
     def _create_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
         optimizer_cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, self.module)
