@@ -374,13 +374,19 @@ def test_refused_models(make, model_dirs, tokenizer):
 
 def test_a_default_configuration_lacks_what_counts_as_bad(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(RePULSeConfig, use_cpu=USE_CPU, bf16=False)
+    monkeypatch.setattr(RePULSeTrainer, "_config_cls", staticmethod(on_cpu))
     with pytest.raises(ValueError, match="`bad_reward_threshold=None` is needed by `proposal='hot_policy'`"):
         RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
 
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(RePULSeConfig, use_cpu=USE_CPU, bf16=False, proposal="learned")
-    monkeypatch.setattr(RePULSeTrainer, "_config_cls", staticmethod(on_cpu))
+
+    class Own(RePULSeConfig):
+        def __init__(self, output_dir):
+            super().__init__(output_dir, use_cpu=USE_CPU, bf16=False, proposal="learned")
+
+    monkeypatch.setattr(RePULSeTrainer, "_config_cls", Own)
     trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert isinstance(trainer.args, RePULSeConfig) and trainer.proposal is not None

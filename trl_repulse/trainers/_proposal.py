@@ -58,7 +58,7 @@ def shares_base(
         return False
     own_config = policy_config if proposal_peft_config is None else proposal_peft_config
     obstacle = _change_of_base(policy_config) or _change_of_base(own_config)
-    if args is not None and args.fsdp:
+    if args.fsdp:
         obstacle = "FSDP flattens all weights"
     elif own_config.peft_type != policy_config.peft_type:
         obstacle = f"one is {policy_config.peft_type.value} and the other {own_config.peft_type.value}"
@@ -98,7 +98,7 @@ def lends_reference(
     Returns:
         `bool`: `False` too where no reference is needed, or a moving one.
     """
-    if args is None or args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
+    if args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
         return False
     if peft_config is not None or proposal_peft_config is None or adapter_config(model) is not None:
         return False
@@ -131,7 +131,7 @@ def starting_point(
         `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
             it or is no language model, or if the policy's adapter has another name than PEFT's `default`.
     """
-    has_proposal = args is not None and args.has_proposal
+    has_proposal = args.has_proposal
     if proposal_peft_config is not None and not has_proposal:
         raise ValueError(
             "`proposal_peft_config` is given, but the configuration builds no proposal; set `alpha` above 0 and "

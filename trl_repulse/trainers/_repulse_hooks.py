@@ -59,6 +59,7 @@ class RePULSeHooks(ProposalUploads):
         **options: Any,
     ):
         check_arguments(self._config_cls, args, model=model, proposal_model=proposal_model)
+        args = self._configuration(model, args)
         given = self._by_name(model, reward_funcs, args, *rest, **options)
         peft_config, quantization_config = given.get("peft_config"), given.get("quantization_config")
         _check_turns(args, given)
@@ -68,7 +69,7 @@ class RePULSeHooks(ProposalUploads):
         trained = proposal_peft_config is None and peft_config is None
         check_separate_rewards(reward_funcs, proposal_model, "`proposal_model`", trained)
         self._more_adapters = [proposal_peft_config, adapter_config(proposal_model)]
-        if proposal_model is None and proposal_peft_config is None and args is not None and args.has_proposal:
+        if proposal_model is None and proposal_peft_config is None and args.has_proposal:
             own = peft_config  # of the policy, and once more of a proposal over its base
             if own is None and not isinstance(model, str) and is_peft_model(model):
                 own = model.peft_config[POLICY_ADAPTER]
@@ -152,7 +153,7 @@ class RePULSeHooks(ProposalUploads):
 def _check_turns(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
     """Refuses what writes into completions: neither would a proposal's use of it be safe, nor do weights count its tokens."""
     for name in ("tools", "rollout_func", "environment_factory"):
-        if given.get(name) and (args is None or args.alpha > 0):
+        if given.get(name) and args.alpha > 0:
             raise ValueError(
                 f"`{name}` does not go with a negative term: what finds the policy's bad outputs would act with it too, and not all "
                 f"tokens are the model's. Leave `{name}` out, or set `alpha=0`."
