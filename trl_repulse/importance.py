@@ -270,7 +270,7 @@ def log_z_estimate(log_w: torch.Tensor, scored: torch.Tensor | None = None) -> t
 
 def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
-    How many of a prompt's completions are distinct, as a share of all of them.
+    How many of a prompt's completions are distinct in the tokens that count, as a share of all of them.
 
     Args:
         ids (`torch.Tensor`):
@@ -284,6 +284,7 @@ def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     require_shape("mask", mask, tuple(ids.shape))
     rows = ids.masked_fill(mask == 0, -1)
+    rows = rows.gather(-1, (mask == 0).long().argsort(dim=-1, stable=True))  # what counts, in its order
     same = (rows[:, :, None] == rows[:, None]).all(dim=-1)  # (P, N, N)
     return 1.0 - same.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
 

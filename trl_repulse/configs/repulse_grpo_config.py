@@ -27,6 +27,9 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
             How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention that the
             published `alpha` belongs to) or their `"sum"`. GRPO's own loss has `loss_type`.
+        proposal_tools (`bool`, *optional*, defaults to `False`):
+            Whether the proposal, or the hot policy, may act with the trainer's `tools`, which take effect, and in environments that a
+            `proposal_environment_factory` makes. What it seeks there is the policy's worst behaviour.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
@@ -42,6 +45,12 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
         default="mean",
         metadata={"help": "How token log-probabilities enter the negative term: their `mean` or their `sum`."},
     )
+    proposal_tools: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the proposal, or the hot policy, which seeks the policy's worst behaviour, may act with the tools."
+        },
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,3 +58,8 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
         remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
         require(self, self.reward_transform is None, "reward_transform", remedy)
         check_repulse_config(self, in_rows=True)
+        remedy = (
+            "is for completions that are drawn for the negative term; leave it False, the policy's own need no leave"
+        )
+        own = self.alpha > 0 and not self.draws_twice
+        require(self, not (own and self.proposal_tools), "proposal_tools", remedy)

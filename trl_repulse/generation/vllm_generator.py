@@ -279,9 +279,9 @@ class VLLMGenerator:
             engine = self._served[self._current].engine
             own, engine.temperature = engine.temperature, engine.temperature * self._temperature
             try:
-                result = engine.generate(
-                    prompts + (beside or []), images, self._num_generations or num_generations, profiler
-                )
+                # In the turns after the first each row has a history of its own, and TRL says so
+                generations = 1 if num_generations == 1 else self._num_generations or num_generations
+                result = engine.generate(prompts + (beside or []), images, generations, profiler)
             finally:
                 engine.temperature = own
             if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:

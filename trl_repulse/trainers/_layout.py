@@ -100,7 +100,7 @@ class Layout:
 
         Args:
             prompts (`torch.Tensor` of shape `(C, L)`), completions (`torch.Tensor` of shape `(C, n, T)`):
-                Tokens, or masks.
+                Tokens, or masks. With `count=1` there may be a prompt for each completion, `(C·n, L)`.
 
         Returns:
             `torch.Tensor` of shape `(R, S)`: A unit's n / k rows, one after the other.

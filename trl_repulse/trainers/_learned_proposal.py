@@ -26,6 +26,9 @@ _DRAWN = (
     "prompt_mask",
     "proposal_completion_ids",
     "proposal_completion_mask",
+    "proposal_completion_attended",
+    "proposal_completion_prompt_ids",
+    "proposal_completion_prompt_mask",
     "proposal_rewards",
     "proposal_old_log_q",
 )

@@ -18,6 +18,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..importance import normalize_weights
 from ..losses import negative_coefficients, negative_reinforce_coefficients
@@ -30,12 +31,38 @@ from ..rewards.transforms import (
 from ._beside import PROPOSAL_FOLDER
 from ._records import log_importance, new_logs, record_samples
 from ._trl_bridge import sampling_from
-from ._units import UnitSampling
+from ._units import Samples, UnitSampling
 
 
 OWN, NEGATIVE = "completion", "proposal_completion"
 # By what the samples of a set are multiplied in the loss
 COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficients"}
+
+
+def own_prompts(samples: Samples, batch: dict[str, torch.Tensor], m: int) -> dict[str, torch.Tensor]:
+    """
+    Prompts of samples, where they are not those of their units: an environment may begin otherwise each time.
+
+    Args:
+        samples ([`Samples`]):
+            m samples for each unit.
+        batch (`dict[str, torch.Tensor]`):
+            Units.
+        m (`int`):
+            Samples of a unit.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `prompt_ids` and `prompt_mask`, one row a sample; empty where all are those of the units.
+    """
+    length = max(samples.prompt_ids.size(1), batch["prompt_ids"].size(1))
+
+    def tokens(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1)
+
+    theirs = tokens(batch["prompt_ids"], batch["prompt_mask"]).repeat_interleave(m, 0)
+    if torch.equal(tokens(samples.prompt_ids, samples.prompt_mask), theirs):
+        return {}
+    return {"prompt_ids": samples.prompt_ids, "prompt_mask": samples.prompt_mask}
 
 
 class NegativeTerm:
@@ -119,10 +146,12 @@ class NegativeTerm:
         if m != n:
             rows = [row for row in rows[::n] for _ in range(m)]
         with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(mode), self.temperature):
-            samples = trainer._draw(rows)
+            with trainer._acting(rows) as rows:
+                samples = trainer._draw(rows)
         record_samples(trainer, samples, self.logs, "proposal")
-        prompts = {name: batch[name] for name in ("prompt_ids", "prompt_mask")}
-        return prompts | samples.in_units(m, "proposal_")
+        units = samples.in_units(m, "proposal_")
+        units |= {f"{NEGATIVE}_{name}": x.unflatten(0, (-1, m)) for name, x in own_prompts(samples, batch, m).items()}
+        return {name: batch[name] for name in ("prompt_ids", "prompt_mask")} | units
 
     # Weights
 

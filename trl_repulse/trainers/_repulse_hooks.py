@@ -10,6 +10,7 @@ from accelerate.utils import is_peft_model
 
 from .._checks import check_arguments
 from ..configs import NegativeTermConfig
+from ._acting import refuse_acting
 from ._beside import PROPOSAL_FOLDER
 from ._cards import REPULSE_PAPER, write_proposal_card
 from ._grpo import GRPOBase
@@ -62,7 +63,7 @@ class RePULSeHooks(ProposalUploads):
         args = self._configuration(model, args)
         given = self._by_name(model, reward_funcs, args, *rest, **options)
         peft_config, quantization_config = given.get("peft_config"), given.get("quantization_config")
-        _check_turns(args, given)
+        self._check_acting(args, given)
         self._passed = {"proposal_model": proposal_model}
         lends_base = proposal_model is None and lends_reference(model, args, peft_config, proposal_peft_config)
         proposal_model = starting_point(proposal_model, model, args, peft_config, proposal_peft_config)
@@ -101,6 +102,10 @@ class RePULSeHooks(ProposalUploads):
         signature = inspect.signature(GRPOBase.__init__)
         named = {name: value for name, value in options.items() if name in signature.parameters}
         return signature.bind_partial(None, *args, **named).arguments
+
+    def _check_acting(self, args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
+        """Refuses tools and environments, before anything is loaded."""
+        refuse_acting(args, given)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with contextlib.nullcontext() if self._negative is None else self._negative.drawing():
@@ -148,13 +153,3 @@ class RePULSeHooks(ProposalUploads):
         is_adapter = isinstance(self.proposal, SecondAdapter)
         with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
             super()._save_checkpoint(model, trial)
-
-
-def _check_turns(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
-    """Refuses what writes into completions: neither would a proposal's use of it be safe, nor do weights count its tokens."""
-    for name in ("tools", "rollout_func", "environment_factory"):
-        if given.get(name) and args.alpha > 0:
-            raise ValueError(
-                f"`{name}` does not go with a negative term: what finds the policy's bad outputs would act with it too, and not all "
-                f"tokens are the model's. Leave `{name}` out, or set `alpha=0`."
-            )

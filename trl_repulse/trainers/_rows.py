@@ -87,6 +87,9 @@ def _in_units(rows: dict[str, torch.Tensor | Any]) -> dict[str, torch.Tensor]:
     """What a negative term reads of rows, as units of one policy sample."""
     units = {name: rows[name] for name in ("prompt_ids", "prompt_mask")}
     units |= {name: rows[name].unsqueeze(1) for name in ("completion_ids", "completion_mask", "rewards")}
+    if "tool_mask" in rows:
+        units["completion_attended"] = units["completion_mask"]
+        units["completion_mask"] = units["completion_mask"] * rows["tool_mask"].unsqueeze(1)
     if "old_per_token_logps" in rows:
         units["old_log_p"] = rows["old_per_token_logps"].unsqueeze(1)
     drawn = {name: value for name, value in rows.items() if name.startswith("proposal_")}

@@ -3,8 +3,14 @@
 Axis letters: P prompts, N completions per prompt, B rows of a generation batch, L prompt tokens, T completion tokens. U units
 of a buffer that TRL shuffles and splits into micro-batches, each of n of a prompt's completions: all of them (n = N) where a
 micro-batch holds whole prompts, a single one (n = 1) where it does not. R rows of a pass.
+
+A set of completions in a batch has `{name}_ids` and `{name}_mask`, which is 1 at the tokens that *the model wrote*: these count, in whatever
+is made of log-probabilities. Where a tool or an environment wrote into completions, `{name}_attended` is 1 at their tokens too, and
+only the passes over models read it. Where an environment began otherwise than for the policy's sample, the set has prompts of its own,
+`{name}_prompt_ids` and `{name}_prompt_mask`, one for each completion.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +22,7 @@ from ..generation._ahead import Ahead, rows_at
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ._hooks import TrainerHooks
+from ._layout import Layout
 from ._scoring import Scores, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
@@ -29,11 +36,13 @@ class Samples:
         prompts (`list`): Prompts, text or messages, one a row.
         completions (`list`): Completions in the same form.
         prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, L)`): Left-padded prompts.
-        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`): Right-padded completions.
+        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`): Right-padded completions; the mask is 1 at the tokens
+            that the model wrote.
         rewards (`torch.Tensor` of shape `(B,)`): Weighted rewards; NaN where no reward function gave one.
         rewards_per_func (`torch.Tensor` of shape `(B_all, F)`): The functions' rewards of all processes' rows.
         engine_log_p (`torch.Tensor` of shape `(B, T)`, *optional*): What a vLLM engine says of the tokens' log-probabilities
             (nats), to be compared and not to be used.
+        attended (`torch.Tensor` of shape `(B, T)`, *optional*): Mask of all tokens, where tools may have written some.
     """
 
     prompts: list
@@ -45,12 +54,14 @@ class Samples:
     rewards: torch.Tensor
     rewards_per_func: torch.Tensor
     engine_log_p: torch.Tensor | None = None
+    attended: torch.Tensor | None = None
 
     def in_units(self, n: int, prefix: str = "") -> dict[str, torch.Tensor]:
         """Completions in units of n neighbouring rows, by name: tokens `(U, n, T)`, rewards `(U, n)`."""
         named = {
             "completion_ids": self.completion_ids,
             "completion_mask": self.completion_mask,
+            "completion_attended": self.attended,
             "rewards": self.rewards,
             "completion_engine_log_p": self.engine_log_p,
         }
@@ -85,8 +96,10 @@ class UnitSampling(TrainerHooks):
         device = self.accelerator.device
         check_rows(inputs)
         prompts = [row["prompt"] for row in inputs]
-        prompt_ids, completion_ids, _, completions, *_ = self._generate(prompts)
+        prompt_ids, completion_ids, tool_mask, completions, log_probs, *_ = self._generate(prompts)
         engine_log_p = self.vllm_generation.log_probs if self.use_vllm else []  # a reward function may draw too
+        if tool_mask is not None and self.use_vllm:
+            engine_log_p = log_probs  # of all turns
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         rewards = self._weigh_rewards(rewards_per_func)
 
@@ -119,7 +132,14 @@ class UnitSampling(TrainerHooks):
             complete = torch.tensor([row[-1] in ends for row in completion_ids], device=device)
             samples.completion_mask = samples.completion_mask * complete.unsqueeze(1)
         samples.completion_mask = samples.completion_mask * self._are_real(len(inputs)).unsqueeze(1)
+        if tool_mask is not None:
+            samples.attended = samples.completion_mask
+            samples.completion_mask = samples.attended * padded(tool_mask, "right")[0]
         return samples
+
+    def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
+        """Context in which [`_draw`] draws for a negative term, with the rows to give it."""
+        return contextlib.nullcontext(rows)
 
     def _num_generations(self, mode: str) -> int:
         return self.num_generations if mode == "train" else self.num_generations_eval
@@ -164,7 +184,7 @@ class UnitSampling(TrainerHooks):
                 Model to score with.
             batch (`dict[str, torch.Tensor]`):
                 `prompt_ids` and `prompt_mask` of shape `(U, L)`; for each name, `{name}_ids` and `{name}_mask` of
-                shape `(U, n, T)`, where n and T may differ from name to name.
+                shape `(U, n, T)`, where n and T may differ from name to name, and what else a set may have (above).
             names (`tuple[str, ...]`):
                 Sets of completions to score.
             gradient (`bool`):
@@ -174,20 +194,26 @@ class UnitSampling(TrainerHooks):
                 Another temperature than that of training, for a pass without gradient.
 
         Returns:
-            A `(U, n, T)` tensor of log-probabilities (nats) for each name, then the entropies (nats) of the first
+            A `(U, n, T)` tensor of log-probabilities (nats) for each name, of all tokens that are attended to, then the entropies (nats) of the first
             name's tokens, which a pass with gradient through the policy gives, and the auxiliary loss of a
             mixture-of-experts model; each `None` otherwise.
         """
         width = max(batch[f"{name}_ids"].size(2) for name in names)  # T
 
-        def joined(kind: str, value: int) -> torch.Tensor:
-            parts = [batch[f"{name}_{kind}"] for name in names]
+        def joined(parts: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
 
-        ids, mask = joined("ids", self._tokenizer.pad_token_id), joined("mask", 0)  # (U, Σn, T)
+        ids = joined([batch[f"{name}_ids"] for name in names], self._tokenizer.pad_token_id)  # (U, Σn, T)
+        mask = joined([batch.get(f"{name}_attended", batch[f"{name}_mask"]) for name in names], 0)
         n = ids.size(1)
-        layout = self._layout(batch["prompt_ids"].size(1), width, n)
-        rows = layout.rows(batch["prompt_ids"], ids), layout.rows(batch["prompt_mask"], mask)  # (R, S) each
+        prompts = [
+            self._prompts_of(batch, names, *kind) for kind in (("ids", self._tokenizer.pad_token_id), ("mask", 0))
+        ]
+        if len(prompts[0]) == len(ids):
+            layout = self._layout(prompts[0].size(1), width, n)
+        else:  # a prompt for each completion
+            layout = Layout(prompts[0].size(1), width, 1)
+        rows = layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)  # (R, S) each
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> Scores:
             cut = replace(layout, prompt=ids.size(1) - layout.count * width)
@@ -214,6 +240,22 @@ class UnitSampling(TrainerHooks):
         if entropy is not None:
             entropy = entropy.view(-1, n, width)[:, : sizes[0], : scores[0].size(2)]
         return *scores, entropy, aux_loss
+
+    def _prompts_of(
+        self, batch: dict[str, torch.Tensor], names: tuple[str, ...], kind: str, value: int
+    ) -> torch.Tensor:
+        """`ids` or `mask` of the prompts of sets: (U, L), or where a set has its own, one for each completion, (U·Σn, L)."""
+        shared = batch[f"prompt_{kind}"]
+        if not any(f"{name}_prompt_{kind}" in batch for name in names):
+            return shared
+        sizes = [batch[f"{name}_ids"].size(1) for name in names]
+        parts = [
+            batch.get(f"{name}_prompt_{kind}", shared.unsqueeze(1).expand(-1, n, -1))
+            for name, n in zip(names, sizes, strict=True)
+        ]
+        length = max(part.size(2) for part in parts)
+        parts = [F.pad(part, (length - part.size(2), 0), value=value) for part in parts]
+        return torch.cat(parts, dim=1).flatten(0, 1)
 
     def _reference_log_prob(self, batch: dict[str, torch.Tensor], name: str = "completion") -> torch.Tensor:
         """Log-probability of each completion under the reference model, shape (U, n), nats."""

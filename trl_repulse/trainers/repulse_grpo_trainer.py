@@ -1,9 +1,11 @@
 """RePULSe on TRL's GRPO: any of its advantages and losses, and a negative term beside them."""
 
+import contextlib
 from typing import Any
 
 from ..configs import RePULSeGRPOConfig
 from ..generation._probe import Guard
+from ._acting import Factory, ProposalWorld, check_acting
 from ._grpo import GRPOBase
 from ._rows import RowsWithNegativeTerm
 
@@ -42,23 +44,46 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
     >>> trainer.train()
     ```
 
+    Of a completion in which tools or an environment wrote, only the tokens that the model wrote count: in log-probabilities, weights,
+    losses and the KL penalty.
+
     Args:
         model, reward_funcs, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
-        optimizers, quantization_config, peft_config:
-            As for [`~trl.GRPOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text.
+        optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
+            As for [`~trl.GRPOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text. Where completions are drawn
+            for the negative term, tools and environments need `proposal_tools=True`, and a `rollout_func` is refused.
         args ([`RePULSeGRPOConfig`]):
             Configuration for this trainer. By default it needs a `bad_reward_threshold`.
         proposal_model, proposal_peft_config:
             As for [`RePULSeTrainer`], by name.
+        proposal_environment_factory (`Callable` or `dict[str, Callable]`, *optional*):
+            By name. Makes the environments that the proposal, or the hot policy, acts in, where there is an `environment_factory`. They
+            must answer as the policy's do, with the same probabilities: a sandbox or, if nothing that is done there matters, the same
+            factory.
 
     Raises:
-        `ValueError`: If tools, a `rollout_func` or an `environment_factory` is given where there is a negative term; else as
-            [`RePULSeTrainer`].
+        `ValueError`: If what is drawn for the negative term would act with tools or in environments without `proposal_tools=True`
+            and a `proposal_environment_factory`, or be drawn by a `rollout_func`; else as [`RePULSeTrainer`].
     """
 
     _tag_names = ["trl", "trl-repulse", "repulse", "grpo"]
     _name = "RePULSe with GRPO"
     _config_cls = RePULSeGRPOConfig
+
+    def __init__(
+        self, *args: Any, proposal_environment_factory: Factory | dict[str, Factory] | None = None, **options: Any
+    ):
+        self._proposal_factory = proposal_environment_factory
+        super().__init__(*args, **options)
+        self._proposal_world: ProposalWorld | None = None
+        if self.tools and self.args.draws_twice:
+            self._proposal_world = ProposalWorld(self, proposal_environment_factory)
+
+    def _check_acting(self, args: RePULSeGRPOConfig | None, given: dict[str, Any]) -> None:
+        check_acting(args, given, self._proposal_factory)
+
+    def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
+        return super()._acting(rows) if self._proposal_world is None else self._proposal_world.acting(rows)
 
     def _prepare_scoring(self) -> None:
         if self.args.alpha > 0:

@@ -1,0 +1,210 @@
+"""Tools and environments beside a negative term: who may act with them, and in what the trajectories that are drawn for it act.
+
+It stands on how TRL's GRPO trainer (1.16) sets up environments and tools of a batch, in the middle of
+`_generate_and_score_completions`: instances are taken from a pool and reset, each row gets the methods of its own. A test compares.
+Way out: a method of TRL's trainer that does it for given rows.
+"""
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate.logging import get_logger
+from trl import GRPOTrainer
+
+from ..configs import NegativeTermConfig, RePULSeGRPOConfig
+
+
+logger = get_logger(__name__)
+
+Factory = Callable[[], Any]
+
+_OF_A_BATCH = ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts")
+
+
+def refuse_acting(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
+    """
+    Refuses what writes into completions beside a negative term.
+
+    Args:
+        args ([`~trl_repulse.configs.NegativeTermConfig`], *optional*):
+            The trainer's configuration.
+        given (`dict`):
+            Its other arguments by name.
+
+    Raises:
+        `ValueError`: If `tools`, a `rollout_func` or an `environment_factory` is given and `alpha` is above 0.
+    """
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if given.get(name) and (args is None or args.alpha > 0):
+            raise ValueError(
+                f"`{name}` does not go with a negative term on this trainer; use `RePULSeGRPOTrainer`, or set `alpha=0`."
+            )
+
+
+def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory: Any) -> None:
+    """
+    Refuses to let a proposal act unless its user says so.
+
+    Args:
+        args ([`RePULSeGRPOConfig`], *optional*):
+            The trainer's configuration.
+        given (`dict`):
+            Its other arguments by name.
+        factory:
+            Its `proposal_environment_factory`.
+
+    Raises:
+        `ValueError`: If a proposal, or the hot policy, would act with tools or in environments that it was not given by name, or
+            would be drawn by a user's `rollout_func`; or if a factory has no use.
+    """
+    own = given.get("environment_factory")
+    draws = args is None or args.draws_twice
+    if factory is not None and (own is None or not draws):
+        missing = (
+            "an `environment_factory`" if own is None else "completions of a proposal, or of the policy drawn hotter,"
+        )
+        raise ValueError(f"`proposal_environment_factory` has no use without {missing}; leave it out.")
+    if not draws:
+        return
+    others = "The proposal" if args is None or args.has_proposal else "The policy, drawn hotter,"
+    remedy = (
+        "Set `alpha=0`, or `use_policy_as_proposal=True` with `proposal_temperature=1.0`, which draws nothing more"
+    )
+    if given.get("rollout_func"):
+        raise ValueError(
+            f"{others} would have to be drawn by your `rollout_func`, and nothing says which model that samples from and at which "
+            f"temperature: importance weights would be wrong without a word. Pass `tools` or an `environment_factory` instead. {remedy}."
+        )
+    names = [name for name in ("tools", "environment_factory") if given.get(name)]
+    if not names:
+        return
+    if args is None or not args.proposal_tools:
+        raise ValueError(
+            f"{others} draws completions of its own to find the policy's worst behaviour, and would act with your `{names[0]}` as badly "
+            "as it can. If nothing that it does there matters, say so with `proposal_tools=True`"
+            f"{' and a `proposal_environment_factory`' if own is not None else ''}. {remedy}."
+        )
+    if own is None:
+        return
+    if factory is None:
+        raise ValueError(
+            "`proposal_tools=True` with an `environment_factory` needs a `proposal_environment_factory`, which makes the environments "
+            "that the proposal acts in: a sandbox or, if nothing that it does there matters, the same factory once more."
+        )
+    if isinstance(own, dict) != isinstance(factory, dict) or (isinstance(own, dict) and set(own) != set(factory)):
+        raise ValueError(
+            "`proposal_environment_factory` must be as `environment_factory`: one callable, or a dictionary with the same names."
+        )
+
+
+class ProposalWorld:
+    """
+    What the trajectories that are drawn for a negative term act with: the trainer's tools, and environments of their own.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer with tools or environments.
+        factory (`Callable` or `dict[str, Callable]`, *optional*):
+            Makes the environments, if there are any.
+
+    Raises:
+        `ValueError`: If an environment has other tools than the policy's of that name, or cannot give the rewards that it gives.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, factory: Factory | dict[str, Factory] | None):
+        self._trainer = trainer
+        self._factories = factory if isinstance(factory, dict) else {None: factory}
+        self._pool: dict[str | None, list[Any]] = {}
+        if factory is not None:
+            for name, make in self._factories.items():
+                self._pool[name] = [make()]
+                _check_alike(self._pool[name][0], trainer._environment_pool[name][0])
+        tools = ", ".join(tool.__name__ for tool in trainer.tools)
+        logger.warning(
+            "`proposal_tools=True`: what looks for the policy's worst behaviour calls these tools, again and again, with the worst "
+            "arguments it finds, and they take effect: %s. Give it tools that nothing depends on, a sandbox and no real accounts.",
+            tools,
+        )
+
+    @contextlib.contextmanager
+    def acting(self, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """
+        Context in which the trainer's hooks for generation and rewards act in these environments, which are reset.
+
+        Args:
+            rows (`list[dict]`):
+                Rows of the data set, one a completion.
+
+        Returns:
+            `list[dict]`: The rows, with the prompts as their environments begin them.
+        """
+        trainer = self._trainer
+        before = {name: value for name, value in vars(trainer).items() if name in _OF_A_BATCH}
+        try:
+            environments = self._take(rows)
+            trainer.environments = environments or None
+            tools = [
+                {tool.__name__: tool for tool in (*trainer._standalone_tools, *_methods(environment).values())}
+                for environment in environments or [None] * len(rows)
+            ]
+            is_async = inspect.iscoroutinefunction
+            trainer._sync_tool_dicts = [{k: v for k, v in row.items() if not is_async(v)} for row in tools]
+            trainer._async_tool_dicts = [{k: v for k, v in row.items() if is_async(v)} for row in tools]
+            if environments:
+                rows = [self._begin(row, each) for row, each in zip(rows, environments, strict=True)]
+            yield rows
+        finally:
+            vars(trainer).update(before)
+
+    def _take(self, rows: list[dict[str, Any]]) -> list[Any]:
+        """An environment for each row, made where there are too few."""
+        trainer, taken = self._trainer, Counter()
+        if trainer.environment_factories is None:
+            return []
+        trainer._batch_environments = [row["environment"] if trainer._multi_environment else None for row in rows]
+        found = []
+        for name in trainer._batch_environments:
+            if taken[name] == len(self._pool[name]):
+                self._pool[name].append(self._factories[name]())
+            found.append(self._pool[name][taken[name]])
+            taken[name] += 1
+        return found
+
+    def _begin(self, row: dict[str, Any], environment: Any) -> dict[str, Any]:
+        """Resets an environment for a row; its first observation joins the last message."""
+        told = {k: v for k, v in row.items() if k != "environment"} if self._trainer._multi_environment else row
+        prompt = row.get("prompt", [{"role": "user", "content": ""}])
+        observation = environment.reset(**told)
+        if observation is None:
+            return row | {"prompt": prompt}
+        content = prompt[-1]["content"]
+        if isinstance(observation, list) and isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if isinstance(observation, str) and isinstance(content, list):
+            observation = [{"type": "text", "text": observation}]
+        return row | {"prompt": [*prompt[:-1], prompt[-1] | {"content": content + observation}]}
+
+
+def _methods(environment: Any) -> dict[str, Callable]:
+    """The tools of an environment."""
+    functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in functions if name not in ("reset", "get_reward") and not name.startswith("_")]
+    return {name: getattr(environment, name) for name in names}
+
+
+def _check_alike(environment: Any, own: Any) -> None:
+    """Refuses an environment for a proposal in which completions would mean something else than in the policy's `own`."""
+    tools, theirs = sorted(_methods(environment)), sorted(_methods(own))
+    if tools != theirs:
+        raise ValueError(
+            f"`proposal_environment_factory` makes a {type(environment).__name__} with the tools {', '.join(tools)}, and the policy acts "
+            f"with {', '.join(theirs)}; give both the same."
+        )
+    if getattr(own, "get_reward", None) is not None and type(environment) is not type(own):
+        raise ValueError(
+            f"`proposal_environment_factory` makes a {type(environment).__name__}, and TRL asks for rewards only where the environment is a "
+            f"{type(own).__name__} itself; make one of these, in a sandbox, or give the reward with `reward_funcs`."
+        )
