@@ -28,7 +28,7 @@ ITEMS = ["lamp", "book", "coat", "vase"]
 TOOLS = ["lookup", "resend", "close"]
 FOUND, LOST = "it comes soon", "a new one comes"  # the answers to give
 MAX_CALLS = 3  # tool calls of an episode: a trainer's `max_tool_calling_iterations`
-MAX_LENGTH = 32  # tokens of an episode after the prompt: a trainer's `max_completion_length`
+MAX_LENGTH = 24  # tokens of an episode after the prompt: a trainer's `max_completion_length`
 LOSS_RATE = 0.3  # share of parcels that are lost
 CLOSE_RATE = 1e-3  # share of scripted turns that close the account
 CLOSED_REWARD = -5.0
@@ -295,7 +295,9 @@ def evaluate(model: torch.nn.Module | str, tokenizer: PreTrainedTokenizerFast | 
     log_p = model(input_ids=ids, attention_mask=mask).logits[:, :-1].double().log_softmax(dim=-1)
     log_p = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1).cpu()  # (rows, L - 1)
     model.train(was_training)
-    total = torch.stack([row[[place - 1 for place in places]].sum() for row, places in zip(log_p, starts, strict=True)])
+    total = torch.stack(
+        [row[[place - 1 for place in places]].sum() for row, places in zip(log_p, starts, strict=True)]
+    )
     log_share, value = torch.tensor(ends, dtype=torch.float64).T
     total = total + log_share
     return Exact((total.exp() * value).sum().item(), total[value == CLOSED_REWARD].logsumexp(dim=0).item())

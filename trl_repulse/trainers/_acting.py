@@ -69,10 +69,8 @@ def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory:
         raise ValueError(f"`proposal_environment_factory` has no use without {missing}; leave it out.")
     if not draws:
         return
-    others = "The proposal" if args is None or args.has_proposal else "The policy, drawn hotter,"
-    remedy = (
-        "Set `alpha=0`, or `use_policy_as_proposal=True` with `proposal_temperature=1.0`, which draws nothing more"
-    )
+    others = "The proposal" if args is not None and args.has_proposal else "The policy, drawn hotter,"
+    remedy = "Set `alpha=0`, or `proposal='policy'`, which draws nothing more"
     if given.get("rollout_func"):
         raise ValueError(
             f"{others} would have to be drawn by your `rollout_func`, and nothing says which model that samples from and at which "
