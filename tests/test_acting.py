@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer, RePULSePPOTrainer
+from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.embedded import shop
 
 from .conftest import same_parameters
@@ -89,12 +89,6 @@ def build(make, policy_dir):
 def test_what_is_refused_before_a_model_is_loaded(make, message, settings, extra):
     with pytest.raises(ValueError, match=message):
         make(RePULSeGRPOTrainer, model="not a model", extra=extra, **settings)
-
-
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
-def test_ppo_with_a_negative_term_takes_none(make, name):
-    with pytest.raises(ValueError, match=f"`{name}` does not go with a negative term on this trainer"):
-        make(RePULSePPOTrainer, model="not a model", extra={name: [len] if name == "tools" else len})
 
 
 def test_leave_without_use_is_refused(tmp_path):

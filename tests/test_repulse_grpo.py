@@ -231,12 +231,6 @@ def test_files_and_adapters(make, tmp_path):
     assert changed == {name for name in start if "lora_" in name}
 
 
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
-def test_what_writes_into_completions_is_refused(make, name):
-    with pytest.raises(ValueError, match=f"`{name}` does not go with a negative term.*set `alpha=0`"):
-        make(RePULSeGRPOTrainer, model="not a model", extra={name: [len] if name == "tools" else len})
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
