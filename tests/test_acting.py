@@ -6,12 +6,14 @@ import shutil
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.embedded import shop
 
 from .conftest import same_parameters
+from .test_generation_training import DrawingLLM, serve_by
 
 
 pytestmark = pytest.mark.trainer
@@ -382,3 +384,29 @@ def test_the_policy_loses_what_the_proposal_learns_to_do(build):
     assert ends["RePULSe"].log_prob_closed < ends["GRPO"].log_prob_closed - 1, ends
     assert ends["RePULSe"].expected_reward > start.expected_reward
     assert shop.evaluate(trainer.proposal.module).log_prob_closed > start.log_prob_closed + 1
+
+
+# With vLLM
+
+
+def test_with_the_same_draws_an_engine_changes_nothing(build, monkeypatch):
+    """Turns after the first go through it too, for both models; what it says of a tool's tokens is not compared."""
+
+    class Start(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            torch.manual_seed(7)
+            shop.random.seed(7)
+
+    serve_by(DrawingLLM, monkeypatch)
+    trainers = []
+    for engine in ({}, {"use_vllm": True, "vllm_importance_sampling_correction": False}):
+        trainers.append(build(max_steps=3, extra={"callbacks": [Start()]}, **PROPOSAL, **engine))
+        if engine:
+            llm = trainers[-1].vllm_generation.llm
+            llm.llm_engine.model_config = llm.llm_engine.vllm_config.model_config
+        trainers[-1].train()
+    plain, served = trainers
+    assert same_parameters(served.model, plain.model)
+    assert same_parameters(served.proposal.module, plain.proposal.module)
+    assert len(served.vllm_generation.llm.llm.calls) > 6
+    assert max(log["proposal/sampling/sampling_logp_difference/max"] for log in served.state.log_history[:3]) < 1e-4
