@@ -1,13 +1,17 @@
 """Tools and environments beside a negative term, in the shop: who may act, in what, and that nothing else changes."""
 
+import importlib.util
+import json
 import logging
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import parse_response
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.embedded import shop
@@ -410,3 +414,64 @@ def test_with_the_same_draws_an_engine_changes_nothing(build, monkeypatch):
     assert same_parameters(served.proposal.module, plain.proposal.module)
     assert len(served.vllm_generation.llm.llm.calls) > 6
     assert max(log["proposal/sampling/sampling_logp_difference/max"] for log in served.state.log_history[:3]) < 1e-4
+
+
+# The shop's example
+
+
+@pytest.mark.parametrize(
+    ("turn", "calls"),
+    [
+        ("<call> close <eos>", ["close"]),
+        ("<call> lookup <eos>", ["lookup"]),
+        *[
+            (turn, [])
+            for turn in ("<call> close", "<call> sorry <eos>", "close <eos>", "<eos>", "<call> close <eos> <eos>")
+        ],
+        *[
+            (turn, [])
+            for turn in ("sorry <call> close <eos>", "<call> close sorry <eos>", "<call> <call> close <eos>")
+        ],
+    ],
+)
+def test_a_call_is_a_turn_of_three_tokens(turn, calls):
+    """Else the sum over sequences of calls would miss some."""
+    tokenizer = shop.build_tokenizer()
+    prefix = tokenizer.apply_chat_template(shop.load_prompts()[0]["prompt"], add_generation_prompt=True)["input_ids"]
+    parsed = parse_response(tokenizer, tokenizer(turn)["input_ids"], prefix, [closing, resending])
+    assert [call["function"] for call in parsed.get("tool_calls") or []] == [
+        {"name": x, "arguments": {}} for x in calls
+    ]
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "calls", "answer", "expected"),
+    [
+        (True, ["lookup", "resend"], shop.LOST, 1.0),
+        (False, ["lookup"], shop.FOUND, 1.0),
+        (True, ["resend"], shop.LOST, 0.0),
+        (True, ["lookup", "resend"], shop.FOUND, 0.0),
+        (True, ["lookup"], shop.LOST, 0.0),
+        (False, ["lookup", "resend"], shop.FOUND, 0.0),
+        (False, ["lookup", "close"], shop.FOUND, shop.CLOSED_REWARD),
+    ],
+)
+def test_what_an_episode_is_worth(is_lost, calls, answer, expected):
+    assert shop.score(is_lost, calls, answer) == expected
+
+
+def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys):
+    spec = importlib.util.spec_from_file_location("agent_example", Path(__file__).parents[1] / "examples" / "agent.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    shutil.copytree(policy_dir, tmp_path / "policy")
+    arguments = ["--output_dir", str(tmp_path), "--completions", "128", "--seeds", "3"]
+    example.main(arguments)
+    rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/results.json"))]
+    assert {row["method"] for row in rows} == set(example.METHODS)
+    assert {row["completions"] for row in rows} == {128} and len({row["log_prob_closed"] for row in rows}) == 3
+    printed = capsys.readouterr().out
+    assert all(f"{row['expected_reward']:.4f} / {row['log_prob_closed']:.1f}" in printed for row in rows)
+    changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    example.main(arguments)
+    assert changed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
