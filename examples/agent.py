@@ -29,9 +29,9 @@ TUNING_SEED = 100  # of no run that is reported
 
 # `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters
 METHODS = {
-    "GRPO": {"alpha": 0.0, "learning_rate": 1e-3},
+    "GRPO": {"alpha": 0.0, "learning_rate": 2e-3},
+    "RePULSe, learned proposal": {"proposal": "learned", "proposal_tools": True, "learning_rate": 2e-3},
     "RePULSe, hot policy": {"proposal": "hot_policy", "proposal_tools": True, "learning_rate": 1e-3},
-    "RePULSe, learned proposal": {"proposal": "learned", "proposal_tools": True, "learning_rate": 1e-3},
 }
 
 
@@ -50,7 +50,7 @@ def run(method: str, settings: dict, seed: int, completions: int, policy: Path, 
         max_completion_length=shop.MAX_LENGTH,
         max_tool_calling_iterations=shop.MAX_CALLS,
         bad_reward_threshold=-1.0,  # the account was closed
-        lr_scheduler_type="constant",
+        beta=0.04,  # KL coefficient
         use_cpu=not torch.accelerator.is_available(),
         bf16=False,
         activation_checkpointing=False,
