@@ -235,8 +235,7 @@ TIMES = ("time", "runtime", "per_second", "memory")
 
 
 @pytest.mark.parametrize("case", ["own", "hot", "proposal"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize(("loss_type", "iterations"), [("dapo", 1), ("grpo", 2)])
 def test_log_probabilities_of_tools_are_looked_at_nowhere(run, case, loss_type, iterations):
     """Whatever the models say of them: the same gradients and logs, to the last bit."""
     settings = CASES[case] | {"loss_type": loss_type, "num_iterations": iterations}
