@@ -35,7 +35,16 @@ QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "
 OWN = [
     *QUICK,
     *("--per_device_train_batch_size", "8", "--num_generations", "4", "--report_to", "none"),
-    *("--save_strategy", "no", "--target_dist_beta", "-1", "--activation_checkpointing", "false"),
+    *(
+        "--save_strategy",
+        "no",
+        "--proposal",
+        "learned",
+        "--target_dist_beta",
+        "-1",
+        "--activation_checkpointing",
+        "false",
+    ),
 ]
 
 
@@ -111,7 +120,11 @@ def table_of(output):
         ([], "RePULSe", 512),
         (["--alpha", "0"], "REINFORCE", 256),
         (["--proposal", "policy"], "RePULSe (policy as proposal)", 256),
-        (["--proposal", "hot_policy", "--proposal_temperature", "2"], "RePULSe (hot policy)", 512),
+        (
+            ["--proposal", "hot_policy", "--potential", "indicator", "--proposal_temperature", "2"],
+            "RePULSe (hot policy)",
+            512,
+        ),
         (["--num_proposal_generations", "4", "--proposal_updates_per_step", "2"], "RePULSe", 320),
     ],
     ids=["repulse", "reinforce", "policy_as_proposal", "hot_policy", "proposal_draws"],
@@ -277,7 +290,7 @@ def test_default_settings_are_those_of_the_file(example):
 def test_flags_win_over_the_file(example, tmp_path):
     assert example.parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
     config = tmp_path / "own.yaml"
-    config.write_text("alpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n")
+    config.write_text("proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n")
     _, args, model_args = example.parse(["--config", str(config), "--alpha", "0.75"])
     assert (args.alpha, args.learning_rate, args.num_generations) == (0.75, 0.25, 4)
     assert model_args.model_name_or_path is None  # so this is the embedded world too
@@ -286,6 +299,7 @@ def test_flags_win_over_the_file(example, tmp_path):
 
 def test_model_arguments_reach_the_model(example):
     flags = ["--model_name_or_path", "a", "--reward_model_path", "b", "--dataset_name", "c", "--model_revision", "d"]
+    flags += ["--bad_reward_threshold", "-4"]
     flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_cache": false}']
     _, args, model_args = example.parse(flags)
     assert model_args.model_name_or_path == "a"
@@ -323,8 +337,8 @@ def fail(monkeypatch, *flags):
         (["--config", "nowhere.yaml"], ["No such file", "nowhere.yaml"]),
         (["--dataset_name", "nowhere.jsonl"], ["There is no file `nowhere.jsonl`"]),
         (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], ["has no split 'test'; ask for 'train'"]),
-        (["--model_name_or_path", "m"], ["`--reward_model_path` is needed with `--model_name_or_path`"]),
-        (["--model_name_or_path", "m", "--reward_model_path", "r"], ["`--dataset_name` is needed"]),
+        (["--model_name_or_path", "m", "--alpha", "0"], ["`--reward_model_path` is needed with `--model_name_or_path`"]),
+        (["--model_name_or_path", "m", "--alpha", "0", "--reward_model_path", "r"], ["`--dataset_name` is needed"]),
         (["--max_completion_length", "3"], ["set a smaller max_completion_length, or evaluate by sampling"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",

@@ -35,7 +35,7 @@ def load(name):
 
 @pytest.fixture(scope="module")
 def scripts():
-    return {name: load(name) for name in ("repulse", "reinforce", "grpo", "ppo")}
+    return {name: load(name) for name in ("repulse", "reinforce", "grpo", "ppo", "repulse_ppo", "repulse_grpo")}
 
 
 def run(script, folder, *flags):
@@ -63,11 +63,16 @@ def log_prob_bad(folder, bad=None):
         ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"], "Dr. GRPO"),
         ("grpo", ["--loss_type", "dapo"], "GRPO (dapo)"),
         ("ppo", [], "PPO"),
+        ("repulse_ppo", [], "RePULSe on PPO"),
+        ("repulse_ppo", ["--alpha", "0"], "PPO"),
+        ("repulse_grpo", [], "RePULSe on GRPO"),
+        ("repulse_grpo", ["--alpha", "0"], "GRPO"),
     ],
 )
 def test_embedded_run(scripts, tmp_path, capsys, name, flags, method):
     results = run(scripts[name], tmp_path, *flags)
-    assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, 256)
+    drawn = 512 if method.startswith("RePULSe") else 256
+    assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, drawn)
     assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(embedded.policy_path()), abs=1e-5)
     assert results["final"]["log_prob_bad"] == pytest.approx(log_prob_bad(tmp_path), abs=1e-5)
     assert results["final"]["expected_reward"] != results["initial"]["expected_reward"]
@@ -84,7 +89,7 @@ def test_settings_are_those_of_trl(scripts):
 
 def test_all_embedded_settings_draw_the_same_number_of_completions(scripts):
     drawn = set()
-    for name, both in (("repulse", 2), ("reinforce", 1), ("grpo", 1)):
+    for name, both in (("repulse", 2), ("repulse_ppo", 2), ("repulse_grpo", 2), ("reinforce", 1), ("grpo", 1)):
         args = scripts[name].parse([])[1]
         drawn.add(args.max_steps * args.generation_batch_size * both)
     assert len(drawn) == 1
