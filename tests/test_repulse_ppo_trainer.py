@@ -93,7 +93,7 @@ def test_arguments_of_a_users_subclass(make, model_dirs, reward, prompts):
         def __init__(self, args, peft_config=None):
             super().__init__(model_dirs["gpt2"], reward, args, prompts, peft_config=peft_config)
 
-    with pytest.raises(ValueError, match="`rollout_func` does not go with a negative term"):
+    with pytest.raises(ValueError, match="drawn by your `rollout_func`"):
         make(Mine, extra={"rollout_func": lambda prompts, trainer: {}})
     assert Fixed(make(RePULSeGRPOTrainer).args)._negative is not None
 
