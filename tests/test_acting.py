@@ -20,7 +20,7 @@ from .conftest import same_parameters
 from .test_generation_training import DrawingLLM, serve_by
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 PROPOSAL = {"proposal_tools": True}
 HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0, **PROPOSAL}

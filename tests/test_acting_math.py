@@ -16,7 +16,7 @@ from .test_repulse_ppo_math import HOT, OWN, TERM
 from .test_trainer_math import assert_gradients
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 N = 4
 PROMPTS = ["the cat", "the dog ran the cat ate"]

@@ -20,7 +20,7 @@ from .conftest import build_model, same_parameters
 from .test_adapters_math import active, lora, weights
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 
 def test_the_reference_pass_leaves_both_adapters_trainable(make):

@@ -15,7 +15,7 @@ from .conftest import USE_CPU, build_model, word_reward
 from .test_trainer_math import PROMPTS, N, Recorded, reference_loss
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "down_proj"]}
 

@@ -20,7 +20,7 @@ from .distributed_run import ADAPTER_CLIP
 from .distributed_support import CONFIGS, launcher, run, train
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.trainer]
+pytestmark = [pytest.mark.distributed, pytest.mark.trainer, pytest.mark.thorough]
 
 METRICS = (
     "loss",

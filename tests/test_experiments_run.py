@@ -16,7 +16,7 @@ from .reward_models import build_tokenizer, save_causal_model, save_model
 from .test_experiments import COMMANDS, CONFIGS, SCRIPTS, TOY_BAD, load_script
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"

@@ -272,7 +272,7 @@ def test_a_server_of_its_own_is_connected_to(tokenizer, monkeypatch):
 
 def test_vllm_must_be_there_and_of_a_known_version(monkeypatch):
     monkeypatch.setattr(_engine, "is_vllm_available", lambda: False)
-    with pytest.raises(ImportError, match=r"use_vllm=True.* needs vLLM.*pip install trl-repulse\[vllm\]"):
+    with pytest.raises(ImportError, match=r"use_vllm=True.* needs vLLM.*pip install 'trl-repulse\[vllm\]"):
         check_vllm()
 
     def outdated():

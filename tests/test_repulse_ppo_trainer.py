@@ -13,7 +13,7 @@ from trl_repulse import RePULSeGRPOTrainer, RePULSePPOConfig, RePULSePPOTrainer
 from .conftest import same_parameters
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 TERM = {"alpha_normalization": "none", "target_dist_beta": -1.0, "alpha": 1.0}
 HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}

@@ -17,7 +17,7 @@ from trl_repulse.trainers._resume import ResumedSampler, find_checkpoint
 from .conftest import build_model
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 ADAPTERS = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], init_lora_weights=False)}
 BASE = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 6, "learning_rate": 1e-2}

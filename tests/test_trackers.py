@@ -13,7 +13,7 @@ import pytest
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 
 
-pytestmark = pytest.mark.trainer
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[1]
 PAGES = "\n".join((ROOT / "docs" / f"{name}_trainer.md").read_text(encoding="utf-8") for name in ("repulse", "ppo"))
