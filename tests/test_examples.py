@@ -290,7 +290,9 @@ def test_default_settings_are_those_of_the_file(example):
 def test_flags_win_over_the_file(example, tmp_path):
     assert example.parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
     config = tmp_path / "own.yaml"
-    config.write_text("proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n")
+    config.write_text(
+        "proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n"
+    )
     _, args, model_args = example.parse(["--config", str(config), "--alpha", "0.75"])
     assert (args.alpha, args.learning_rate, args.num_generations) == (0.75, 0.25, 4)
     assert model_args.model_name_or_path is None  # so this is the embedded world too
@@ -337,7 +339,10 @@ def fail(monkeypatch, *flags):
         (["--config", "nowhere.yaml"], ["No such file", "nowhere.yaml"]),
         (["--dataset_name", "nowhere.jsonl"], ["There is no file `nowhere.jsonl`"]),
         (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], ["has no split 'test'; ask for 'train'"]),
-        (["--model_name_or_path", "m", "--alpha", "0"], ["`--reward_model_path` is needed with `--model_name_or_path`"]),
+        (
+            ["--model_name_or_path", "m", "--alpha", "0"],
+            ["`--reward_model_path` is needed with `--model_name_or_path`"],
+        ),
         (["--model_name_or_path", "m", "--alpha", "0", "--reward_model_path", "r"], ["`--dataset_name` is needed"]),
         (["--max_completion_length", "3"], ["set a smaller max_completion_length, or evaluate by sampling"]),
     ],

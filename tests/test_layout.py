@@ -451,6 +451,7 @@ def test_generate_is_put_back(architecture):
 def test_flags(flag, value, tmp_path):
     parser = HfArgumentParser(RePULSeConfig)
     argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--share_prompts", flag]
+    argv += ["--bad_reward_threshold", "-1"]
     assert parser.parse_args_into_dataclasses(argv)[0].share_prompts is value or value == "auto"
 
 
