@@ -58,6 +58,7 @@ class SwitchesAdapters(TrainerCallback):
             model.set_adapter("default")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("off", "order", "checkpointing", "peft"),
     [
@@ -220,6 +221,7 @@ def test_a_copy_of_the_model_saves_itself(make, tmp_path):
 SEPARATE = {"one base": False, "a base each": True}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("separate", SEPARATE.values(), ids=SEPARATE)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_resume_continues_both_adapters_bit_for_bit(make, model_dirs, tmp_path, prompts, separate, checkpointing):
@@ -382,6 +384,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_variants_train_both_adapters(make, name, checkpointing):

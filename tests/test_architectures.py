@@ -10,6 +10,7 @@ from .conftest import build_tokenizer
 pytestmark = pytest.mark.trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "reverse", "expected"),
     [

@@ -38,6 +38,7 @@ def brute_force(model, prompt, bad, length, eos):
     return math.log(total)
 
 
+@pytest.mark.thorough
 @pytest.mark.exact
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ TOY_BAD = [5089, 9372, 20654, 25617, 30998, 31699, 34094, 46733, 21551, 40267]
 TOY_BAD += [7510, 16211, 20041, 32574, 41356, 31030, 47209, 18185, 29836]
 
 
+@pytest.mark.thorough
 @pytest.mark.exact
 def test_the_vocabulary_of_gpt2():
     """50,257 tokens and two steps, about 10 seconds; against an estimate from 2,000 first tokens, drawn evenly."""

@@ -53,6 +53,7 @@ def end(process, number):
     assert process.stdout.read() == "Stopped.\n"
 
 
+@pytest.mark.thorough
 def test_a_reward_served_by_the_command_is_the_reward(launch, tmp_path):
     path, _ = save_model(tmp_path / "judge", "deberta", build_tokenizer("pair"))
     expected = SequencePairReward(path, device="cpu", max_length=9, name="kind")(QUESTIONS, ANSWERS)

@@ -32,6 +32,7 @@ def warnings(caplog, monkeypatch):
     return lambda: [r.message for r in caplog.records if "does not draw the policy's bad outputs" in r.message]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [1, 2])  # with 2 the policy's log-probabilities are those of sampling time
 def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, steps):
     tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
@@ -60,6 +61,7 @@ def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, st
     assert "and in the last one 1.0 of a prompt's samples were distinct" in message
 
 
+@pytest.mark.thorough
 def test_a_sound_proposal_gives_no_warning(make, warnings):
     trainer = make(**FROZEN, max_steps=25)  # a copy of the policy
     trainer.train()

@@ -168,6 +168,7 @@ def test_settings_need_not_be_numbers():
     assert folder.name.startswith("REINFORCE-learning_rate1e-3-baselinenone-") and flags["tracking_every"] == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
     config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())

@@ -122,6 +122,7 @@ class TestTrainers:
         extra["reward_processing_classes"] = chat_tokenizer
         make(trainer_cls, reward_funcs=reward, dataset=rows_of(GOOD), extra=extra).train()
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("kind", ["no content", "other keys", "empty", "mixed"])
     def test_streams_at_the_first_batch(self, make, chat_tokenizer, trainer_cls, kind):
         prompts = {"empty": [GOOD, []], "mixed": [GOOD, "the cat"]}.get(kind) or [GOOD, MALFORMED[kind]]
@@ -133,6 +134,7 @@ class TestTrainers:
             trainer.train()
         assert one_line(error)
 
+    @pytest.mark.thorough
     def test_streams_that_the_template_refuses(self, make, chat_tokenizer, tokenizer, trainer_cls):
         stream = IterableDataset.from_generator(lambda: iter([{"prompt": [TURN, TURN]}] * 16))
         trainer = make(trainer_cls, dataset=stream, extra={"processing_class": chat_tokenizer})

@@ -62,6 +62,7 @@ def launch(tmp_path_factory, tokenizer):
     return launch
 
 
+@pytest.mark.thorough
 @needs_deepspeed
 def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs):
     config = BertConfig(
@@ -72,6 +73,7 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
     assert "`model` predicts tokens from those that come after them" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "method"),
     [
@@ -99,6 +101,7 @@ def test_the_hot_policy_cut_apart_equals_one_process(launch, config):
     assert_equal(launch(1, 8, 1, "hot"), launch(2, 1, 4, "hot", config=config), HOT_METRICS)
 
 
+@pytest.mark.thorough
 @needs_deepspeed
 @pytest.mark.invariant
 @pytest.mark.parametrize(
@@ -115,6 +118,7 @@ def test_two_processes_of_deepspeed_equal_one(launch, config, batch_size, accumu
     assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config=config), METRICS)
 
 
+@pytest.mark.thorough
 @pytest.mark.invariant
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_two_processes_of_fsdp_equal_one(launch, batch_size, accumulation):
@@ -131,6 +135,7 @@ def test_models_cut_apart_draw_what_whole_ones_draw(launch, config):
     assert_equal(whole, launch(2, 4, 1, "sampled", config=config), (*METRICS, *lengths))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("config", "processes"), [("single_gpu", 1), ("cpu_ddp", 2)])
 def test_configurations_of_the_launcher_start_what_they_say(launch, config, processes):
     result = launch(processes, 8 // processes, 1, config=config)  # asserts the world size
@@ -146,6 +151,7 @@ def test_configurations_of_the_launcher_are_read(path):
     assert "MULTI_CPU" not in path.read_text().replace("`distributed_type: MULTI_CPU`", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [
@@ -264,6 +270,7 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
     assert (tmp_path / "proposal" / "model.safetensors").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "method"),
     [
@@ -277,6 +284,7 @@ def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulatio
     assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
 
 
+@pytest.mark.thorough
 @needs_deepspeed
 @pytest.mark.invariant
 @pytest.mark.parametrize(
@@ -311,6 +319,7 @@ def assert_equal(alone, together, metrics):
 
 
 # In each: how one process trains, how two do, and what is compared
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
 @pytest.mark.parametrize(
     ("method", "one", "two"),
@@ -333,6 +342,7 @@ def test_weights_in_parts_are_gathered_again_for_what_is_recomputed(launch, conf
     assert_equal(launch(1, 8, 1, "leave one out"), together, METRICS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
 def test_two_processes_evaluate_what_one_evaluates(launch, config):
     alone, together = launch(1, 8, 1, "evaluated"), launch(2, 4, 1, "evaluated", config=config)
@@ -394,6 +404,7 @@ def test_groups_normalised_within_a_process_would_be_noticed(launch):
         assert_equal(alone, launch(2, 2, 1, "within a process"), METRICS)
 
 
+@pytest.mark.thorough
 def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
     """Whitening, explained variance and both losses run over all processes' tokens, of which each has its own number."""
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
@@ -413,6 +424,7 @@ def test_two_processes_of_ppo_cut_apart_equal_one(launch, config):
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run", config=config), PPO_METRICS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [

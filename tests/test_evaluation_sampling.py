@@ -106,6 +106,7 @@ def test_log_probs_do_not_depend_on_the_batch(model_dirs):
         completion_log_probs(model, [[]], [[3]])
 
 
+@pytest.mark.thorough
 def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_dirs, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # accelerators do not outlive a fork
     context = multiprocessing.get_context("forkserver")
@@ -138,6 +139,7 @@ def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_
     assert not list(folder.glob("*.partial")) and len(records.load_samples(folder).table) == 240
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes_write_what_one_writes(tmp_path, model_dirs, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')

@@ -114,6 +114,7 @@ def table_of(output):
 # What a run leaves behind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "flags, method, samples",
     [
@@ -411,6 +412,7 @@ def launch(folder, *flags, launcher=("-m", "accelerate.commands.launch"), script
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ.copy())
 
 
+@pytest.mark.thorough
 def test_launched_from_another_folder(tmp_path):
     done = launch(tmp_path, *QUICK)
     assert done.returncode == 0, done.stderr
@@ -418,6 +420,7 @@ def test_launched_from_another_folder(tmp_path):
     assert read_results(tmp_path / "repulse-embedded")["method"] == "RePULSe"
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_one_line_and_exit_code_1(tmp_path):
     done = launch(tmp_path, *QUICK, "--target_dist_beta", "1", launcher=())
     assert done.returncode == 1

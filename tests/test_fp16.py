@@ -72,6 +72,7 @@ def logged(trainer, name):
     return [log[f"{prefix}/{name}"] for log in trainer.state.log_history if "loss" in log]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_models_train_as_in_float32(train, kind):
     """To the precision of fp16, with gradients in the units they have without scaling; not to that of float32."""
@@ -110,6 +111,7 @@ def test_an_overflow_is_the_models_own(train, kind, own):
     assert (logged(trainer, "grad_norm")[0] is None) == (not own)  # NaN, as TRL logs it
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["whole", "adapters", "PPO"])
 def test_an_overflow_is_got_over_and_resumed_from(train, tmp_path, kind):
     """The scale falls until gradients fit; resumed there, parameters and scales are those of a run in one go."""

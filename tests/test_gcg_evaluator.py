@@ -166,6 +166,7 @@ def test_another_configuration_is_refused(model, tokenizer, output):
     assert evaluate_gcg(model, tokenizer, ROWS, judge, finer, output) == output  # changes nothing in the results
 
 
+@pytest.mark.thorough
 def test_killed_at_ten_moments(model, tokenizer, output, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -179,6 +180,7 @@ def test_killed_at_ten_moments(model, tokenizer, output, tmp_path):
     assert killed == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes(model, tokenizer, output, tmp_path):
     model.save_pretrained(tmp_path / "model")

@@ -67,6 +67,7 @@ def sample(generator, name):
         return [list(ids) for ids in generator.generate(PROMPTS)[1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sleep", "level"), [(False, None), (True, 1), (True, None), pytest.param(True, 2, marks=pytest.mark.slow)]
 )
@@ -136,6 +137,7 @@ def test_whole_models_are_drawn_from_one_after_the_other(tokenizer, monkeypatch)
     assert generator.llm.llm.calls == [3, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sleep", "level"), [(False, None), (True, None), (True, 2)])
 def test_adapters_are_never_stale(tokenizer, monkeypatch, sleep, level):
     model = two_adapters(tokenizer)
@@ -382,6 +384,7 @@ def test_log_probabilities_are_those_of_the_drawn_tokens():
     assert _of_the_drawn([[7]], None, None) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_processes_whose_completions_differ_in_length(tmp_path, model_dirs):
     output = tmp_path / "logs.json"

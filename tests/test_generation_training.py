@@ -64,6 +64,7 @@ HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_thresh
 UNCORRECTED = {"vllm_importance_sampling_correction": False}  # TRL's correction rounds
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
         assert logs[0] == logs[1] and len(set(logs[0])) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.parametrize("proposals", [None, 2])
 def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):

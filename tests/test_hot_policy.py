@@ -62,6 +62,7 @@ def log_prob(trainer, prompt_ids, completion_ids, mask, temperature):
     return (logits.log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0] * mask).sum(dim=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
 @pytest.mark.parametrize("settings", [{}, {"num_proposal_generations": 6}, {"num_iterations": 2}, CUT], ids=str)
 def test_coefficients_by_hand(make, monkeypatch, settings, peft):
@@ -112,6 +113,7 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
         assert trainer.state.log_history[0]["negative/p_bad"] == pytest.approx(found / 4, rel=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
 def test_nothing_bad_nothing_pushed(make, monkeypatch, settings):
     """Where no sample is bad the update is REINFORCE's own."""
@@ -125,6 +127,7 @@ def test_nothing_bad_nothing_pushed(make, monkeypatch, settings):
         torch.testing.assert_close(hot, plain, atol=1e-6, rtol=0)
 
 
+@pytest.mark.thorough
 def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     """Against REINFORCE and against the policy's own samples, at the same number of completions."""
     ends = {}
@@ -139,6 +142,7 @@ def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     assert ends["hot"] < min(ends["REINFORCE"], ends["policy"]) - 0.5, ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{}, {"num_proposal_generations": 6}, CUT], ids=["whole", "uneven", "cut"])
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
 def test_one_call_draws_both(make, monkeypatch, settings, peft):

@@ -70,6 +70,7 @@ def checkpoint_files(strategy, files):
     return {f"{folder}/{name}" for folder in folders for name in files}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_only_the_policy_leaves(hub, push, strategy, tmp_path):
     out = tmp_path / "out"
@@ -146,6 +147,7 @@ def test_a_checkpoint_of_one_model_leaves_whole(hub, push):
     assert set(hub.repositories["me/out"].files) == FULL | CARD | checkpoint_files("checkpoint", FULL | state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, RePULSePPOTrainer])
 @pytest.mark.parametrize(("adapters", "name"), [(False, None), (True, "me/hunter")])
 def test_the_proposal_goes_to_a_private_repository_of_its_own(hub, push, tmp_path, adapters, name, trainer_cls):

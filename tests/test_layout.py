@@ -227,6 +227,7 @@ def train(make, model, share, **kwargs):
     return trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.parametrize("mode", MODES)
 def test_training_is_the_same(make, architecture, mode):
@@ -245,6 +246,7 @@ def test_training_is_the_same(make, architecture, mode):
                 assert one[key] == pytest.approx(other[key], rel=1e-3, abs=2e-5), key
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_compiled_models_have_separate_rows(make, request):
     """Compiled passes over shared ones gave the policy and its reference, which are equal here, other log-probabilities."""
@@ -265,6 +267,7 @@ def test_reinforce_too(make, architecture):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.parametrize("kwargs", [{}, {"beta": 0.1, "num_iterations": 2}, {"per_device_train_batch_size": 4}])
 def test_ppo_too(make, architecture, kwargs):
@@ -339,6 +342,7 @@ def test_half_precision(make):
     assert 0 < errors[0] < 2 * errors[1] and (runs[True, True] - exact).abs().max() < 0.2
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("name", "why"),

@@ -152,6 +152,7 @@ def test_training_metrics_count_each_sample_once(make, monkeypatch):
     assert log["bad_fraction"] == pytest.approx(1 / 17)
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.distributed
 def test_rows_that_fill_up_the_last_batch_of_two_processes_do_not_count(whole, folder):

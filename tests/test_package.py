@@ -103,6 +103,7 @@ def imported_by(statement):
     return set(result.stdout.split())
 
 
+@pytest.mark.thorough
 def test_importing_the_package_is_light():
     heavy = {"torch", "transformers", "trl", "accelerate", "datasets"}
     imported = imported_by(

@@ -167,6 +167,7 @@ RUNS = [("gpt2", batches, case) for batches in [(8, 1), (1, 8)] for case in CASE
 RUNS += [("llama", (4, 2), case) for case in ("plain", "whitened")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("architecture", "batches", "case"),
     RUNS,

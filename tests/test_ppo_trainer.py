@@ -79,6 +79,7 @@ def logged(trainer, name):
 # What learns
 
 
+@pytest.mark.thorough
 def test_reward_rises_in_the_embedded_world(make):
     trainer = make(
         embedded.policy_path(),
@@ -96,6 +97,7 @@ def test_reward_rises_in_the_embedded_world(make):
     assert sum(rewards[-5:]) / 5 > 2.8
 
 
+@pytest.mark.thorough
 def test_the_value_model_learns_what_the_prompts_are_worth(make):
     """A frozen policy, and a reward that a constant cannot explain."""
 
@@ -149,6 +151,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_train_both_models(make, name):
     # Other draws on an accelerator, and too few in two small batches for one of them to have a reward
@@ -369,6 +372,7 @@ def test_evaluation_loop(make, prompts):
 # Files
 
 
+@pytest.mark.thorough
 def test_resume_continues_both_models_bit_for_bit(make, tmp_path, prompts):
     settings = {
         "dataset": concatenate_datasets([prompts] * 4),  # 4 updates an epoch
@@ -411,6 +415,7 @@ def test_files(make, tmp_path):
     assert "1707.06347" in card.text and "schulman2017proximal" in card.text and "`gae_lambda` | 0.95" in card.text
 
 
+@pytest.mark.thorough
 def test_peft(make, tmp_path):
     from peft import AutoPeftModelForCausalLM, LoraConfig
 

@@ -218,6 +218,7 @@ def test_trainers_draw_and_score_as_the_models_do(make, faulty_dir, mixed):
                 check_scores(scored, few, name, found.detach())
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 @pytest.mark.parametrize("loss", ["ctl", "dpg"])
 def test_trainers_learn_with_prompts_of_several_lengths(make, faulty_dir, mixed, loss):

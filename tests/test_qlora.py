@@ -45,6 +45,7 @@ def test_two_adapters_over_one_base_in_4_bits(make, tmp_path, own):
     assert {path.parent.name for path in (tmp_path / "out").glob("**/*.safetensors")} == {"out", "proposal"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit"])
 def test_optimizers_in_8_bits_resume_bit_for_bit(make, tmp_path, tokenizer, optim):
     """Matrices of fewer than 4,096 numbers keep a state of 32 bits."""

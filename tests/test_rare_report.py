@@ -138,6 +138,7 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
     assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes_estimate_what_one_estimates(command, tmp_path, capsys):
     """Five components of three prompts, cut in the middle of the second; the report is printed once."""
@@ -199,6 +200,7 @@ def test_an_infinite_end_is_null_in_the_file(command, tmp_path):
     assert json.loads(output.read_text())["cvar"][0]["low"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_example(tmp_path, monkeypatch, capsys):
     """On an untrained pair; its estimate holds the truth that the example prints beside it."""

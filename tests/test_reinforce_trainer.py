@@ -32,6 +32,7 @@ METHODS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_raises_the_reward(make, evaluator, method):
     trainer = make(ReinforceTrainer, max_steps=20, **METHODS[method])
@@ -43,6 +44,7 @@ def test_each_method_raises_the_reward(make, evaluator, method):
 
 
 # A transform takes from low rewards alone, so that it does not turn with the reward
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [name for name in METHODS if "reward_transform" not in METHODS[name]])
 def test_each_method_follows_the_sign_of_the_reward(make, evaluator, reward, method):
     """The control: the directions above are those of the reward, and turn with it."""
@@ -56,6 +58,7 @@ def test_each_method_follows_the_sign_of_the_reward(make, evaluator, reward, met
     assert evaluator.evaluate(trainer.model).expected_reward < start.expected_reward - 0.2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_rewards_move_a_policy_that_has_no_baseline_alone(make, model_dirs, method):
     trainer = make(
@@ -66,6 +69,7 @@ def test_equal_rewards_move_a_policy_that_has_no_baseline_alone(make, model_dirs
     assert unmoved == (METHODS[method].get("baseline") not in ("none", "constant") or method == "REINFORCE++")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "extra",
     [

@@ -136,6 +136,7 @@ def check(tokenizer, reward, trainer, policy, proposal, reference, grads, **chan
     assert trainer.state.log_history[0]["loss"] == pytest.approx((loss + term).item(), abs=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("architecture", "batches", "loss", "case"), RUNS)
 def test_one_update_is_grpo_and_the_negative_term(run, tokenizer, reward, architecture, batches, loss, case):
     settings = {"beta": 0.3} | CASES[case] | LOSSES[loss]
@@ -158,6 +159,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("updates", UPDATES)
 def test_alpha_0_is_trls_grpo_to_the_last_bit(make, model_dirs, prompts, reward, architecture, updates):
     """Prompts of several lengths, left-padded, over several epochs."""
@@ -182,6 +184,7 @@ GRPO_SETTINGS = {
 }
 
 
+@pytest.mark.thorough
 def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     """Against GRPO, at the same number of completions, by the hot policy; a proposal draws what is bad."""
     settings = {"max_steps": 40, "learning_rate": 3e-3, "proposal_learning_rate": 1e-2, "alpha_normalization": "none"}
@@ -200,6 +203,7 @@ def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > last + 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "luspo", "vespo"])
 @pytest.mark.parametrize("kind", [{}, HOT], ids=["proposal", "hot"])
 def test_other_losses_train_and_are_evaluated(make, prompts, loss_type, kind):

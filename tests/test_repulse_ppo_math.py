@@ -169,6 +169,7 @@ def check(tokenizer, reward, trainer, models, reference, rows, grads, **changed)
     assert trainer.state.log_history[0]["loss"] == pytest.approx((policy_loss + term).item(), abs=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("architecture", "batches", "case"), RUNS)
 def test_one_update_is_ppo_and_the_negative_term(run, tokenizer, reward, architecture, batches, case):
     """However the batch is split into micro-batches."""
@@ -201,6 +202,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("updates", UPDATES)
 def test_alpha_0_is_ppo_to_the_last_bit(make, updates):
     settings = {"max_steps": 4, "beta": 0.1, "num_generations": 4} | UPDATES[updates]

@@ -30,6 +30,7 @@ def run(make):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ppo", "hot"),
     [
@@ -58,6 +59,7 @@ def test_the_proposal_learns_the_bad_outputs(run, evaluator):
     assert all(log[name] is not None for name in names)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [True, False])
 def test_evaluation_with_rows_that_fill_up_a_batch(make, prompts, kind, share):
@@ -127,6 +129,7 @@ def test_files(run, tmp_path):
         assert not (folder / "value" / "README.md").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
 @pytest.mark.parametrize("kind", [*KINDS, "adapters"])
 def test_gradient_checkpointing_changes_nothing(make, trainer_cls, kind):

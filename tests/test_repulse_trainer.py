@@ -19,6 +19,7 @@ from .conftest import BAD, USE_CPU, build_model, same_parameters
 pytestmark = pytest.mark.trainer
 
 
+@pytest.mark.thorough
 def test_policy_loses_and_proposal_gains_bad_outputs(make, evaluator, architecture):
     trainer = make(
         model=architecture,
@@ -47,6 +48,7 @@ def test_the_negative_term_does_the_work(make, evaluator):
     assert ends[4.0].log_prob_bad < ends[0.0].log_prob_bad - 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo"])
 def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
     trainer = make(max_steps=25, proposal_loss=loss, learning_rate=1e-5, proposal_learning_rate=1e-2)
@@ -94,6 +96,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_train_both_models(make, model_dirs, name):
     trainer = make(**VARIANTS[name])

@@ -23,6 +23,7 @@ def found(tmp_path_factory):
     return ends
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_two_processes_train_what_one_trains(found, method):
     (one, log, processes), (two, other_log, other_processes) = (each[method] for each in found)

@@ -54,6 +54,7 @@ def log_prob_bad(folder, bad=None):
 # REINFORCE, GRPO, PPO
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, flags, method",
     [
@@ -258,6 +259,7 @@ def test_mistakes_are_one_line(scripts, tmp_path, flags, words):
     assert words in message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError"])
 def test_errors_of_a_reward_function_name_it_and_its_line(scripts, tmp_path, name, kind):
@@ -323,6 +325,7 @@ def test_a_file_of_settings_that_is_no_yaml(scripts, tmp_path, text):
 # Going on
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("word", ["true", "True"])
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 def test_the_last_checkpoint_is_asked_for_by_a_word(scripts, tmp_path, name, word):

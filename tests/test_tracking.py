@@ -77,6 +77,7 @@ def keys(report):
     return {"expected_reward": report.expected_reward, "log_prob_bad": report.log_prob_bad, "kl": report.kl}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [

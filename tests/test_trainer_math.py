@@ -181,6 +181,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
 def test_one_update_is_algorithm_1(run, tokenizer, reward, architecture, case, batches):
@@ -213,6 +214,7 @@ METHODS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
 def test_reinforce_is_the_first_term_alone(run, tokenizer, reward, batches, method):
@@ -262,6 +264,7 @@ def leaving_out(reward, texts):
     return partial
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", LEFT_OUT)
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
 @pytest.mark.parametrize("case", ["published", "eq4", "REINFORCE++-baseline"])

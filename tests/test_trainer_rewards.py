@@ -42,6 +42,7 @@ def prefixes(trainer_cls):
     return ("", "proposal/") if trainer_cls is RePULSeTrainer else ("",)
 
 
+@pytest.mark.thorough
 @BOTH
 def test_several_rewards_are_their_weighted_sum(make, trainer_cls):
     settings = {"beta": 0.1, "bad_reward_threshold": -1.0}
@@ -191,6 +192,7 @@ def returning(value):
     return faulty
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -216,6 +218,7 @@ def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls
         trainer.train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("result", "message"),
     [

@@ -30,6 +30,7 @@ def count_passes(module):
     return passes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
 @pytest.mark.parametrize("adapters", ["none", "of the second model", "of both"])
 def test_activation_checkpointing_recomputes_both_models(make, trainer_cls, adapters):
@@ -49,6 +50,7 @@ def test_activation_checkpointing_recomputes_both_models(make, trainer_cls, adap
         assert sum(plain) and len(checkpointed) == len(plain) + sum(plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 def test_compiled_models_train(make, request, trainer_cls):
     request.addfinalizer(torch.compiler.reset)

@@ -77,6 +77,7 @@ def reinforce(run):
     return reinforce
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 def test_proposal_gains_and_policy_loses_bad_outputs(run, reinforce, name):
     settings, margin = VARIANTS[name]
@@ -101,6 +102,7 @@ def test_more_proposal_updates_take_the_proposal_further(run):
     assert start.expected_reward > one.expected_reward > three.expected_reward + 0.3
 
 
+@pytest.mark.thorough
 def test_a_schedule_of_alpha_lies_between_its_ends(run, reinforce):
     start, constant, _ = run()
     _, scheduled, _ = run(alpha_start=1e-3)
