@@ -1,5 +1,6 @@
 """A process in which ZeRO-3 cuts models apart as they are loaded, and the check of causality runs on them."""
 
+import os
 import sys
 
 import deepspeed
@@ -14,7 +15,8 @@ from trl_repulse.trainers._deepspeed import gathered_by_layer, is_partitioned
 
 def main(causal: str, bidirectional: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes minutes to build
-    deepspeed.init_distributed("gloo", distributed_port=free_port(), rank=0, world_size=1, auto_mpi_discovery=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    deepspeed.init_distributed("gloo", rank=0, world_size=1, auto_mpi_discovery=False)
     ids = torch.tensor([[3, 4, 5]])
     expected = AutoModelForCausalLM.from_pretrained(causal)(input_ids=ids).logits
     config = HfDeepSpeedConfig(

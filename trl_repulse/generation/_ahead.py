@@ -10,6 +10,8 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from ._prefill import generating_by
+
 
 class RowTemperatures(LogitsProcessor):
     """
@@ -39,19 +41,13 @@ def rows_at(model: nn.Module, temperatures: list[float]) -> Iterator[None]:
             One for each row of the batches that are drawn inside.
     """
     base = model.get_base_model() if is_peft_model(model) else model
-    before, generate = vars(base).get("generate"), base.generate
+    generate = base.generate
 
     def generate_at(*args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs, logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]))
 
-    base.generate = generate_at
-    try:
+    with generating_by(base, generate_at):
         yield
-    finally:
-        if before is None:
-            vars(base).pop("generate", None)
-        else:
-            base.generate = before
 
 
 class Ahead:

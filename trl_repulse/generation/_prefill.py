@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,20 @@ from torch import nn
 from transformers import DynamicCache
 
 from ._padding import padded_outputs
+
+
+@contextlib.contextmanager
+def generating_by(model: nn.Module, generate: Callable[..., Any]) -> Iterator[None]:
+    """Context in which `model.generate` is another function; what was there before comes back, whatever happens."""
+    before = vars(model).get("generate")
+    model.generate = generate
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.generate
+        else:
+            model.generate = before
 
 
 @contextlib.contextmanager
@@ -27,7 +41,7 @@ def prompts_read_once(model: nn.Module) -> Iterator[None]:
             partitioned over processes they must all call `generate` with prompts repeated alike.
     """
     base = model.get_base_model() if is_peft_model(model) else model
-    before, generate = vars(base).get("generate"), base.generate
+    generate = base.generate
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -45,11 +59,5 @@ def prompts_read_once(model: nn.Module) -> Iterator[None]:
         cache.batch_select_indices(new.cumsum(dim=0) - 1)
         return generate(**kwargs, past_key_values=cache)
 
-    base.generate = generate_from_cache
-    try:
+    with generating_by(base, generate_from_cache):
         yield
-    finally:
-        if before is None:
-            vars(base).pop("generate", None)
-        else:
-            base.generate = before

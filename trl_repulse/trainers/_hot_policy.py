@@ -44,6 +44,8 @@ class HotPolicy(DrawnTerm):
         m = self.size(mode) * n // trainer._num_generations(mode)
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
         apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
+        # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
+        apart = apart or trainer.environment_factories is not None
         self._ahead = None if trainer.use_vllm or apart else Ahead(n, m, self.temperature)
         trainer._ahead = self._ahead
         try:
