@@ -15,8 +15,9 @@ from trl_repulse.trainers._deepspeed import gathered_by_layer, is_partitioned
 
 def main(causal: str, bidirectional: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes minutes to build
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    deepspeed.init_distributed("gloo", rank=0, world_size=1, auto_mpi_discovery=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # what a launcher sets
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     ids = torch.tensor([[3, 4, 5]])
     expected = AutoModelForCausalLM.from_pretrained(causal)(input_ids=ids).logits
     config = HfDeepSpeedConfig(
