@@ -57,13 +57,13 @@ SHAPES = {
 
 ON_ACCELERATOR = torch.accelerator.is_available()
 YARDSTICKS = ("RLOO", "GRPO")
-EVERYTHING_IS_BAD = {"bad_reward_threshold": 1e9}  # all samples of the hot policy are pushed down
+BAD = {"bad_reward_threshold": 0.0}
 # Trainer, configuration with its fields, and what completions of one set are multiplied with to make 2·P·N
 METHODS = {
     "RLOO": (RLOOTrainer, RLOOConfig, {}, 2),
     "GRPO": (GRPOTrainer, GRPOConfig, {}, 2),
     "REINFORCE": (ReinforceTrainer, ReinforceConfig, {}, 2),
-    "RePULSe": (RePULSeTrainer, RePULSeConfig, EVERYTHING_IS_BAD, 1),
+    "RePULSe": (RePULSeTrainer, RePULSeConfig, BAD, 1),
     "learned proposal": (RePULSeTrainer, RePULSeConfig, {"proposal": "learned"}, 1),
     "PPO": (PPOTrainer, PPOConfig, {}, 2),
 }
@@ -85,7 +85,8 @@ class StepTimes(TrainerCallback):
 
 
 def reward(completion_ids, **kwargs):
-    return [float(len(set(ids))) for ids in completion_ids]
+    """How many different tokens there are; below 0 of one completion in ten, which are bad."""
+    return [float(len(set(ids)) if sum(ids) % 10 else -1.0) for ids in completion_ids]
 
 
 @dataclass(frozen=True)

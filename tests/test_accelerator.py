@@ -352,7 +352,7 @@ def test_a_base_in_4_bits_in_shared_rows(build, tokenizer, tmp_path):
             "completion_mask": torch.ones(2, 4, WIDTH, dtype=torch.long),
         }
         sample = {name: x.to(DEVICE) for name, x in sample.items()}
-        scores[share] = trainer._score(trainer.model, sample, gradient=False)[0].float().cpu()
+        scores[share] = trainer._score(trainer.model, sample, gradient=False).log_p[0].float().cpu()
         if share:  # the second one begins with what this one has
             continue
         assert (scores[True] - scores[False]).abs().max() < 0.1

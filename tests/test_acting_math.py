@@ -62,9 +62,9 @@ class Recorded(RePULSeGRPOTrainer):
         return prompt_ids, completions, masks, answers, None, {}, None, []
 
     def _score(self, model, batch, names=("completion",), **options):
-        *scores, entropy, aux_loss = super()._score(model, batch, names, **options)
-        scores = [x + self.noise * (batch[f"{name}_ids"] == self.noisy) for x, name in zip(scores, names, strict=True)]
-        return *scores, entropy, aux_loss
+        scores = super()._score(model, batch, names, **options)
+        noisy = zip(scores.log_p, names, strict=True)
+        return scores._replace(log_p=[x + self.noise * (batch[f"{name}_ids"] == self.noisy) for x, name in noisy])
 
 
 @pytest.fixture

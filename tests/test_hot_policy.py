@@ -13,6 +13,7 @@ from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.importance import log_mixture_weights
 from trl_repulse.trainers._hot_policy import HotPolicy
 from trl_repulse.trainers._negative_term import DrawnTerm
+from trl_repulse.trainers._scoring import Tempered
 
 from .test_exact import World
 from .test_variants import SETTINGS
@@ -111,6 +112,31 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
     assert found > 0
     if settings != {"num_iterations": 2}:
         assert trainer.state.log_history[0]["negative/p_bad"] == pytest.approx(found / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_only_bad_samples_are_scored_at_the_temperature(make, monkeypatch, settings):
+    """In the pass that gives the log-probabilities of training, or in the one that weighs samples early: no pass of its own."""
+    wanted, take, passes = [], Tempered.take, []
+
+    def spy(self, head, hidden_states):
+        take(self, head, hidden_states)
+        scored = self.log_p.sum(dim=1) != 0
+        assert torch.equal(scored, self.wanted & (self.labels != -100).any(dim=1))
+        wanted.append(self.wanted.sum().item())
+
+    monkeypatch.setattr(Tempered, "take", spy)
+    trainer = make(**HOT | settings, max_steps=1, learning_rate=0.0)
+    trainer.model.register_forward_hook(lambda module, args, output: passes.append("log_probs" in output))
+    trainer.train()
+    rewards = [
+        x for logs in (trainer._logs, trainer._negative.logs) for column in logs["rewards"].values() for x in column
+    ]
+    bad = sum(reward < -1.0 for reward in rewards)
+    assert 0 < bad < len(rewards)
+    # A pass of which nothing is wanted scores one completion all the same
+    assert bad <= sum(wanted) <= bad + len(wanted)
+    assert sum(passes) == len(wanted) + settings.get("gradient_accumulation_steps", 0)
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSeTrai
 from trl_repulse.generation._prefill import prompts_read_once
 from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._layout import Layout, longest_row
-from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
+from trl_repulse.trainers._scoring import prepare_scoring, token_log_probs
 
 from .conftest import DEVICE, USE_CPU, build_accelerator, build_tokenizer
 
@@ -41,7 +41,8 @@ def scores(model, count, gradient=True, temperature=None):
     rows = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
     with torch.set_grad_enabled(gradient):
         if temperature is not None:
-            return tempered_log_probs(model, build_accelerator(), *rows, layout, temperature).log_p.view(UNITS, N, T)
+            found = token_log_probs(model, build_accelerator(), *rows, layout, temperature=temperature).tempered
+            return found.view(UNITS, N, T)
         return token_log_probs(model, build_accelerator(), *rows, layout).log_p.view(UNITS, N, T)
 
 
@@ -54,7 +55,7 @@ def scored(name, reverse=False):
 
 
 @torch.no_grad()
-def alone(model):
+def alone(model, temperature=1.0):
     """The same, of each completion with its prompt by itself, without padding."""
     prompts, prompt_mask, completions, mask = batch()
     found = torch.zeros(UNITS, N, T, device=DEVICE)
@@ -63,7 +64,7 @@ def alone(model):
             length = int(mask[unit, place].sum())
             prompt, completion = prompts[unit][prompt_mask[unit] == 1], completions[unit, place, :length]
             logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
-            log_p = logits[len(prompt) - 1 : len(prompt) + length - 1].log_softmax(dim=-1)
+            log_p = (logits[len(prompt) - 1 : len(prompt) + length - 1] / temperature).log_softmax(dim=-1)
             found[unit, place, :length] = log_p.gather(1, completion[:, None])[:, 0]
     return found
 
@@ -91,12 +92,13 @@ def test_scores_and_gradients_are_those_of_separate_rows(name, implementation):
         model.set_attn_implementation("eager")
     elif model.config._attn_implementation != "sdpa":
         pytest.skip("has no other implementation")
-    expected, each = alone(model), gradients(model, 1)
+    expected, hot, each = alone(model), alone(model, 1.7), gradients(model, 1)
     close = {"atol": 1e-5 if USE_CPU else 2e-5, "rtol": 0}
-    torch.testing.assert_close(scores(model, 1, False), expected, **close)
-    for count in (2, 4):
+    for count in (1, 2, 4):
         torch.testing.assert_close(scores(model, count, False), expected, **close)
-        torch.testing.assert_close(scores(model, count, False, 1.7), scores(model, 1, False, 1.7), atol=1e-5, rtol=0)
+        torch.testing.assert_close(scores(model, count, True, 1.7), hot, **close)
+        if count == 1:
+            continue
         found = gradients(model, count)
         assert found.keys() == each.keys()
         largest = max(gradient.abs().max() for gradient in each.values())
@@ -336,7 +338,7 @@ def test_half_precision(make):
             "completion_mask": torch.ones(2, 4, 4, dtype=torch.long),
         }
         sample = {name: x.to(trainer.accelerator.device) for name, x in sample.items()}
-        runs[share, bf16] = trainer._score(trainer.model, sample, gradient=False)[0]
+        runs[share, bf16] = trainer._score(trainer.model, sample, gradient=False).log_p[0]
     exact = runs[False, False]
     errors = [(runs[share, True] - exact).abs().mean().item() for share in (True, False)]
     assert 0 < errors[0] < 2 * errors[1] and (runs[True, True] - exact).abs().max() < 0.2
@@ -430,13 +432,15 @@ def test_passes_without_gradient_are_chunked(make, share, most):
     trainer = make(model="llama", dataset=UNEVEN, share_prompts=share, max_completion_length=4, **hot)
     sizes = []
     trainer.model.register_forward_hook(
-        lambda module, args, output: sizes.append(len(output.logits)) if output.get("logits") is not None else None
+        lambda module, args, output: sizes.append(len(output.log_probs)) if "log_probs" in output else None
     )
     trainer._guard = replace(trainer._guard, repeat_cache=False)
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4)
     sizes.clear()
-    trainer._negative.score(batch)
+    sets = ("completion", "proposal_completion")
+    bad = {name: torch.ones(1, size, dtype=torch.bool) for name, size in zip(sets, (4, 28), strict=True)}
+    trainer._score(trainer.model, batch, sets, gradient=False, tempered=(1.6, bad))
     assert max(sizes) == most and sum(sizes) == 32
 
 

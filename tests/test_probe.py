@@ -213,8 +213,8 @@ def test_trainers_draw_and_score_as_the_models_do(make, faulty_dir, mixed):
     few = {name: x[:, :3] if name.endswith(("completion_ids", "completion_mask")) else x for name, x in batch.items()}
     for scored in (*models.values(), trainer.ref_model):
         for gradient in (True, False):
-            scores = trainer._score(scored, few, tuple(models), gradient)
-            for name, found in zip(models, scores, strict=False):
+            scores = trainer._score(scored, few, tuple(models), gradient).log_p
+            for name, found in zip(models, scores, strict=True):
                 check_scores(scored, few, name, found.detach())
 
 
@@ -435,7 +435,7 @@ def test_scores_are_those_of_the_models_own_head(make, tokenizer, mixed):
                     trainer.model, ids, mask, 3, compute_entropy=True
                 )
             else:
-                found, entropy, _ = token_log_probs(trainer.model, trainer.accelerator, ids, mask, Layout(3, 3, 1))
+                found, entropy, *_ = token_log_probs(trainer.model, trainer.accelerator, ids, mask, Layout(3, 3, 1))
         for row, prompt, completion in ((0, [3, 12], [4, 7, 1]), (1, [5, 4, 11], [12, 9])):
             log_p = alone(model, prompt, completion)
             expected = log_p.gather(1, torch.tensor(completion)[:, None])[:, 0]

@@ -173,7 +173,7 @@ def test_samples_come_from_the_proposal_and_not_from_the_policy(make, model_dirs
     batch = trainer._generate_and_score_completions(inputs)
     assert (batch["proposal_completion_ids"] == BAD).all()
     assert not (batch["completion_ids"] == BAD).all()
-    log_q = trainer._score(trainer.proposal.engine, batch, ("proposal_completion",), gradient=False)[0]
+    log_q = trainer._score(trainer.proposal.engine, batch, ("proposal_completion",), gradient=False).log_p[0]
     assert log_q.abs().max() < 1e-3
 
 

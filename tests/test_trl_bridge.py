@@ -71,7 +71,7 @@ def test_scores_do_not_depend_on_padding(tokenizer, architecture):
         prepare_scoring(model)
         for padding in (0, 3):
             for width in (1, 3):
-                log_p, _, _ = token_log_probs(
+                log_p, *_ = token_log_probs(
                     model, build_accelerator(), *padded(padding), Layout(padding + 5 - width, width, 1)
                 )
                 torch.testing.assert_close(log_p, expected[:, -width:], atol=1e-5, rtol=0)
@@ -87,7 +87,7 @@ def test_only_the_scored_tokens_reach_the_head(tokenizer, architecture):
         torch.randint(3, len(tokenizer), (2, 9), device=DEVICE),
         torch.ones(2, 9, dtype=torch.long, device=DEVICE),
     )
-    log_p, entropy, _ = token_log_probs(model, build_accelerator(), ids, mask, Layout(6, 3, 1))
+    log_p, entropy, *_ = token_log_probs(model, build_accelerator(), ids, mask, Layout(6, 3, 1))
     assert log_p.shape == entropy.shape == (2, 3)
     assert model(input_ids=ids, attention_mask=mask).logits.shape[1] == 9  # an ordinary pass is left alone
     assert rows == [4, 9]
@@ -160,5 +160,10 @@ def test_scores_at_another_temperature(tokenizer, architecture, temperature):
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1] / temperature
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -3:]
-    log_p = tempered_log_probs(model, build_accelerator(), input_ids, mask, Layout(5, 4, 1), temperature).log_p
-    torch.testing.assert_close(log_p, torch.cat([expected, expected.new_zeros(2, 1)], dim=1), atol=1e-5, rtol=0)
+    expected = torch.cat([expected, expected.new_zeros(2, 1)], dim=1)
+    inputs = model, build_accelerator(), input_ids, mask, Layout(5, 4, 1)
+    one_pass = token_log_probs(*inputs, temperature=temperature)
+    for found in (one_pass.tempered, tempered_log_probs(*inputs, temperature)):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert not found.requires_grad
+    assert one_pass.log_p.requires_grad and token_log_probs(*inputs).tempered is None

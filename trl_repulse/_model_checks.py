@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+from ._adapters import base_of
 
 
 _HEADLESS = set(MODEL_MAPPING_NAMES.values())  # classes of models without a head
@@ -206,7 +207,7 @@ def check_trained_tokens(configs: list[Any], config: PretrainedConfig) -> None:
 def _base(model: Any) -> Any:
     """A model without adapters around it."""
     model = getattr(model, "_orig_mod", model)  # compiled
-    return model.get_base_model() if is_peft_model(model) else model
+    return base_of(model)
 
 
 def _check_weights(model: nn.Module, label: str) -> None:

@@ -6,10 +6,10 @@ from itertools import compress
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from .._adapters import base_of
 from ._prefill import generating_by
 
 
@@ -40,7 +40,7 @@ def rows_at(model: nn.Module, temperatures: list[float]) -> Iterator[None]:
         temperatures (`list[float]`):
             One for each row of the batches that are drawn inside.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     generate = base.generate
 
     def generate_at(*args: Any, **kwargs: Any) -> Any:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .._adapters import base_of
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -23,7 +24,7 @@ def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, en
 
 def padded_outputs(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
     """Outputs for rows that are padded on the left, whose positions count from the first real token."""
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     if "position_ids" in inspect.signature(type(base).forward).parameters:
         options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return model(input_ids=ids, attention_mask=mask, **options)
@@ -51,26 +52,32 @@ def batches(prompt_ids: Sequence[Sequence[int]], batch_size: int, equal: bool) -
 
 
 def without_padding(
-    score: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, ...]],
+    score: Callable[..., tuple[torch.Tensor | None, ...]],
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
+    *more: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """
     Scores rows of one prompt length at a time, with no padding before them.
 
     Args:
         score (`Callable`):
-            Function of tokens and mask of some rows. Each of its results is a tensor with these rows, a mean over them, or
+            Function of tokens and mask of some rows, and of what else there is of them. Each of its results is a tensor with these rows, a mean over them, or
             `None`.
         input_ids, attention_mask (`torch.Tensor` of shape `(B, L + T)`):
             Left-padded prompts followed by right-padded completions.
+        more (`torch.Tensor`):
+            What else there is of each row, `(B, ...)`.
 
     Returns:
         `tuple`: What `score` gives for all rows, in their order.
     """
     starts = attention_mask.long().argmax(dim=1)  # (B,)
     groups = [(starts == start).nonzero()[:, 0] for start in starts.unique()]
-    parts = [score(*(x[rows][:, starts[rows[0]] :] for x in (input_ids, attention_mask))) for rows in groups]
+    parts = [
+        score(*(x[rows][:, starts[rows[0]] :] for x in (input_ids, attention_mask)), *(x[rows] for x in more))
+        for rows in groups
+    ]
     order = torch.cat(groups).argsort()
     shares = [len(rows) / len(starts) for rows in groups]
     return tuple(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import DynamicCache
 
+from .._adapters import base_of
 from ._padding import padded_outputs
 
 
@@ -40,7 +40,7 @@ def prompts_read_once(model: nn.Module) -> Iterator[None]:
             Model whose cache can be repeated, as [`~trl_repulse.generation._probe.reads_prompts_once`] finds out. With weights
             partitioned over processes they must all call `generate` with prompts repeated alike.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     generate = base.generate
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:

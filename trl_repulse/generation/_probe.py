@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import is_peft_model
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
+from .._adapters import base_of
 from ._habits import without_generation_habits
 from ._padding import padded_outputs, vocab_size
 from ._prefill import prompts_read_once
@@ -55,6 +55,8 @@ class Guard:
             Whether they may be sampled from one cache of the prompt, repeated. [`probe`] does not look at it either.
         longest_row (`float`, *optional*, defaults to infinity):
             Tokens that a row of a prompt with several completions may have.
+        fused_head (`bool`, *optional*, defaults to `True`):
+            Whether TRL's fused head gives the model's log-probabilities; its own logits do otherwise. [`probe`] does not look at it.
     """
 
     score_by_length: bool = False
@@ -63,6 +65,7 @@ class Guard:
     share_prompts: bool = True
     repeat_cache: bool = True
     longest_row: float = math.inf
+    fused_head: bool = True
 
     def __or__(self, other: "Guard") -> "Guard":
         """What serves both models."""
@@ -73,6 +76,7 @@ class Guard:
             self.share_prompts and other.share_prompts,
             self.repeat_cache and other.repeat_cache,
             min(self.longest_row, other.longest_row),
+            self.fused_head and other.fused_head,
         )
 
 
@@ -151,7 +155,7 @@ def probe_values(model: nn.Module) -> Guard:
     Raises:
         `ValueError`: If passes of several rows are not those of each row.
     """
-    backbone = (model.get_base_model() if is_peft_model(model) else model).base_model
+    backbone = base_of(model).base_model
 
     def states(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         outputs = backbone(input_ids=ids) if mask is None else padded_outputs(backbone, ids, mask)
@@ -262,7 +266,7 @@ def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
 
 def describe(model: nn.Module) -> str:
     """Class of a model, and where it was loaded from."""
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     path = base.config._name_or_path
     return f"{type(base).__name__} ({path})" if path else type(base).__name__
 

@@ -165,7 +165,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         size = options.get("batch_size") or len(input_ids)
         chunks = zip(input_ids.split(size), attention_mask.split(size), strict=True)
         parts = [self._in_rows(log_probs, *chunk, logits_to_keep) for chunk in chunks]
-        log_p, entropies, aux_losses = zip(*parts, strict=True)
+        log_p, entropies, aux_losses, _ = zip(*parts, strict=True)
         self._scored_log_p = torch.cat(log_p).detach()
         entropy = torch.cat(entropies) if options.get("compute_entropy") else None
         return torch.cat(log_p), entropy, torch.stack(aux_losses).mean() if aux_loss else None

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .._adapters import base_of
 from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
@@ -122,7 +123,8 @@ class TrainerHooks(SecondModels, PooledMetrics):
                 if self.args.disable_dropout:
                     disable_dropout(scored)
                 unwrapped = self.accelerator.unwrap_model(scored)
-                prepare_scoring(unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped)
+                base = base_of(unwrapped)
+                prepare_scoring(base, self.args.cast_lm_head_to_fp32)
         self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
 
     def _guard_model(self, name: str, model: Any, quiet: bool = True) -> None:
@@ -169,19 +171,23 @@ class TrainerHooks(SecondModels, PooledMetrics):
 
     def _by_length(
         self,
-        score: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | None, ...]],
+        score: Callable[..., tuple[torch.Tensor | None, ...]],
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
+        *more: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        """What `score` makes of rows (B, L + T) and their mask: all at once, or by prompt length if a model reads padding."""
+        """
+        What `score` makes of rows (B, L + T), their mask and whatever else there is of each row: all at once, or by prompt length
+        if a model reads padding.
+        """
         if not self._guard.score_by_length:
-            return score(input_ids, attention_mask)
+            return score(input_ids, attention_mask, *more)
         if self.accelerator.num_processes > 1 and len(attention_mask.argmax(dim=1).unique()) > 1:
             raise ValueError(
                 "Prompts of different lengths are scored in passes of their own, since the model reads padding, and several "
                 "processes cannot make different numbers of passes; use prompts of one length, or one process."
             )
-        return without_padding(score, input_ids, attention_mask)
+        return without_padding(score, input_ids, attention_mask, *more)
 
     def _check_templates(
         self,

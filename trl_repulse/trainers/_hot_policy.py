@@ -55,27 +55,26 @@ class HotPolicy(DrawnTerm):
             trainer._ahead = None
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.draw`], and how probable all samples are at the higher temperature."""
+        """As [`NegativeTerm.draw`]."""
         self.trainer._kept, self._ahead = self._ahead, None
-        drawn = super().draw(rows, batch)
-        return drawn | self.score(batch | drawn)
+        return super().draw(rows, batch)
 
-    def score(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """
-        How probable samples are at the higher temperature, under the policy as it is now. A pass without gradient.
+    def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
+        """As [`NegativeTerm.tempered`]: the higher one, until samples are weighed, of what may be bad: nothing else has a weight."""
+        if COEFFICIENTS[NEGATIVE] in batch:
+            return None
+        rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
+        bad = {name: ~(x >= self.trainer.args.bad_reward_threshold) for name, x in rewards.items()}
+        if self.trainer.use_vllm:  # whose log-probabilities are compared
+            bad[NEGATIVE] = torch.ones_like(bad[NEGATIVE])
+        return self.temperature, bad
 
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units of policy samples and hot ones.
-
-        Returns:
-            `dict[str, torch.Tensor]`: `hot_log_p` of shape `(U, n)` and `proposal_hot_log_p` of shape `(U, m, T)`, nats.
-        """
-        scored = self.trainer._score(
-            self.trainer.model, batch, (OWN, NEGATIVE), gradient=False, temperature=self.temperature
-        )
-        own, hot = scored[:2]
-        return {"hot_log_p": sequence_log_prob(own, batch[f"{OWN}_mask"]), "proposal_hot_log_p": hot}
+    def weigh_early(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """As [`DrawnTerm.weigh_early`]."""
+        kept = f"{NEGATIVE}_tempered"
+        return self.weigh(batch, log_p, log_p_negative) | {kept: batch[kept]}
 
     def weigh(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
@@ -85,7 +84,7 @@ class HotPolicy(DrawnTerm):
 
         Args:
             batch (`dict[str, torch.Tensor]`):
-                Units with their rewards and what [`score`] gave.
+                Units with their rewards, and the log-probabilities of their samples at the higher temperature.
             log_p (`torch.Tensor` of shape `(U, n, T)`), log_p_hot (`torch.Tensor` of shape `(U, m, T)`):
                 Log-probabilities (nats) of samples and hot samples under the sampling-time policy, detached.
 
@@ -101,7 +100,7 @@ class HotPolicy(DrawnTerm):
 
         rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
         at_1 = [sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in ((log_p, OWN), (log_p_hot, NEGATIVE))]
-        hot = batch["hot_log_p"], sequence_log_prob(batch["proposal_hot_log_p"], batch[f"{NEGATIVE}_mask"])
+        hot = [sequence_log_prob(batch[f"{name}_tempered"], batch[f"{name}_mask"]) for name in (OWN, NEGATIVE)]
         log_potential = self.log_potential(rewards, args.reweighting_beta)
         log_potential = log_potential.masked_fill(rewards >= args.bad_reward_threshold, -torch.inf)
         log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
@@ -123,5 +122,5 @@ class HotPolicy(DrawnTerm):
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.learn`]."""
-        self.trainer._log_engine(inputs, NEGATIVE, inputs["proposal_hot_log_p"], f"{PROPOSAL_FOLDER}/")
+        self.trainer._log_engine(inputs, NEGATIVE, inputs[f"{NEGATIVE}_tempered"], f"{PROPOSAL_FOLDER}/")
         return super().learn(inputs, log_p, log_p_negative)

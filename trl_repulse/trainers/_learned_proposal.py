@@ -90,7 +90,7 @@ class LearnedProposal(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """As [`DrawnTerm.weigh_early`]."""
-        log_q = self.trainer._score(self.proposal.module, batch, (NEGATIVE,), gradient=False)[0]
+        log_q = self.trainer._score(self.proposal.module, batch, (NEGATIVE,), gradient=False).log_p[0]
         made = {"proposal_old_log_q": log_q}  # (U, m, T)
         made |= self.weigh(batch, log_p, log_p_negative, log_q)
         if self._mode == "train" and not self.trainer._whole(self._mode):
@@ -107,7 +107,7 @@ class LearnedProposal(DrawnTerm):
         with self.proposal.gradient_sync(not learns or trainer.accelerator.sync_gradients):
             # Without gradient the bare model serves; wrappers are for passes that carry one
             model = self.proposal.engine if learns else self.proposal.module
-            log_q_now = trainer._score(model, inputs, (NEGATIVE,), gradient=learns)[0]
+            log_q_now = trainer._score(model, inputs, (NEGATIVE,), gradient=learns).log_p[0]
             log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
             trainer._log_engine(inputs, NEGATIVE, log_q, f"{PROPOSAL_FOLDER}/")
             made = {}
@@ -190,8 +190,8 @@ class LearnedProposal(DrawnTerm):
         trainer = self.trainer
         for i, chunk in enumerate(chunks):
             with self.proposal.gradient_sync(i == len(chunks) - 1):
-                log_p = trainer._score(trainer.model, chunk, (NEGATIVE,), gradient=False)[0]
-                log_q_now = trainer._score(self.proposal.engine, chunk, (NEGATIVE,))[0]
+                log_p = trainer._score(trainer.model, chunk, (NEGATIVE,), gradient=False).log_p[0]
+                log_q_now = trainer._score(self.proposal.engine, chunk, (NEGATIVE,)).log_p[0]
                 log_q = chunk.get("proposal_old_log_q", log_q_now.detach())
                 batch = chunk | self.weigh(chunk, None, log_p, log_q)
                 batch |= self._contrast(batch, log_p, log_q, log_q_now.detach())

@@ -5,8 +5,9 @@ It is a part that a trainer of units *has*, whatever the rest of the trainer's l
 - `drawing()`, a context around the policy's own sampling, in which vLLM can draw for both;
 - `sample(rows, batch)` for each generation batch: what joins it. Samples are drawn here, and weighed where that cannot wait;
 - `learn(inputs, log_p, log_p_negative)` for each micro-batch: what its loss still lacks. A proposal learns here;
-- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, and their coefficients,
-  `own_negative_coefficients` and `negative_coefficients`, by which the trainer adds them to its loss;
+- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, with what else `tempered`
+  asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
+  adds them to its loss;
 - `end_of_micro_batch()` once the gradient is there.
 
 In return it asks for what [`UnitSampling`] has: samples for rows, their log-probabilities, prompts put together from units.
@@ -126,6 +127,10 @@ class NegativeTerm:
 
     def end_of_micro_batch(self) -> None:
         """Updates what learns, once the gradient of an update is complete."""
+
+    def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
+        """At which other temperature, and of which samples, the policy's pass over these units gives log-probabilities as well."""
+        return None
 
     # Sampling
 
@@ -251,10 +256,13 @@ class DrawnTerm(NegativeTerm):
         if not trainer._weighs_early(self._mode):
             return drawn
         batch = batch | drawn
-        names = (NEGATIVE,) if "old_log_p" in batch else (NEGATIVE, OWN)
-        log_p, own_log_p, *_ = trainer._score(trainer.model, batch, names, gradient=False)
-        early = self.weigh_early(batch, batch.get("old_log_p", own_log_p), log_p)
-        return drawn | {"proposal_old_log_p": log_p} | early  # (U, m, T)
+        tempered = self.tempered(batch)
+        names = (NEGATIVE,) if "old_log_p" in batch and tempered is None else (NEGATIVE, OWN)
+        scores = trainer._score(trainer.model, batch, names, gradient=False, tempered=tempered)
+        log_p = dict(zip(names, scores.log_p, strict=True))
+        own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
+        early = self.weigh_early(batch | scores.tempered, own_log_p, log_p[NEGATIVE])
+        return drawn | {"proposal_old_log_p": log_p[NEGATIVE]} | early  # (U, m, T)
 
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor

@@ -7,6 +7,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
+from .._adapters import base_of
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
 from .._vocabulary import check_same_tokens
@@ -291,7 +292,7 @@ def _ready(
     if is_peft_model(model) and args.activation_checkpointing:
         model.enable_input_require_grads()
     disable_dropout(model)
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
     keep_gradients(model, "`proposal_model`")

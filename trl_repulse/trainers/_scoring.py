@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ._layout import Layout
+from ._trl_bridge import add_fused_lm_head
 
 
 class Scores(NamedTuple):
@@ -20,9 +22,67 @@ class Scores(NamedTuple):
     log_p: torch.Tensor  # (R·k, T)
     entropy: torch.Tensor | None = None  # (R·k, T)
     aux_loss: torch.Tensor | None = None
+    tempered: torch.Tensor | None = None  # (R·k, T), log-probabilities at another temperature
 
 
-def prepare_scoring(model: PreTrainedModel) -> None:
+class Tempered:
+    """
+    Asks a scoring pass for log-probabilities of some completions at another temperature as well, and holds them afterwards.
+
+    A wrapper around a model hands it on as it is, which it does not do with every kind of object.
+
+    Args:
+        temperature (`float`):
+            What logits are divided by.
+        labels (`torch.Tensor` of shape `(R·k, T + 1)`):
+            Tokens, −100 where they do not count.
+        wanted (`torch.Tensor` of shape `(R·k,)`):
+            Of which completions.
+    """
+
+    def __init__(self, temperature: float, labels: torch.Tensor, wanted: torch.Tensor):
+        self.temperature, self.labels, self.wanted = temperature, labels, wanted.clone()
+        # All processes run the head, whose weights they may share: never of nothing
+        self.wanted[0] = True
+        self.log_p = torch.zeros(labels[:, 1:].shape, device=labels.device)  # (R·k, T)
+
+    def take(self, head: "_FusedHead", hidden_states: torch.Tensor) -> None:
+        """Fills in what the head makes of hidden states (R·k, T + 1, d)."""
+        states = hidden_states[self.wanted.to(hidden_states.device)]
+        scored = head.forward(states, fused_lm_head=True, labels=self.labels[self.wanted])
+        self.log_p[self.wanted] = scored.log_probs.to(self.log_p)
+
+
+class _FusedHead:
+    """
+    TRL's fused head of a model, over hidden states that are there already.
+
+    It has one temperature, set when it is put on. This is what it is put on for another one, in the place of the model. Way out: a
+    `temperature` argument on the fused head's forward.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Model whose head and configuration are used.
+        temperature (`float`):
+            What logits are divided by.
+        cast_lm_head_to_fp32 (`bool`):
+            As for TRL's `add_fused_lm_head`.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool):
+        self.config: PreTrainedConfig = model.config
+        self.get_output_embeddings = model.get_output_embeddings
+        add_fused_lm_head(self, temperature, cast_lm_head_to_fp32)
+
+    def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
+        """Replaced by TRL."""
+
+    def base_model(self, hidden_states: torch.Tensor, **options: Any) -> MoeModelOutputWithPast:
+        """What the head reads, in the place of a backbone."""
+        return MoeModelOutputWithPast(last_hidden_state=hidden_states)
+
+
+def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) -> None:
     """Readies a model for passes over rows of a [`Layout`], whether it has TRL's fused head or another one.
 
     Three things are put right on scoring passes, which are told by a `layout`, and the first on all of the fused head
@@ -41,15 +101,18 @@ def prepare_scoring(model: PreTrainedModel) -> None:
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Model with a head, not wrapped by PEFT. Hooks are registered on it and on its backbone.
+        cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
+            As its fused head was added with.
     """
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions, takes_last, caches = (
         name in parameters for name in ("position_ids", "logits_to_keep", "use_cache")
     )
-    now: dict[str, Layout | None] = {"layout": None}
+    now: dict[str, Any] = {"layout": None, "tempered": None}
 
     def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         layout = now["layout"] = kwargs.pop("layout", None)
+        now["tempered"] = kwargs.pop("tempered", None)
         if layout is None and not kwargs.get("fused_lm_head"):
             return args, kwargs
         mask = kwargs["attention_mask"]
@@ -68,12 +131,17 @@ def prepare_scoring(model: PreTrainedModel) -> None:
         return args, kwargs | {"attention_mask": layout.masks(module.config, module.dtype, kwargs["attention_mask"])}
 
     def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
-        if now["layout"] is not None:
-            output.last_hidden_state = now["layout"].predicting(output.last_hidden_state)
+        layout, tempered = now["layout"], now["tempered"]
+        if layout is not None:
+            output.last_hidden_state = layout.predicting(output.last_hidden_state)
+        if tempered is not None:
+            with torch.no_grad():
+                head = _FusedHead(model, tempered.temperature, cast_lm_head_to_fp32)
+                tempered.take(head, output.last_hidden_state)
         return output
 
     def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-        now["layout"] = None  # the backbone may be called by itself
+        now["layout"] = now["tempered"] = None  # the backbone may be called by itself
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
     model.register_forward_hook(after_model, always_call=True)
@@ -96,6 +164,8 @@ def token_log_probs(
     attention_mask: torch.Tensor,
     layout: Layout,
     compute_aux_loss: bool = False,
+    temperature: float | None = None,
+    wanted: torch.Tensor | None = None,
 ) -> Scores:
     """Log-probabilities of the completions of rows, in one pass.
 
@@ -110,13 +180,21 @@ def token_log_probs(
             How rows are laid out.
         compute_aux_loss (`bool`, *optional*, defaults to `False`):
             Whether to ask a mixture-of-experts model for its load-balancing loss.
+        temperature (`float`, *optional*):
+            Another temperature at which to have log-probabilities as well, without gradient.
+        wanted (`torch.Tensor` of shape `(R·k,)`, *optional*):
+            Of which completions to have them, by default of all; of others they are 0, or right.
 
     Returns:
         [`Scores`]: 0 where masked; entropies are `None` if the head does not compute them.
     """
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     labels = nn.functional.pad(ids.masked_fill(mask == 0, -100), (1, 0), value=-100)  # the prompt's last token
-    extra = {"output_router_logits": True} if compute_aux_loss else {}
+    extra: dict[str, Any] = {"output_router_logits": True} if compute_aux_loss else {}
+    tempered = None
+    if temperature is not None:
+        wanted = torch.ones_like(labels[:, 0], dtype=torch.bool) if wanted is None else wanted
+        tempered = Tempered(temperature, labels, wanted)
     with accelerator.autocast():
         outputs = model(
             input_ids=input_ids,
@@ -124,9 +202,9 @@ def token_log_probs(
             labels=labels,
             fused_lm_head=True,
             layout=layout,
-            **extra,
+            **extra if tempered is None else extra | {"tempered": tempered},
         )
-    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss)
+    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, tempered and tempered.log_p)
 
 
 @torch.no_grad()
@@ -137,20 +215,15 @@ def tempered_log_probs(
     attention_mask: torch.Tensor,
     layout: Layout,
     temperature: float,
-) -> Scores:
-    """Log-probabilities of the completions of rows at a temperature, in one pass without gradient.
-
-    TRL's fused head (1.16) has one temperature, set when it is put on, so that these come from the model's logits. Way out: a
-    `temperature` argument on the fused head's forward.
+) -> torch.Tensor:
+    """Log-probabilities at another temperature, from the logits of a model that TRL's fused head does not fit.
 
     Args:
-        model, accelerator, input_ids, attention_mask, layout:
+        model, accelerator, input_ids, attention_mask, layout, temperature:
             As for [`token_log_probs`].
-        temperature (`float`):
-            What logits are divided by.
 
     Returns:
-        [`Scores`]: 0 where masked; log-probabilities alone.
+        `torch.Tensor` of shape `(R·k, T)`: 0 where masked.
     """
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():
@@ -160,4 +233,4 @@ def tempered_log_probs(
         (row.float() / temperature).log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         for row, chosen in zip(logits, ids, strict=True)
     ]
-    return Scores(torch.stack(log_p).masked_fill(mask == 0, 0.0))
+    return torch.stack(log_p).masked_fill(mask == 0, 0.0)

@@ -9,11 +9,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from .._adapters import base_of
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
 from ._deepspeed import gathered_by_layer, is_partitioned
@@ -56,7 +57,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     everyone = is_partitioned(module)
-    attention = (module.get_base_model() if is_peft_model(module) else module).config._attn_implementation
+    attention = base_of(module).config._attn_implementation
     with view, gathered_by_layer(module), as_trained(trainer, module):
         if everyone or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
@@ -72,8 +73,8 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
         for scored in (module, trainer.ref_model) if name == "policy" else (module,):
             if scored is not None:
                 scored = trainer.accelerator.unwrap_model(scored)
-                _use_own_head(scored.get_base_model() if is_peft_model(scored) else scored, trainer.temperature)
-    return found[0]
+                _use_own_head(base_of(scored), trainer.temperature)
+    return replace(found[0], fused_head=found[1])
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             The model.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
     chosen = base.config._attn_implementation
     elsewhere = next(base.parameters()).device.type != trainer.accelerator.device.type
     if elsewhere and chosen not in ("eager", "sdpa"):
@@ -134,13 +135,13 @@ def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention:
         )
     if wanted is False or why is not None:
         return replace(guard, share_prompts=False, repeat_cache=repeats)
-    config = (model.get_base_model() if is_peft_model(model) else model).config.get_text_config()
+    config = base_of(model).config.get_text_config()
     return replace(guard, repeat_cache=repeats, longest_row=longest_row(config))
 
 
 def _why_not_shared(name: str, model: nn.Module, quiet: bool, guard: Guard, attention: str) -> str | None:
     """What keeps completions from sharing rows, `None` if nothing does; `attention` is the implementation in training."""
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_of(model)
 
     def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if name == VALUE_MODEL:
@@ -243,7 +244,7 @@ def check_noise(model: nn.Module, name: str) -> None:
     """
     module = model
     if name == VALUE_MODEL:  # whose head is 0 at first
-        module = (model.get_base_model() if is_peft_model(model) else model).base_model
+        module = base_of(model).base_model
     ids = _tokens(model)
 
     def is_noisy() -> bool:

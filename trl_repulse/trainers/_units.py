@@ -7,12 +7,12 @@ micro-batch holds whole prompts, a single one (n = 1) where it does not. R rows 
 A set of completions in a batch has `{name}_ids` and `{name}_mask`, which is 1 at the tokens that *the model wrote*: these count, in whatever
 is made of log-probabilities. Where a tool or an environment wrote into completions, `{name}_attended` is 1 at their tokens too, and
 only the passes over models read it. Where an environment began otherwise than for the policy's sample, the set has prompts of its own,
-`{name}_prompt_ids` and `{name}_prompt_mask`, one for each completion.
+`{name}_prompt_ids` and `{name}_prompt_mask`, one for each completion. `{name}_tempered` are log-probabilities at another temperature.
 """
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,25 @@ class Samples:
             "completion_engine_log_p": self.engine_log_p,
         }
         return {f"{prefix}{name}": x.unflatten(0, (-1, n)) for name, x in named.items() if x is not None}
+
+
+class SetScores(NamedTuple):
+    """
+    What a model makes of sets of completions, of n completions of T tokens each in units.
+
+    Args:
+        log_p (`list[torch.Tensor]`): Log-probabilities (nats) of each set, `(U, n, T)`, of all tokens that are attended to.
+        entropy (`torch.Tensor` of shape `(U, n, T)`, *optional*): Entropies (nats) of the first set's tokens, which a pass with
+            gradient through the policy gives.
+        aux_loss (`torch.Tensor`, *optional*): Auxiliary loss of a mixture-of-experts model.
+        tempered (`dict[str, torch.Tensor]`): Log-probabilities at another temperature as `{name}_tempered`, detached; empty where
+            none were asked for.
+    """
+
+    log_p: list[torch.Tensor]
+    entropy: torch.Tensor | None
+    aux_loss: torch.Tensor | None
+    tempered: dict[str, torch.Tensor]
 
 
 class UnitSampling(TrainerHooks):
@@ -174,8 +193,8 @@ class UnitSampling(TrainerHooks):
         batch: dict[str, torch.Tensor],
         names: tuple[str, ...] = ("completion",),
         gradient: bool = True,
-        temperature: float | None = None,
-    ) -> tuple[list[torch.Tensor] | torch.Tensor, ...]:
+        tempered: tuple[float, dict[str, torch.Tensor]] | None = None,
+    ) -> SetScores:
         """
         Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
 
@@ -190,13 +209,12 @@ class UnitSampling(TrainerHooks):
             gradient (`bool`):
                 Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size or, where they share
                 prompts, of whole units.
-            temperature (`float`, *optional*):
-                Another temperature than that of training, for a pass without gradient.
+            tempered (`tuple[float, dict[str, torch.Tensor]]`, *optional*):
+                Another temperature at which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
+                have them of; they are 0 of others.
 
         Returns:
-            A `(U, n, T)` tensor of log-probabilities (nats) for each name, of all tokens that are attended to, then the entropies (nats) of the first
-            name's tokens, which a pass with gradient through the policy gives, and the auxiliary loss of a
-            mixture-of-experts model; each `None` otherwise.
+            [`SetScores`]
         """
         width = max(batch[f"{name}_ids"].size(2) for name in names)  # T
 
@@ -213,33 +231,45 @@ class UnitSampling(TrainerHooks):
             layout = self._layout(prompts[0].size(1), width, n)
         else:  # a prompt for each completion
             layout = Layout(prompts[0].size(1), width, 1)
-        rows = layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)  # (R, S) each
+        rows = [layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)]  # (R, S) each
+        if tempered is not None:
+            rows.append(torch.cat([tempered[1][name] for name in names], dim=1).view(-1, layout.count))  # (R, k)
 
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> Scores:
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *wanted: torch.Tensor) -> Scores:
             cut = replace(layout, prompt=ids.size(1) - layout.count * width)
-            if temperature is not None:
-                return tempered_log_probs(model, self.accelerator, ids, mask, cut, temperature)
-            return token_log_probs(model, self.accelerator, ids, mask, cut, gradient and self.aux_loss_enabled)
+            aux_loss = gradient and self.aux_loss_enabled
+            if tempered is None:
+                return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
+            if self._guard.fused_head:
+                other = tempered[0], wanted[0].flatten()
+                return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss, *other)
+            scores = token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
+            hot = tempered_log_probs(model, self.accelerator, ids, mask, cut, tempered[0])
+            return scores._replace(tempered=hot)
 
         if gradient:
-            log_p, entropy, aux_loss = self._by_length(log_probs, *rows)
+            log_p, entropy, aux_loss, other_log_p = self._by_length(log_probs, *rows)
         else:
             size = self._micro_batch_size()
             if self._guard.share_prompts:  # whole units, so that all processes make as many passes
                 size = max(1, size // n) * (n // layout.count)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
                 chunks = [
-                    self._by_length(log_probs, *chunk)[0] for chunk in zip(*(x.split(size) for x in rows), strict=True)
+                    self._by_length(log_probs, *chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)
                 ]
-            log_p, entropy, aux_loss = torch.cat(chunks), None, None
-        sizes = [batch[f"{name}_ids"].size(1) for name in names]
-        scores = [
-            part[..., : batch[f"{name}_ids"].size(2)]
-            for part, name in zip(log_p.view(-1, n, width).split(sizes, dim=1), names, strict=True)
-        ]
-        if entropy is not None:
-            entropy = entropy.view(-1, n, width)[:, : sizes[0], : scores[0].size(2)]
-        return *scores, entropy, aux_loss
+            log_p, entropy, aux_loss = torch.cat([chunk[0] for chunk in chunks]), None, None
+            other_log_p = None if tempered is None else torch.cat([chunk[3] for chunk in chunks])
+
+        def by_set(scores: torch.Tensor) -> list[torch.Tensor]:
+            parts = scores.view(-1, n, width).split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
+            return [part[..., : batch[f"{name}_ids"].size(2)] for part, name in zip(parts, names, strict=True)]
+
+        others = (
+            {}
+            if other_log_p is None
+            else {f"{name}_tempered": x for name, x in zip(names, by_set(other_log_p), strict=True)}
+        )
+        return SetScores(by_set(log_p), None if entropy is None else by_set(entropy)[0], aux_loss, others)
 
     def _prompts_of(
         self, batch: dict[str, torch.Tensor], names: tuple[str, ...], kind: str, value: int
@@ -260,11 +290,11 @@ class UnitSampling(TrainerHooks):
     def _reference_log_prob(self, batch: dict[str, torch.Tensor], name: str = "completion") -> torch.Tensor:
         """Log-probability of each completion under the reference model, shape (U, n), nats."""
         if self.ref_model is not None:
-            log_ref = self._score(self.ref_model, batch, (name,), gradient=False)[0]
+            (log_ref,) = self._score(self.ref_model, batch, (name,), gradient=False).log_p
         else:  # an adapter over the reference, or beside a frozen copy of itself
             model = self.accelerator.unwrap_model(self.model)
             with use_reference(model):
-                log_ref = self._score(self.model, batch, (name,), gradient=False)[0]
+                (log_ref,) = self._score(self.model, batch, (name,), gradient=False).log_p
         return sequence_log_prob(log_ref, batch[f"{name}_mask"])
 
     # Loss

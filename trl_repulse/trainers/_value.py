@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .._adapters import base_of
 from .._causal import reads_ahead
 from ._deepspeed import gathered, gathered_by_layer
 from ._layout import Layout
@@ -51,7 +52,7 @@ def build_value_model(
             layers, the model is quantized and no adapter is asked for, or a saved adapter is not a value model's.
     """
     if not isinstance(model, str):
-        base = model.get_base_model() if is_peft_model(model) else model
+        base = base_of(model)
         if type(base).__name__.endswith("ForTokenClassification"):
             value = model
         elif is_peft_model(model) or getattr(base, "is_quantized", False):
@@ -177,7 +178,7 @@ def check_value_model(value: PreTrainedModel, policy: PreTrainedModel) -> None:
             f"`value_model` has a vocabulary of {size} tokens and the policy one of {policy_size}; it reads the policy's "
             "tokens: start it from a model of the policy's family."
         )
-    backbone = (value.get_base_model() if is_peft_model(value) else value).base_model
+    backbone = base_of(value).base_model
     with gathered_by_layer(backbone):
         ahead = value.config.is_encoder_decoder or reads_ahead(backbone)
     if ahead:

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import is_peft_model, set_seed
 from transformers import PreTrainedModel, TrainerCallback
 
+from .._adapters import base_of
 from .._model_checks import check_separate
 from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
@@ -131,7 +132,7 @@ class PPOTrainer(GRPOBase):
         self._value_peft_config = value_peft_config
         super().__init__(model, reward_funcs, args, *rest, **options)
         value = self._initial_value
-        prepare_scoring(value.get_base_model() if is_peft_model(value) else value)
+        prepare_scoring(base_of(value))
         self._guard_model(VALUE_MODEL, value)
         with as_trained(self, value):
             check_value_model(value, self.model)

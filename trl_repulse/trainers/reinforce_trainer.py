@@ -102,11 +102,11 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         if self.beta != 0.0:
             batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
         if mode == "train" and not self._on_policy:
-            batch["old_log_p"] = self._score(self.model, batch, gradient=False)[0]  # (U, n, T)
+            batch["old_log_p"] = self._score(self.model, batch, gradient=False).log_p[0]  # (U, n, T)
         if not self._credit_in_loss(mode):
             log_p = batch.get("old_log_p")
             if log_p is None and self.beta != 0.0:
-                log_p = self._score(self.model, batch, gradient=False)[0]
+                log_p = self._score(self.model, batch, gradient=False).log_p[0]
             batch |= self._credit(batch, log_p)
         return batch
 
@@ -169,7 +169,7 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
     # Loss
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        log_p, entropy, aux_loss = self._score(model, inputs)
+        (log_p,), entropy, aux_loss, _ = self._score(model, inputs)
         self._log_engine(inputs, "completion", inputs.get("old_log_p", log_p.detach()))
         if "coefficients" not in inputs:
             inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))

@@ -84,15 +84,15 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
             return super()._compute_loss(model, inputs)
 
         # Score: one policy pass over its own samples and, where others were drawn, over these
-        *scores, entropy, aux_loss = self._score(model, inputs, self._negative.completions)
-        log_p, log_p_negative = scores[0], scores[-1]
+        scores = self._score(model, inputs, self._negative.completions, tempered=self._negative.tempered(inputs))
+        log_p, log_p_negative = scores.log_p[0], scores.log_p[-1]
         old_log_p = inputs.get("old_log_p", log_p.detach())
         self._log_engine(inputs, OWN, old_log_p)
 
         # Weigh, unless that was done when the samples were drawn; a proposal learns from its samples
         if "coefficients" not in inputs:
             inputs = inputs | self._credit(inputs, old_log_p)
-        inputs = inputs | self._negative.learn(inputs, old_log_p, log_p_negative.detach())
+        inputs = inputs | self._negative.learn(inputs | scores.tempered, old_log_p, log_p_negative.detach())
 
         # Policy loss
         coefficients = inputs["coefficients"]
@@ -103,4 +103,4 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
             old_negative = None if self._on_policy else inputs.get("proposal_old_log_p")
             mask, pushed = inputs[f"{NEGATIVE}_mask"], inputs[COEFFICIENTS[NEGATIVE]]
             loss = loss + self._policy_loss(log_p_negative, mask, pushed, old_negative)
-        return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
+        return self._finish_policy_loss(loss, scores.entropy, scores.aux_loss, inputs)
