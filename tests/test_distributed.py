@@ -14,6 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from transformers.integrations import is_deepspeed_available
 
+from trl_repulse.embedded import shop
+
 from . import distributed_ppo_run
 from .conftest import build_model
 from .distributed_run import ADAPTER_CLIP
@@ -442,3 +444,28 @@ def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
     assert result["world_size"] == 2
     assert [(report["update"], report["samples"]) for report in result["reports"]] == [(2, 9), (3, 9)]
     assert all(10 < report["mean"] < 10.5 for report in result["reports"])
+
+
+@pytest.mark.parametrize("method", ["hot", pytest.param("proposal", marks=pytest.mark.slow)])
+def test_agents_act_in_two_processes(tmp_path, method):
+    """Where the episodes of one of them begin with words of their own: both end with the same weights."""
+    shop.build_policy(tmp_path / "policy", steps=120, batch_size=32)
+    run([*launcher(2, "cpu_ddp"), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), method])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["world_size"] == 2 and len(set(result["weights"])) == 1
+    first = result["log"][0]
+    assert first["tools/call_frequency"] > 0.5 and first["proposal/tools/call_frequency"] > 0
+    assert first["proposal/bad_fraction"] > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_agents_are_refused_where_processes_would_wait_for_each_other(tmp_path, config):
+    shop.build_policy(tmp_path / "policy", steps=1, batch_size=2)
+    done = run([*launcher(2, config), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), "hot"])
+    assert "different numbers of turns" in done.stdout and not (tmp_path / "result.json").exists()

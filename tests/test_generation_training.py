@@ -11,6 +11,7 @@ from trl.trainer import grpo_trainer
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
+from trl_repulse.trainers import _rows
 from trl_repulse.trainers._hot_policy import HotPolicy
 from trl_repulse.trainers._negative_term import DrawnTerm
 
@@ -148,3 +149,85 @@ def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
     assert all(len(own) == len(other) == 16 // n for own, other in by_prompt)
     assert any(own != other for own, other in by_prompt)
     assert rooms == [2]
+
+
+class MistakenLLM(DrawingLLM):
+    """Says that tokens are likelier than they are: by 0.1 nats those of odd numbers, of others as much as `shift` says."""
+
+    shift = 0.0
+
+    def draw(self, prompts, sampling_params, lora_request):
+        temperature = getattr(sampling_params, "temperature", 1.0)
+        outputs = super().draw(prompts, sampling_params, lora_request)
+        for output in outputs:
+            ids, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids + tokens], device=self.model.device)).logits[
+                    0, len(ids) - 1 : -1
+                ]
+            log_p = (logits / temperature).log_softmax(-1)
+            for token, said, values in zip(tokens, output.outputs[0].logprobs, log_p, strict=True):
+                said[token].logprob = values[token].item() + (0.1 if token % 2 else self.shift)
+        return outputs
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("method", [{}, HOT], ids=["learned", "hot"])
+def test_corrections_of_the_engine(make, monkeypatch, mode, method):
+    """What it drew otherwise than its model is weighed down, of both sets, as TRL weighs the policy's own."""
+    serve_by(MistakenLLM, monkeypatch)
+    monkeypatch.setattr(MistakenLLM, "shift", -1.0)
+    settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.0}
+    trainer = make(
+        RePULSeGRPOTrainer, model="llama", use_vllm=True, max_completion_length=3, max_steps=1, **settings, **method
+    )
+    trainer.model.train()
+    trainer.proposal and trainer.proposal.module.train()
+    with torch.random.fork_rng():
+        batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 16)
+    kinds = set()
+    for name, found in (
+        ("", batch["importance_sampling_ratio"].unsqueeze(1)),
+        ("proposal_", batch["proposal_engine_ratio"]),
+    ):
+        ids, mask = (batch[f"{name}completion_{part}"].view(*found.shape[:2], -1) for part in ("ids", "mask"))
+        expected = torch.where(ids % 2 == 1, -0.1, 1.0) * mask
+        if mode.startswith("sequence"):
+            expected = expected.sum(dim=-1, keepdim=True)
+        expected = expected.exp()
+        cut = expected.clamp(max=2.0) if mode.endswith("truncate") else expected.masked_fill(expected > 2.0, 0.0)
+        torch.testing.assert_close(found, cut, atol=1e-4, rtol=0)
+        kinds |= set((cut != expected).flatten().tolist())
+    assert kinds == {True, False}
+
+
+@pytest.mark.trainer
+def test_corrections_multiply_gradients(make, monkeypatch):
+    """A ratio of 2 for all of the proposal's samples is twice the alpha, and a proposal that learns twice as fast."""
+    serve_by(MistakenLLM, monkeypatch)
+    monkeypatch.setattr(MistakenLLM, "shift", 0.1)
+    ends = {}
+    for name, ratio, alpha, rate in (("ratio", 2.0, 0.3, 0.5), ("twice", 1.0, 0.6, 1.0), ("once", 1.0, 0.3, 0.5)):
+        monkeypatch.setattr(_rows, "engine_ratios", lambda log_q, *args, ratio=ratio: torch.full_like(log_q, ratio))
+        trainer = make(
+            RePULSeGRPOTrainer,
+            model="llama",
+            use_vllm=True,
+            max_completion_length=3,
+            max_steps=1,
+            alpha=alpha,
+            optim="sgd",
+            learning_rate=1.0,
+            proposal_learning_rate=rate,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["proposal/sampling/importance_sampling_ratio/mean"] == ratio
+        ends[name] = [p.detach().clone() for m in (trainer.model, trainer.proposal.module) for p in m.parameters()]
+    for one, other in zip(ends["ratio"], ends["twice"], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert not all(
+        torch.allclose(one, other, atol=1e-6) for one, other in zip(ends["ratio"], ends["once"], strict=True)
+    )

@@ -7,6 +7,7 @@ import torch
 
 from trl_repulse.importance import (
     effective_sample_size,
+    engine_ratios,
     log_importance_weights,
     log_z_estimate,
     max_weight_share,
@@ -165,3 +166,28 @@ def test_log_z_counts_the_samples_that_have_a_reward():
     torch.testing.assert_close(log_z_estimate(log_w, torch.ones_like(scored)), log_z_estimate(log_w))
     with pytest.raises(ValueError, match="`scored` has shape"):
         log_z_estimate(log_w, scored[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [[0.5, 2.0, 1.0]]),
+        ("token_mask", [[0.0, 0.0, 1.0]]),
+        ("sequence_truncate", [[1.0]]),
+        ("sequence_mask", [[1.0]]),
+    ],
+)
+def test_engine_ratios_by_hand(mode, expected):
+    """1/4, 4 and, where the engine said nothing, 1; a token that does not count has none."""
+    log_q = torch.tensor([[1.0, 4.0, 3.0, 5.0]]).log().requires_grad_()
+    engine = torch.tensor([[4.0, 1.0, math.nan, 0.1]]).log()
+    mask = torch.tensor([[1, 1, 1, 0]])
+    found = engine_ratios(log_q, engine, mask, mode, 0.5, 2.0)
+    torch.testing.assert_close(found[:, :3], torch.tensor(expected))
+    assert not found.requires_grad
+    whole = mode.startswith("sequence")
+    assert engine_ratios(log_q, engine, 1 - mask, mode, None, None).tolist() == [
+        [pytest.approx(50.0)] if whole else [1.0, 1.0, 1.0, pytest.approx(50.0)]
+    ]
+    with pytest.raises(ValueError, match="`mode='token'` must be"):
+        engine_ratios(log_q, engine, mask, "token")

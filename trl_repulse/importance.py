@@ -268,6 +268,48 @@ def log_z_estimate(log_w: torch.Tensor, scored: torch.Tensor | None = None) -> t
     return log_w.logsumexp(dim=-1) - scored.sum(dim=-1).clamp(min=1).log()
 
 
+def engine_ratios(
+    log_q: torch.Tensor,
+    engine_log_q: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str = "sequence_mask",
+    clip_min: float | None = None,
+    clip_max: float | None = 3.0,
+) -> torch.Tensor:
+    """
+    How much likelier samples are by the model itself than by the engine that drew them, cut as TRL's GRPO trainer (1.16) does.
+
+    Args:
+        log_q, engine_log_q (`torch.Tensor`):
+            Log-probabilities of shape (..., T), in nats, by the model and by the engine. Tokens of which one is NaN count as alike.
+        mask (`torch.Tensor`):
+            Mask of shape (..., T), 0 at the positions that do not count.
+        mode (`str`, *optional*, defaults to `"sequence_mask"`):
+            `"token_truncate"` or `"token_mask"` for a ratio of each token, `"sequence_truncate"` or `"sequence_mask"` for one of each
+            sample. Ratios beyond the bounds are moved to them, or are 0.
+        clip_min, clip_max (`float`, *optional*):
+            The bounds; `None` for none.
+
+    Returns:
+        `torch.Tensor`:
+            Of shape (..., T), or (..., 1) for whole samples. Without gradient.
+
+    Raises:
+        `ValueError`: If the shapes do not fit together or `mode` is unknown.
+    """
+    require_shape("engine_log_q", engine_log_q, tuple(log_q.shape))
+    require_shape("mask", mask, tuple(log_q.shape))
+    level, _, cut = mode.partition("_")
+    if level not in ("token", "sequence") or cut not in ("truncate", "mask"):
+        raise ValueError(
+            f"`mode={mode!r}` must be 'token' or 'sequence' and 'truncate' or 'mask', e.g. 'sequence_mask'."
+        )
+    difference = (log_q.detach() - engine_log_q).nan_to_num(nan=0.0).masked_fill(mask == 0, 0.0)
+    ratio = (difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference).exp()
+    low, high = -math.inf if clip_min is None else clip_min, math.inf if clip_max is None else clip_max
+    return ratio.clamp(low, high) if cut == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
 def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     How many of a prompt's completions are distinct in the tokens that count, as a share of all of them.

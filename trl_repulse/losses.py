@@ -55,6 +55,22 @@ AlphaNormalization = Literal["samples", "none"]
 NegativeBaseline = Literal["none", "proposal", "policy"]
 
 
+def scale_gradient(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """
+    The same values, through which a gradient is multiplied on its way back.
+
+    Args:
+        values (`torch.Tensor`):
+            Of any shape.
+        factor (`torch.Tensor`):
+            Of a shape that fits it.
+
+    Returns:
+        `torch.Tensor`: `values`.
+    """
+    return values.detach() + factor * (values - values.detach())
+
+
 def policy_gradient_loss(
     log_p: torch.Tensor,
     mask: torch.Tensor,

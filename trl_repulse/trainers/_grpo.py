@@ -178,10 +178,13 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
             return
         mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         self._log_gap((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask])
-        ratio = batch["importance_sampling_ratio"]  # (B, T), or (B, 1) of whole completions
+        self._log_engine_ratio(batch["importance_sampling_ratio"], mask)
+
+    def _log_engine_ratio(self, ratio: torch.Tensor, mask: torch.Tensor, prefix: str = "") -> None:
+        """Logs corrections of the engine's log-probabilities: of tokens (B, T), or of whole completions (B, 1)."""
         counted = mask if ratio.shape == mask.shape else self._are_real(len(mask)).unsqueeze(1)
         names = {"min": lowest, "mean": mean, "max": highest}
-        names = {f"sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
+        names = {f"{prefix}sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
         self._record(names, self._everyones(ratio[counted]))
 
     def _trim_logs(self, rows: int) -> None:

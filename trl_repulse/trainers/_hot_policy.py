@@ -31,6 +31,8 @@ class HotPolicy(DrawnTerm):
             Trainer of the policy.
     """
 
+    drawn_log_p = f"{NEGATIVE}_tempered"
+
     def __init__(self, trainer: UnitSampling):
         super().__init__(trainer)
         self.temperature = trainer.args.proposal_temperature
@@ -73,8 +75,7 @@ class HotPolicy(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """As [`DrawnTerm.weigh_early`]."""
-        kept = f"{NEGATIVE}_tempered"
-        return self.weigh(batch, log_p, log_p_negative) | {kept: batch[kept]}
+        return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: batch[self.drawn_log_p]}
 
     def weigh(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
@@ -122,5 +123,5 @@ class HotPolicy(DrawnTerm):
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.learn`]."""
-        self.trainer._log_engine(inputs, NEGATIVE, inputs[f"{NEGATIVE}_tempered"], f"{PROPOSAL_FOLDER}/")
+        self.trainer._log_engine(inputs, NEGATIVE, inputs[self.drawn_log_p], f"{PROPOSAL_FOLDER}/")
         return super().learn(inputs, log_p, log_p_negative)

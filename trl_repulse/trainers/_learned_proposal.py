@@ -10,7 +10,14 @@ import torch
 from transformers import TrainerCallback
 
 from ..importance import log_importance_weights, normalize_weights
-from ..losses import ctl_coefficients, dpg_loss, log_ratio_loss, sixo_loss, sixo_negative_weights
+from ..losses import (
+    ctl_coefficients,
+    dpg_loss,
+    log_ratio_loss,
+    scale_gradient,
+    sixo_loss,
+    sixo_negative_weights,
+)
 from ._beside import PROPOSAL_FOLDER
 from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, DrawnTerm
@@ -55,6 +62,8 @@ class LearnedProposal(DrawnTerm):
         proposal ([`SecondModel`]):
             The proposal.
     """
+
+    drawn_log_p = "proposal_old_log_q"
 
     def __init__(self, trainer: UnitSampling, proposal: SecondModel):
         super().__init__(trainer)
@@ -262,6 +271,8 @@ class LearnedProposal(DrawnTerm):
             `torch.Tensor`: Scalar, a mean over the samples.
         """
         args, mask = self.trainer.args, batch[f"{NEGATIVE}_mask"]
+        if "proposal_engine_ratio" in batch:
+            log_q_now = scale_gradient(log_q_now, batch["proposal_engine_ratio"])
         weights = batch["proposal_w"], batch["proposal_coefficients"]
         if args.proposal_loss == "dpg":
             with torch.no_grad():

@@ -239,6 +239,7 @@ class DrawnTerm(NegativeTerm):
     """A negative term of samples that are drawn for it, beside the policy's own."""
 
     completions = (OWN, NEGATIVE)
+    drawn_log_p: str  # in batches weighed early, log-probabilities of these samples under what they were drawn from
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""

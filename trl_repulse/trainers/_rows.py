@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from ..importance import engine_ratios
+from ..losses import scale_gradient
+from ._beside import PROPOSAL_FOLDER
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN
 from ._peft_bridge import trainable_kept
 from ._repulse_hooks import RePULSeHooks
@@ -17,6 +20,7 @@ from .second_adapter import SecondAdapter
 
 
 _OLD = {OWN: "old_log_p", NEGATIVE: "proposal_old_log_p"}
+_RATIOS = {OWN: "engine_ratio", NEGATIVE: "proposal_engine_ratio"}
 
 
 class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
@@ -42,7 +46,26 @@ class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
         is_adapter = isinstance(self.proposal, SecondAdapter)
         with trainable_kept(self.model) if is_adapter else contextlib.nullcontext():
             batch = super()._generate_and_score_completions(inputs)
-        return batch if self._negative is None else batch | self._negative.sample(inputs, _in_units(batch))
+        if self._negative is None:
+            return batch
+        drawn = self._negative.sample(inputs, _in_units(batch))
+        if "importance_sampling_ratio" in batch and NEGATIVE in self._negative.completions:
+            drawn["proposal_engine_ratio"] = self._engine_ratios(drawn)
+        return batch | drawn
+
+    def _engine_ratios(self, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
+        """TRL's correction of what the engine drew otherwise than its model, for the negative term's samples: (B, m, T) or (B, m, 1)."""
+        mask = drawn[f"{NEGATIVE}_mask"]
+        ratio = engine_ratios(
+            drawn[self._negative.drawn_log_p],
+            drawn[f"{NEGATIVE}_engine_log_p"],
+            mask,
+            self.vllm_importance_sampling_mode,
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+        )
+        self._log_engine_ratio(ratio.flatten(0, 1), mask.flatten(0, 1).bool(), f"{PROPOSAL_FOLDER}/")
+        return ratio
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if self._negative is None:
@@ -56,6 +79,8 @@ class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
         for name, log_p in self._scored.items():
             if COEFFICIENTS[name] in units:
                 old_log_p = None if self._on_policy else units.get(_OLD[name])
+                if _RATIOS[name] in units:  # each token's gradient is multiplied, as in TRL
+                    log_p = scale_gradient(log_p, units[_RATIOS[name]])
                 pushed = pushed + self._policy_loss(log_p, units[f"{name}_mask"], units[COEFFICIENTS[name]], old_log_p)
         if self.model.training:
             return loss + pushed / self.current_gradient_accumulation_steps
@@ -92,5 +117,7 @@ def _in_units(rows: dict[str, torch.Tensor | Any]) -> dict[str, torch.Tensor]:
         units["completion_mask"] = units["completion_mask"] * rows["tool_mask"].unsqueeze(1)
     if "old_per_token_logps" in rows:
         units["old_log_p"] = rows["old_per_token_logps"].unsqueeze(1)
+    if "importance_sampling_ratio" in rows:
+        units["engine_ratio"] = rows["importance_sampling_ratio"].unsqueeze(1)
     drawn = {name: value for name, value in rows.items() if name.startswith("proposal_")}
     return units | drawn | {name: rows[name] for name in COEFFICIENTS.values() if name in rows}

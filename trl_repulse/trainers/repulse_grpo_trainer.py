@@ -6,6 +6,7 @@ from typing import Any
 from ..configs import RePULSeGRPOConfig
 from ..generation._probe import Guard
 from ._acting import Factory, ProposalWorld, check_acting
+from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
 from ._rows import RowsWithNegativeTerm
 
@@ -75,6 +76,12 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
     ):
         self._proposal_factory = proposal_environment_factory
         super().__init__(*args, **options)
+        if self.tools and not self.use_vllm and self.accelerator.num_processes > 1:
+            if zero_stage(self.accelerator) == 3 or self.is_fsdp_enabled:
+                raise ValueError(
+                    "With tools or environments, processes generate different numbers of turns, and with ZeRO-3 or FSDP each waits in "
+                    "each of them for all others. Set `use_vllm=True`, or launch with DDP or ZeRO-2."
+                )
         self._proposal_world: ProposalWorld | None = None
         if self.tools and self.args.draws_twice:
             self._proposal_world = ProposalWorld(self, proposal_environment_factory)
