@@ -277,6 +277,7 @@ def test_changed_settings_are_refused(run, change, message):
         (ReinforceTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}),
         (ReinforceTrainer, {"disable_dropout": False}),
         (ReinforceTrainer, {"sync_ref_model": True}),
+        (ReinforceTrainer, {"cvar_level": 0.5}),
         (PPOTrainer, {"temperature": 0.5}),
         (PPOTrainer, {"delta": 3.0}),
         (RePULSeGRPOTrainer, {"scale_rewards": "none"}),

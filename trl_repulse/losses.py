@@ -23,7 +23,14 @@ from .proposal_losses import (
     sixo_loss,
     sixo_negative_weights,
 )
-from .returns import Baseline, compute_advantages, kl_penalized_returns, kl_token_rewards
+from .returns import (
+    Baseline,
+    compute_advantages,
+    cvar_rewards,
+    cvar_schedule,
+    kl_penalized_returns,
+    kl_token_rewards,
+)
 
 
 __all__ = [
@@ -35,6 +42,8 @@ __all__ = [
     "compute_advantages",
     "ctl_coefficients",
     "ctl_loss",
+    "cvar_rewards",
+    "cvar_schedule",
     "dpg_loss",
     "kl_penalized_returns",
     "kl_token_rewards",

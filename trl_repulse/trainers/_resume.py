@@ -51,6 +51,7 @@ _OBJECTIVE = (
         "proposal_update_order",
     ),
     *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
+    *("cvar_level", "cvar_over", "cvar_schedule_ratio"),
     *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
     *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
     *(
@@ -104,7 +105,7 @@ _NOT_OF_ADAPTERS = (
 )
 
 
-# Of these, what schedules are made of anew, also those of `alpha` and `target_dist_beta`.
+# Of these, what schedules are made of anew, also those of `alpha`, `target_dist_beta` and the level of CVaR.
 _SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
 
 

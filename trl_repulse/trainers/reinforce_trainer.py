@@ -11,7 +11,7 @@ import torch
 
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
-from ..losses import compute_advantages
+from ..losses import compute_advantages, cvar_rewards, cvar_schedule
 from ._cards import REPULSE_PAPER
 from ._grpo import GRPOBase
 from ._metrics import Moments, mean
@@ -112,7 +112,10 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
 
     def _credit_in_loss(self, mode: str) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
-        return not self.args.normalize_advantages and not self._weighs_early(mode)
+        of_batch = self.args.normalize_advantages or (
+            self.args.cvar_level is not None and self.args.cvar_over == "batch"
+        )
+        return not of_batch and not self._weighs_early(mode)
 
     # Credit
 
@@ -134,6 +137,20 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         """What the policy maximises: transformed reward without the KL penalty, of each completion, shape (U, n)."""
         return self._transform(batch[f"{name}rewards"]) - self.beta * self._kl(batch, log_p, name)
 
+    def _tail(self, rewards: torch.Tensor, generations: int) -> torch.Tensor:
+        """Rewards whose mean is that of the worst among them, of each completion, shape (U, n); logs it."""
+        args, state, mode = self.args, self.state, "train" if self.model.training else "eval"
+        progress = min(state.global_step / max(state.max_steps - 1, 1), 1.0)
+        level = cvar_schedule(args.cvar_level, args.cvar_schedule_ratio, progress)
+        if args.cvar_over == "batch":  # the generation batch, that of all processes
+            everyone = self.accelerator.gather(rewards.flatten()).view(1, -1)
+            tail = cvar_rewards(everyone, level).flatten()[self._local_rows(rewards.numel())].view_as(rewards)
+        else:
+            tail = self._to_units(cvar_rewards(self._to_prompts(rewards, generations), level), rewards)
+        self._log_mean("reward_cvar", tail)
+        self._metrics[mode]["cvar_level"].append(level)
+        return tail
+
     def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """
         What each policy sample's log-probability is multiplied with in the loss.
@@ -150,16 +167,19 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         mode = "train" if self.model.training else "eval"
         generations = self._num_generations(mode)
         kl = self._kl(batch, log_p)
-        returns = self._transform(batch["rewards"]) - self.beta * kl
+        rewards = self._transform(batch["rewards"])
+        returns = aims = rewards - self.beta * kl
+        if self.args.cvar_level is not None:
+            aims = self._tail(rewards, generations) - self.beta * kl
         baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
         elif self.args.normalize_advantages:  # over the generation batch, that of all processes
-            everyone = self.accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
+            everyone = self.accelerator.gather(aims.flatten()).view(-1, generations)  # (P, N)
             advantages = compute_advantages(everyone, *baseline, normalize=True)
             advantages = advantages.flatten()[self._local_rows(returns.numel())].view_as(returns)
         else:
-            advantages = compute_advantages(self._to_prompts(returns, generations), *baseline)
+            advantages = compute_advantages(self._to_prompts(aims, generations), *baseline)
             advantages = self._to_units(advantages, returns)
 
         self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
