@@ -120,6 +120,8 @@ REFUSED = [
     ("proposal_loss", {"proposal_loss": "kl"}),
     ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),
+    ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "vargrad"}),
+    ("num_proposal_generations", {"proposal_loss": "vargrad", "num_proposal_generations": 1}),
     ("proposal_update_order", {"proposal_update_order": "during"}),
     ("target_dist_beta", {"proposal": "hot_policy", "bad_reward_threshold": 0.0, "target_dist_beta": -1.0}),
     ("bad_reward_threshold", {"proposal": "hot_policy"}),

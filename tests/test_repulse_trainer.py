@@ -49,7 +49,7 @@ def test_the_negative_term_does_the_work(make, evaluator):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo"])
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"])
 def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
     trainer = make(max_steps=25, proposal_loss=loss, learning_rate=1e-5, proposal_learning_rate=1e-2)
     start = evaluator.evaluate(trainer.proposal.module)

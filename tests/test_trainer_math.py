@@ -227,6 +227,27 @@ def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward):
         assert_gradients(proposal_loss, proposal, grads["proposal"])
 
 
+@pytest.mark.parametrize("batches", [(8, 1), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize("without", [[], [" bad dog"]], ids=["all", "without a reward"])
+def test_vargrad_is_the_variance_of_each_prompt(run, tokenizer, reward, batches, without):
+    settings = {"proposal_loss": "vargrad", "target_dist_beta": -0.7}
+    partial = leaving_out(reward, without)
+    trainer, policy, proposal, _, grads, args = run("gpt2", *batches, reward_funcs=partial, **settings)
+    loss, value = 0.0, 0.0
+    for prompt, completions in zip(PROMPTS, PROPOSAL, strict=True):
+        ratios = []
+        for completion in completions:
+            (r,) = partial([tokenizer.decode(completion, skip_special_tokens=True)])
+            if r is not None:
+                log_p, log_q = (rows_log_p(model, tokenizer, prompt, completion) for model in (policy, proposal))
+                ratios.append(log_q.sum() - log_p.sum().detach() - args.target_dist_beta * r)
+        n, half_variance = len(ratios), torch.stack(ratios).var() / 2
+        loss += n * half_variance / (len(PROMPTS) * N)
+        value += n * n / (n - 1) * half_variance.item() / (len(PROMPTS) * N)
+    assert_gradients(loss, proposal, grads["proposal"])
+    assert trainer.state.log_history[0]["proposal/loss"] == pytest.approx(value, rel=1e-4)
+
+
 METHODS = {
     "published": {},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},

@@ -22,6 +22,8 @@ from .proposal_losses import (
     log_ratio_loss,
     sixo_loss,
     sixo_negative_weights,
+    vargrad_loss,
+    vargrad_targets,
 )
 from .returns import (
     Baseline,
@@ -58,6 +60,8 @@ __all__ = [
     "repulse_loss",
     "sixo_loss",
     "sixo_negative_weights",
+    "vargrad_loss",
+    "vargrad_targets",
 ]
 
 AlphaNormalization = Literal["samples", "none"]
