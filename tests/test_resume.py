@@ -50,6 +50,10 @@ CASES = {
         RePULSeGRPOTrainer,
         ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0},
     ),
+    "constraint": (
+        RePULSeTrainer,
+        ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0, "max_bad_probability": 0.05},
+    ),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
     "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
     "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
@@ -278,6 +282,7 @@ def test_changed_settings_are_refused(run, change, message):
         (ReinforceTrainer, {"disable_dropout": False}),
         (ReinforceTrainer, {"sync_ref_model": True}),
         (ReinforceTrainer, {"cvar_level": 0.5}),
+        (ReinforceTrainer, {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0}),
         (PPOTrainer, {"temperature": 0.5}),
         (PPOTrainer, {"delta": 3.0}),
         (RePULSeGRPOTrainer, {"scale_rewards": "none"}),

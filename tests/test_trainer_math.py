@@ -128,7 +128,15 @@ def run(tmp_path, tokenizer, reward):
     """Runs one update on the recorded completions and returns losses and gradients of both models."""
     from datasets import Dataset
 
-    def run(architecture, batch_size=8, accumulation=1, trainer_cls=RecordedRePULSe, reward_funcs=reward, **kwargs):
+    def run(
+        architecture,
+        batch_size=8,
+        accumulation=1,
+        trainer_cls=RecordedRePULSe,
+        reward_funcs=reward,
+        max_steps=1,
+        **kwargs,
+    ):
         config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
         if config_cls is RePULSeConfig:
             kwargs = {"proposal": "learned"} | kwargs
@@ -140,7 +148,7 @@ def run(tmp_path, tokenizer, reward):
             report_to="none",
             save_strategy="no",
             logging_steps=1,
-            max_steps=1,
+            max_steps=max_steps,
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
             num_generations=N,

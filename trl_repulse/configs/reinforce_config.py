@@ -71,6 +71,12 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         cvar_schedule_ratio (`float`, *optional*, defaults to `0.5`):
             Share of all updates in which κ falls linearly from 1, the mean, to `cvar_level`: RA-RLHF's soft schedule. 0:
             `cvar_level` from the start.
+        max_bad_probability (`float`, *optional*):
+            If set, the policy is held to this probability ε of a reward under `bad_reward_threshold`, on average over the prompts, by
+            a dual variable. It is what a bad completion costs, in units of reward, from 1 on; in [`RePULSeTrainer`] it is
+            `alpha`, from the value that is set on, unless that is 0.
+        constraint_learning_rate (`float`, *optional*, defaults to `0.05`):
+            How far the logarithm of that variable moves in an update, in nats where bad completions are twice as many as `max_bad_probability`, or far more.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
             [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.
@@ -131,6 +137,16 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         default=0.5,
         metadata={"help": "Share of all updates in which the level of CVaR falls from 1 to `cvar_level`. 0: none."},
     )
+    max_bad_probability: float | None = field(
+        default=None,
+        metadata={
+            "help": "If set, a dual variable holds the probability of a reward under `bad_reward_threshold` to this: what a bad "
+            "completion costs, or `alpha` in RePULSe."
+        },
+    )
+    constraint_learning_rate: float = field(
+        default=0.05, metadata={"help": "How far the logarithm of that dual variable moves in an update, in nats."}
+    )
     reward_clip_range: tuple[float, float] | None = field(
         default=None,
         metadata={"help": "Lowest and highest reward the policy sees, as (min, max). If `None`, it is not clipped."},
@@ -157,6 +173,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         require_choice(self, "logprob_reduction", ("mean", "sum"))
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
         self._check_cvar()
+        self._check_constraint()
         if self.baseline != "constant":
             require(self, self.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
         else:
@@ -179,3 +196,20 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         samples = getattr(self, size)
         remedy = f"is less than one of the {samples} samples that it is a share of; raise it to {1 / samples:.3g}, or `{size}`"
         require(self, self.cvar_level * samples >= 1, "cvar_level", remedy)
+
+    @property
+    def charges_bad(self) -> bool:
+        """Whether a constraint on bad completions takes their cost off the reward."""
+        return self.max_bad_probability is not None
+
+    def _check_constraint(self) -> None:
+        if self.max_bad_probability is None:
+            remedy = "has no effect; set `max_bad_probability`"
+            require(self, self.constraint_learning_rate == 0.05, "constraint_learning_rate", remedy)
+            return
+        remedy = "must be above 0 and below 1: the probability of a bad completion that the policy is held to"
+        require(self, 0 < self.max_bad_probability < 1, "max_bad_probability", remedy)
+        remedy = "is needed by `max_bad_probability`; set the reward under which a completion counts as bad"
+        require(self, self.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+        remedy = "must be a finite number above 0"
+        require(self, 0 < self.constraint_learning_rate < math.inf, "constraint_learning_rate", remedy)

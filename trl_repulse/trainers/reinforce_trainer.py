@@ -5,6 +5,7 @@ tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a
 completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
 from ..losses import compute_advantages, cvar_rewards, cvar_schedule
 from ._cards import REPULSE_PAPER
+from ._constraint import Constraint
 from ._grpo import GRPOBase
 from ._metrics import Moments, mean
 from ._records import record_advantages, record_samples
@@ -119,13 +121,28 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
 
     # Credit
 
+    @functools.cached_property
+    def _constraint(self) -> Constraint | None:
+        if self.args.max_bad_probability is None:
+            return None
+        return Constraint(self, 1.0 if self.args.charges_bad else self.args.alpha)
+
     @property
     def transforms_rewards(self) -> bool:
-        return bool(self.args.reward_clip_range) or super().transforms_rewards
+        return bool(self.args.reward_clip_range) or self.args.charges_bad or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         limits = self.args.reward_clip_range
-        return super()._transform(rewards.clamp(*limits) if limits else rewards)
+        transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
+        if self.args.charges_bad:
+            transformed = transformed - self._constraint.multiplier * (rewards < self.args.bad_reward_threshold)
+        return transformed
+
+    def _observe(self, rewards: torch.Tensor) -> None:
+        """Lets the constraint, if there is one, know of the policy's samples."""
+        if self._constraint is not None:
+            bad = (rewards < self.args.bad_reward_threshold).float()
+            self._constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
     def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
         """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
@@ -167,6 +184,7 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         mode = "train" if self.model.training else "eval"
         generations = self._num_generations(mode)
         kl = self._kl(batch, log_p)
+        self._observe(batch["rewards"])
         rewards = self._transform(batch["rewards"])
         returns = aims = rewards - self.beta * kl
         if self.args.cvar_level is not None:
@@ -195,6 +213,12 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
             inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
         loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))
         return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._constraint is not None and self.accelerator.sync_gradients:
+            self._constraint.update()
+        return loss
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
         loss = self._mean_of_real(loss, inputs["completion_mask"].shape[:2].numel())
