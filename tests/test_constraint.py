@@ -24,7 +24,7 @@ def test_the_step_is_up_above_the_limit_and_down_below_it():
     assert dual_step(2.0, 0.03, 0.01, 0.02, 0.1) == pytest.approx(2.0 * math.exp(0.1))
     assert dual_step(2.0, 0.0, 0.01, 0.02, 0.1) == pytest.approx(2.0 * math.exp(-0.05))
     assert dual_step(2.0, 0.01, 0.01, 0.3, 0.1) == 2.0
-    assert dual_step(2.0, 1.0, 0.01, 0.01, 0.1) == pytest.approx(2.0 * math.exp(1.0))
+    assert dual_step(2.0, 1.0, 0.01, 0.01, 0.2) == pytest.approx(2.0 * math.exp(1.0))
 
 
 @pytest.mark.parametrize("limit", [0.1, 1e-3, 1e-5])
@@ -34,13 +34,13 @@ def test_at_the_limit_it_does_not_move_on_average(limit):
     def drift(estimate):
         bad = torch.arange(65, dtype=torch.float64)
         prob = torch.distributions.Binomial(64, torch.tensor(limit, dtype=torch.float64)).log_prob(bad).exp()
-        scale = max(limit, 1 / 64)
+        scale = max(limit, 0.1 / 64 / 0.25)
         return sum(
             p.item() * math.log(dual_step(1.0, estimate(k.item() / 64), limit, scale, 0.1))
             for p, k in zip(prob, bad, strict=True)
         )
 
-    assert abs(drift(lambda share: share)) < 1e-9
+    assert abs(drift(lambda share: share)) < 1e-7
     assert drift(lambda share: min(share, 2 * limit)) < -1e-5  # the control
 
 
@@ -67,11 +67,13 @@ def test_exact_policies_end_at_the_limit(start, limit):
 
 
 def replayed(logs, start, resolution, rate=0.5, limit=0.1, forgetting=0.05):
-    """The multipliers that the logged estimates give, at a constant learning rate."""
+    """The multipliers that the logged estimates give."""
     multipliers, average = [start], logs[0]["constraint/p_bad"]
     for log in logs:
         p_bad = log["constraint/p_bad"]
-        multipliers.append(multipliers[-1] * math.exp(rate * (p_bad - limit) / max(average, limit, resolution)))
+        multipliers.append(
+            multipliers[-1] * math.exp(rate * (p_bad - limit) / max(average, limit, rate * resolution / 0.25))
+        )
         average += forgetting * (p_bad - average)
     return multipliers
 
@@ -91,7 +93,7 @@ CASES = {
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in ("cost", "alpha, hot") else pytest.mark.thorough) for case in CASES],
+    [pytest.param(case, marks=[] if "hot" in case else pytest.mark.thorough) for case in CASES],
 )
 def test_the_multiplier_follows_what_is_seen(make, case):
     trainer_cls, settings, start = CASES[case]
@@ -114,6 +116,7 @@ def test_the_multiplier_follows_what_is_seen(make, case):
         assert not trainer.args.charges_bad
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_without_a_negative_term_repulse_charges_bad_completions(make):
     trainer = make(alpha=0.0, max_steps=1, **LIMIT)
@@ -128,32 +131,23 @@ def test_without_a_negative_term_repulse_charges_bad_completions(make):
     [RecordedReinforce, pytest.param(RecordedRePULSe, marks=pytest.mark.thorough)],
     ids=["cost", "alpha"],
 )
-@pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize(
+    "batches",
+    [*(pytest.param(each, marks=pytest.mark.thorough) for each in ((8, 1), (4, 2))), (1, 8)],
+    ids=lambda b: f"{b[0]}x{b[1]}",
+)
 def test_the_multiplier_does_not_depend_on_how_a_batch_is_cut(run, trainer_cls, batches):  # noqa: F811
     """Three updates on recorded completions, of which two of eight are bad: the estimate is the same each time."""
     settings = LIMIT | {"bad_reward_threshold": -2.0}
     trainer, *_ = run("gpt2", *batches, trainer_cls=trainer_cls, max_steps=3, **settings)
     share = trainer.state.log_history[0]["bad_fraction"]
     assert 0.1 < share < 1
-    steps = (1 + 2 / 3 + 1 / 3) * 0.5 * (share - 0.1) / share  # the learning rate falls linearly
+    steps = 3 * 0.5 * (share - 0.1) / max(share, 0.5 / 8 / 0.25)
     start = 1.0 if trainer_cls is RecordedReinforce else trainer.args.alpha
     assert trainer._constraint.multiplier == pytest.approx(start * math.exp(steps), rel=1e-6)
 
 
-@pytest.mark.trainer
-def test_the_rate_follows_the_policys_schedule(make):
-    trainer = make(ReinforceTrainer, max_steps=4, lr_scheduler_type="linear", **LIMIT | {"max_bad_probability": 1e-9})
-    trainer.train()
-    logs = trainer.state.log_history[:-1]
-    average, log_multiplier = logs[0]["constraint/p_bad"], 0.0
-    for step, log in enumerate(logs):
-        assert math.log(log["constraint/multiplier"]) == pytest.approx(log_multiplier, abs=1e-6)
-        p_bad = log["constraint/p_bad"]
-        log_multiplier += 0.5 * (1 - step / 4) * p_bad / max(average, 1 / 16)
-        average += 0.05 * (p_bad - average)
-    assert log_multiplier > 0.1
-
-
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_reused_generations_are_counted_once(make):
     trainer = make(ReinforceTrainer, max_steps=4, num_iterations=2, **LIMIT)
@@ -164,6 +158,7 @@ def test_reused_generations_are_counted_once(make):
     assert multipliers[1] == multipliers[2] != multipliers[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_it_goes_on_from_a_checkpoint_to_the_bit(make, tmp_path, monkeypatch):
     settings = LIMIT | {

@@ -75,7 +75,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             If set, the policy is held to this probability ε of a reward under `bad_reward_threshold`, on average over the prompts, by
             a dual variable. It is what a bad completion costs, in units of reward, from 1 on; in [`RePULSeTrainer`] it is
             `alpha`, from the value that is set on, unless that is 0.
-        constraint_learning_rate (`float`, *optional*, defaults to `0.05`):
+        constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
             How far the logarithm of that variable moves in an update, in nats where bad completions are twice as many as `max_bad_probability`, or far more.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
@@ -145,7 +145,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         },
     )
     constraint_learning_rate: float = field(
-        default=0.05, metadata={"help": "How far the logarithm of that dual variable moves in an update, in nats."}
+        default=0.02, metadata={"help": "How far the logarithm of that dual variable moves in an update, in nats."}
     )
     reward_clip_range: tuple[float, float] | None = field(
         default=None,
@@ -205,7 +205,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     def _check_constraint(self) -> None:
         if self.max_bad_probability is None:
             remedy = "has no effect; set `max_bad_probability`"
-            require(self, self.constraint_learning_rate == 0.05, "constraint_learning_rate", remedy)
+            require(self, self.constraint_learning_rate == 0.02, "constraint_learning_rate", remedy)
             return
         remedy = "must be above 0 and below 1: the probability of a bad completion that the policy is held to"
         require(self, 0 < self.max_bad_probability < 1, "max_bad_probability", remedy)

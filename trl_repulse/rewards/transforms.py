@@ -208,7 +208,7 @@ def dual_step(multiplier: float, p_bad: float, limit: float, scale: float, rate:
     As in [Safe RLHF](https://huggingface.co/papers/2310.12773) the logarithm of the multiplier moves, which keeps it above 0.
     There steps grow with the multiplier and with the cost; here they have a scale, so that one rate serves any limit. The
     scale must not depend on the estimate: then the multiplier moves by 0 on average at the limit, however rare bad outputs
-    are. An estimate more than ten scales above the limit counts as ten.
+    are. A step up is of one nat at most.
 
     Args:
         multiplier (`float`):
@@ -225,7 +225,7 @@ def dual_step(multiplier: float, p_bad: float, limit: float, scale: float, rate:
     Returns:
         `float`: The multiplier after the step.
     """
-    return multiplier * math.exp(rate * min((p_bad - limit) / scale, 10.0))
+    return multiplier * math.exp(min(rate * (p_bad - limit) / scale, 1.0))
 
 
 def _require_non_negative(name: str, value: float) -> None:

@@ -12,8 +12,7 @@ class Constraint:
     """
     Lagrange multiplier of P(reward < `bad_reward_threshold`) ≤ `max_bad_probability`, moved once for each update of the policy.
 
-    All processes hold the same one, from what all of them have seen. Its rate follows the policy's schedule: while the policy
-    settles, so does the multiplier.
+    All processes hold the same one, from what all of them have seen.
 
     Args:
         trainer ([`ReinforceTrainer`]):
@@ -54,9 +53,8 @@ class Constraint:
         before = seen.mean if self._average is None else self._average
         self._average = before + _FORGETTING * (seen.mean - before)
         limit, rate = args.max_bad_probability, args.constraint_learning_rate
-        scale = max(limit, before, self._resolution / seen.count)
-        progress = trainer.optimizer.param_groups[0]["lr"] / args.learning_rate if args.learning_rate else 1.0
-        self.multiplier = dual_step(self.multiplier, seen.mean, limit, scale, rate * progress)
+        scale = max(limit, before, rate * self._resolution / (_SINGLE * seen.count))
+        self.multiplier = dual_step(self.multiplier, seen.mean, limit, scale, rate)
 
     def state(self) -> dict[str, float | None]:
         """What a checkpoint keeps, as JSON takes it to the bit."""
@@ -67,5 +65,7 @@ class Constraint:
         self.multiplier, self._average = state["multiplier"], state["average"]
 
 
+# How far one bad sample may move the logarithm of the multiplier, in nats: where less than one is to be expected
+_SINGLE = 0.25
 # Share of the latest estimate of P(bad) in the average, which gives steps their unit alone
 _FORGETTING = 0.05
