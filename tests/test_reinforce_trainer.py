@@ -125,7 +125,9 @@ def test_the_level_of_cvar_falls_over_the_first_updates(make, evaluator):
 
 
 @pytest.mark.parametrize("generations", [1, 4])
-@pytest.mark.parametrize("method", ["published", "REINFORCE++-baseline", "CVaR"])
+@pytest.mark.parametrize(
+    "method", ["published", "REINFORCE++-baseline", pytest.param("CVaR", marks=pytest.mark.thorough)]
+)
 def test_evaluation_loop(make, prompts, method, generations):
     trainer = make(
         ReinforceTrainer,

@@ -235,8 +235,12 @@ def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward):
         assert_gradients(proposal_loss, proposal, grads["proposal"])
 
 
-@pytest.mark.parametrize("batches", [(8, 1), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}")
-@pytest.mark.parametrize("without", [[], [" bad dog"]], ids=["all", "without a reward"])
+@pytest.mark.parametrize(
+    "batches", [pytest.param((8, 1), marks=pytest.mark.thorough), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}"
+)
+@pytest.mark.parametrize(
+    "without", [pytest.param([], marks=pytest.mark.thorough), [" bad dog"]], ids=["all", "without a reward"]
+)
 def test_vargrad_is_the_variance_of_each_prompt(run, tokenizer, reward, batches, without):
     settings = {"proposal_loss": "vargrad", "target_dist_beta": -0.7}
     partial = leaving_out(reward, without)
@@ -290,7 +294,9 @@ def test_a_wrong_normalisation_would_be_noticed(run, tokenizer, reward, wrong):
         assert_gradients(policy_loss, policy, grads["policy"])
 
 
-@pytest.mark.parametrize("batches", [(8, 1), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}")
+@pytest.mark.parametrize(
+    "batches", [pytest.param((8, 1), marks=pytest.mark.thorough), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}"
+)
 def test_cvar_is_of_the_generation_batch_however_it_is_cut(run, tokenizer, reward, batches):
     """And not of a prompt: that would be noticed, as would be rewards as they are."""
     _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=RecordedReinforce, **CVAR | {"beta": 0.3})
