@@ -118,6 +118,15 @@ def test_the_multiplier_follows_what_is_seen(make, case):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
+def test_it_never_vanishes(make):
+    trainer = make(ReinforceTrainer, max_steps=3, **LIMIT | {"bad_reward_threshold": -100.0})
+    trainer._constraint.multiplier = 1.1e-6
+    trainer.train()
+    assert trainer._constraint.multiplier == 1e-6
+
+
+@pytest.mark.thorough
+@pytest.mark.trainer
 def test_without_a_negative_term_repulse_charges_bad_completions(make):
     trainer = make(alpha=0.0, max_steps=1, **LIMIT)
     assert trainer.args.charges_bad and trainer._constraint.multiplier == 1.0

@@ -72,11 +72,12 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             Share of all updates in which κ falls linearly from 1, the mean, to `cvar_level`: RA-RLHF's soft schedule. 0:
             `cvar_level` from the start.
         max_bad_probability (`float`, *optional*):
-            If set, the policy is held to this probability ε of a reward under `bad_reward_threshold`, on average over the prompts, by
-            a dual variable. It is what a bad completion costs, in units of reward, from 1 on; in [`RePULSeTrainer`] it is
-            `alpha`, from the value that is set on, unless that is 0.
+            If set, the policy is held to this probability ε of a reward under `bad_reward_threshold`, on average over the
+            prompts, by a dual variable. It is what a bad completion costs, in units of reward, and begins with 1; in
+            [`RePULSeTrainer`] it is `alpha`, and begins with the value that is set, unless that is 0.
         constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
-            How far the logarithm of that variable moves in an update, in nats where bad completions are twice as many as `max_bad_probability`, or far more.
+            How far the logarithm of that variable moves in an update, in nats, if there are no bad completions, or twice as
+            many as ε allows.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
             [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.

@@ -8,6 +8,14 @@ from ..rewards.transforms import dual_step
 from ._metrics import Moments, mean
 
 
+# How far one bad sample may move the logarithm of the multiplier, in nats, where an update has less than one
+_SINGLE = 0.25
+# Share of the latest estimate of P(bad) in the average, which serves the scale of steps alone
+_FORGETTING = 0.05
+# From here the multiplier can come back soon, which had long not been needed
+_LEAST = 1e-6
+
+
 class Constraint:
     """
     Lagrange multiplier of P(reward < `bad_reward_threshold`) ≤ `max_bad_probability`, moved once for each update of the policy.
@@ -54,7 +62,7 @@ class Constraint:
         self._average = before + _FORGETTING * (seen.mean - before)
         limit, rate = args.max_bad_probability, args.constraint_learning_rate
         scale = max(limit, before, rate * self._resolution / (_SINGLE * seen.count))
-        self.multiplier = dual_step(self.multiplier, seen.mean, limit, scale, rate)
+        self.multiplier = max(dual_step(self.multiplier, seen.mean, limit, scale, rate), _LEAST)
 
     def state(self) -> dict[str, float | None]:
         """What a checkpoint keeps, as JSON takes it to the bit."""
@@ -63,9 +71,3 @@ class Constraint:
     def load_state(self, state: dict[str, float | None]) -> None:
         """Takes up what [`state`] gave."""
         self.multiplier, self._average = state["multiplier"], state["average"]
-
-
-# How far one bad sample may move the logarithm of the multiplier, in nats: where less than one is to be expected
-_SINGLE = 0.25
-# Share of the latest estimate of P(bad) in the average, which gives steps their unit alone
-_FORGETTING = 0.05
