@@ -106,6 +106,8 @@ METHODS = {
     "hot": {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+    "CVaR": {"cvar_level": 0.4},
+    "constraint": {"max_bad_probability": 0.1, "bad_reward_threshold": -2.0, "constraint_learning_rate": 0.5},
 }
 
 

@@ -207,6 +207,7 @@ MODES = {
     "checkpointing": {"gradient_checkpointing": True},
     "dpg": {"proposal_loss": "dpg"},
     "sixo": {"proposal_loss": "sixo"},
+    "vargrad": {"proposal_loss": "vargrad"},
     "after": {"proposal_update_order": "after"},
     "hot": {
         "proposal": "hot_policy",

@@ -23,6 +23,8 @@ METHODS = {
     "group mean": {"baseline": "group_mean"},
     "no baseline": {"baseline": "none"},
     "constant": {"baseline": "constant", "baseline_constant": 0.5},
+    "CVaR": {"cvar_level": 0.4},
+    "CVaR of prompts": {"cvar_level": 0.5, "cvar_over": "prompt", "cvar_schedule_ratio": 0.0},
     "exponential": {"reward_transform": "exponential", "reward_transform_alpha": 0.1},
     "indicator": {
         "reward_transform": "indicator",
@@ -108,8 +110,24 @@ def test_logs_and_card(make, tmp_path):
     assert {"trl", "trl-repulse", "reinforce"} <= set(card.data.tags)
 
 
+def test_the_level_of_cvar_falls_over_the_first_updates(make, evaluator):
+    """Fourteen updates, of which seven lower it; what is logged is the mean of the worst share."""
+    trainer = make(ReinforceTrainer, max_steps=14, cvar_level=0.25, log_completions=True)
+    start = evaluator.evaluate(trainer.model)
+    trainer.train()
+    logs = trainer.state.log_history[:-1]
+    levels = [log["cvar_level"] for log in logs]
+    assert levels == pytest.approx([max(0.25, 1 - 0.75 * step / 6.5) for step in range(14)])
+    assert logs[0]["reward_cvar"] == pytest.approx(logs[0]["reward"], abs=1e-6)
+    rewards = sorted(trainer._logs["rewards"]["word_reward"])[:4]  # of the last batch's 16
+    assert logs[-1]["reward_cvar"] == pytest.approx(sum(rewards) / 4, abs=1e-6)
+    assert evaluator.evaluate(trainer.model).log_prob_bad < start.log_prob_bad - 0.2
+
+
 @pytest.mark.parametrize("generations", [1, 4])
-@pytest.mark.parametrize("method", ["published", "REINFORCE++-baseline"])
+@pytest.mark.parametrize(
+    "method", ["published", "REINFORCE++-baseline", pytest.param("CVaR", marks=pytest.mark.thorough)]
+)
 def test_evaluation_loop(make, prompts, method, generations):
     trainer = make(
         ReinforceTrainer,

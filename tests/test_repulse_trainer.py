@@ -11,7 +11,7 @@ from datasets import Dataset, concatenate_datasets
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from trl_repulse import RePULSeConfig, RePULSeTrainer, __version__
+from trl_repulse import RePULSeConfig, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer, __version__
 
 from .conftest import BAD, USE_CPU, build_model, same_parameters
 
@@ -49,7 +49,7 @@ def test_the_negative_term_does_the_work(make, evaluator):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo"])
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"])
 def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
     trainer = make(max_steps=25, proposal_loss=loss, learning_rate=1e-5, proposal_learning_rate=1e-2)
     start = evaluator.evaluate(trainer.proposal.module)
@@ -57,6 +57,16 @@ def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
     end = evaluator.evaluate(trainer.proposal.module)
     assert end.expected_reward < start.expected_reward - 0.3
     assert end.log_prob_bad > start.log_prob_bad
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("trainer_cls", [RePULSeGRPOTrainer, RePULSePPOTrainer])
+def test_vargrad_beside_other_losses(make, evaluator, trainer_cls):
+    settings = {"learning_rate": 1e-5, "proposal_learning_rate": 1e-2, "proposal_loss": "vargrad"}
+    trainer = make(trainer_cls, max_steps=25, **settings)
+    start = evaluator.evaluate(trainer.proposal.module)
+    trainer.train()
+    assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > start.log_prob_bad + 0.3
 
 
 HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}

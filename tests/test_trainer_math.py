@@ -5,6 +5,7 @@ sums, so that nothing of the library's losses, weights, padding or batching take
 """
 
 import math
+from argparse import Namespace
 
 import pytest
 import torch
@@ -31,18 +32,35 @@ def rows_log_p(model, tokenizer, prompt, completion):
     return log_p[-len(completion) :]
 
 
+def cvar_by_hand(rewards, level, over):
+    """r less what it lacks to the quantile, over the level; `None` stands for a sample without a reward."""
+    groups = rewards if over == "prompt" else [sum(rewards, [])]
+    tails = []
+    for group in groups:
+        known = sorted(r for r in group if r is not None)
+        quantile = known[math.ceil(level * (len(known) - 1))]
+        tails += [None if r is None else quantile - max(quantile - r, 0) / level for r in group]
+    return [tails[i : i + N] for i in range(0, len(tails), N)]
+
+
 def reference_loss(policy, proposal, ref, tokenizer, reward, args):
     """(policy loss, proposal loss) of Algorithm 1 on the recorded completions, written out."""
     policy_loss, proposal_loss = 0.0, 0.0
     rows = len(PROMPTS) * N
-    all_log_ps, returns = [], []
+    all_log_ps, all_kls, all_rewards = [], [], []
     for prompt, ours in zip(PROMPTS, POLICY, strict=True):
         texts = [tokenizer.decode(c, skip_special_tokens=True) for c in ours]
         log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in ours]
         kls = [(lp.detach() - rows_log_p(ref, tokenizer, prompt, c)).sum() for lp, c in zip(log_ps, ours, strict=True)]
         all_log_ps.append(log_ps)
-        pairs = zip(reward(texts), kls, strict=True)
-        returns.append([math.nan if r is None else r - args.beta * kl.item() for r, kl in pairs])
+        all_kls.append(kls)
+        all_rewards.append(reward(texts))
+    if args.cvar_level is not None:
+        all_rewards = cvar_by_hand(all_rewards, args.cvar_level, args.cvar_over)
+    returns = [
+        [math.nan if r is None else r - args.beta * kl.item() for r, kl in zip(*pairs, strict=True)]
+        for pairs in zip(all_rewards, all_kls, strict=True)
+    ]
     advantages = by_hand(returns, args.baseline, args.normalize_advantages)
     for prompt, theirs, log_ps, group in zip(PROMPTS, PROPOSAL, all_log_ps, advantages.tolist(), strict=True):
         for log_p, advantage in zip(log_ps, group, strict=True):
@@ -110,7 +128,15 @@ def run(tmp_path, tokenizer, reward):
     """Runs one update on the recorded completions and returns losses and gradients of both models."""
     from datasets import Dataset
 
-    def run(architecture, batch_size=8, accumulation=1, trainer_cls=RecordedRePULSe, reward_funcs=reward, **kwargs):
+    def run(
+        architecture,
+        batch_size=8,
+        accumulation=1,
+        trainer_cls=RecordedRePULSe,
+        reward_funcs=reward,
+        max_steps=1,
+        **kwargs,
+    ):
         config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
         if config_cls is RePULSeConfig:
             kwargs = {"proposal": "learned"} | kwargs
@@ -122,7 +148,7 @@ def run(tmp_path, tokenizer, reward):
             report_to="none",
             save_strategy="no",
             logging_steps=1,
-            max_steps=1,
+            max_steps=max_steps,
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
             num_generations=N,
@@ -171,6 +197,7 @@ def assert_gradients(loss, module, actual):
         torch.testing.assert_close(a, e, atol=2e-6, rtol=2e-4)
 
 
+CVAR = {"cvar_level": 0.4, "cvar_schedule_ratio": 0.0}
 CASES = {
     "published": {},
     "eq4": {"alpha_normalization": "none", "logprob_reduction": "sum"},
@@ -178,6 +205,7 @@ CASES = {
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "group mean": {"baseline": "group_mean"},
+    "CVaR": CVAR,
 }
 
 
@@ -207,10 +235,38 @@ def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward):
         assert_gradients(proposal_loss, proposal, grads["proposal"])
 
 
+@pytest.mark.parametrize(
+    "batches", [pytest.param((8, 1), marks=pytest.mark.thorough), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}"
+)
+@pytest.mark.parametrize(
+    "without", [pytest.param([], marks=pytest.mark.thorough), [" bad dog"]], ids=["all", "without a reward"]
+)
+def test_vargrad_is_the_variance_of_each_prompt(run, tokenizer, reward, batches, without):
+    settings = {"proposal_loss": "vargrad", "target_dist_beta": -0.7}
+    partial = leaving_out(reward, without)
+    trainer, policy, proposal, _, grads, args = run("gpt2", *batches, reward_funcs=partial, **settings)
+    loss, value = 0.0, 0.0
+    for prompt, completions in zip(PROMPTS, PROPOSAL, strict=True):
+        ratios = []
+        for completion in completions:
+            (r,) = partial([tokenizer.decode(completion, skip_special_tokens=True)])
+            if r is not None:
+                log_p, log_q = (rows_log_p(model, tokenizer, prompt, completion) for model in (policy, proposal))
+                ratios.append(log_q.sum() - log_p.sum().detach() - args.target_dist_beta * r)
+        n, half_variance = len(ratios), torch.stack(ratios).var() / 2
+        loss += n * half_variance / (len(PROMPTS) * N)
+        value += n * n / (n - 1) * half_variance.item() / (len(PROMPTS) * N)
+    assert_gradients(loss, proposal, grads["proposal"])
+    assert trainer.state.log_history[0]["proposal/loss"] == pytest.approx(value, rel=1e-4)
+
+
 METHODS = {
     "published": {},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+    "CVaR": CVAR,
+    "CVaR of prompts": CVAR | {"cvar_over": "prompt"},
+    "CVaR, normalised": CVAR | {"baseline": "none", "normalize_advantages": True},
 }
 
 
@@ -236,6 +292,20 @@ def test_a_wrong_normalisation_would_be_noticed(run, tokenizer, reward, wrong):
     policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
     with pytest.raises(AssertionError):
         assert_gradients(policy_loss, policy, grads["policy"])
+
+
+@pytest.mark.parametrize(
+    "batches", [pytest.param((8, 1), marks=pytest.mark.thorough), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}"
+)
+def test_cvar_is_of_the_generation_batch_however_it_is_cut(run, tokenizer, reward, batches):
+    """And not of a prompt: that would be noticed, as would be rewards as they are."""
+    _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=RecordedReinforce, **CVAR | {"beta": 0.3})
+    args.alpha = 0.0
+    assert_gradients(reference_loss(policy, None, reference, tokenizer, reward, args)[0], policy, grads["policy"])
+    for change in ({"cvar_over": "prompt"}, {"cvar_level": 1.0}):
+        loss, _ = reference_loss(policy, None, reference, tokenizer, reward, Namespace(**vars(args) | change))
+        with pytest.raises(AssertionError):
+            assert_gradients(loss, policy, grads["policy"])
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -267,7 +337,7 @@ def leaving_out(reward, texts):
 @pytest.mark.thorough
 @pytest.mark.parametrize("which", LEFT_OUT)
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
-@pytest.mark.parametrize("case", ["published", "eq4", "REINFORCE++-baseline"])
+@pytest.mark.parametrize("case", ["published", "eq4", "REINFORCE++-baseline", "CVaR"])
 def test_a_sample_without_a_reward_is_as_if_not_drawn(run, tokenizer, reward, which, batches, case):
     """Its weight is 0, and all others' are those computed without it; P·N stays the denominator."""
     partial = leaving_out(reward, LEFT_OUT[which])

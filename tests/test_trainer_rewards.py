@@ -169,7 +169,7 @@ def test_a_sample_that_no_function_judged_is_left_out(make, trainer_cls):
     assert all(math.isfinite(log["reward"]) for log in trainer.state.log_history[:3])
 
 
-@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo"])
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"])
 def test_without_any_reward_nothing_moves(make, loss):
     def nothing(completions, **kwargs):
         return [None] * len(completions)

@@ -32,6 +32,7 @@ VARIANTS = {
     "ctl, prefix": ({"proposal_parameterization": "prefix"}, 1.0),
     "dpg": ({"proposal_loss": "dpg"}, 1.0),
     "sixo": ({"proposal_loss": "sixo", "proposal_learning_rate": 2e-2}, 1.0),
+    "vargrad": ({"proposal_loss": "vargrad"}, 1.0),
     "indicator": ({"potential": "indicator", "bad_reward_threshold": -1.0}, 0.5),
     "class": ({"potential": "class", "target_dist_beta": 4.0, "target_class": 0}, 0.3),
     "negative-REINFORCE": ({"negative_loss": "reinforce"}, 1.0),

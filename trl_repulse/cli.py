@@ -22,6 +22,7 @@ COMMANDS = {
     "gcg-merge": ("trl_repulse._commands.gcg_merge", "merge the results of an attack evaluation's shards"),
     "gcg-report": ("trl_repulse._commands.gcg_report", "report attack success rates from results, without a model"),
     "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
+    "negatives": ("trl_repulse._commands.negatives", "make preference data of bad completions and samples"),
     "rare-events": ("trl_repulse._commands.rare_events", "estimate how often a model produces its rarest outputs"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
 }

@@ -22,8 +22,17 @@ from .proposal_losses import (
     log_ratio_loss,
     sixo_loss,
     sixo_negative_weights,
+    vargrad_loss,
+    vargrad_targets,
 )
-from .returns import Baseline, compute_advantages, kl_penalized_returns, kl_token_rewards
+from .returns import (
+    Baseline,
+    compute_advantages,
+    cvar_rewards,
+    cvar_schedule,
+    kl_penalized_returns,
+    kl_token_rewards,
+)
 
 
 __all__ = [
@@ -35,6 +44,8 @@ __all__ = [
     "compute_advantages",
     "ctl_coefficients",
     "ctl_loss",
+    "cvar_rewards",
+    "cvar_schedule",
     "dpg_loss",
     "kl_penalized_returns",
     "kl_token_rewards",
@@ -49,6 +60,8 @@ __all__ = [
     "repulse_loss",
     "sixo_loss",
     "sixo_negative_weights",
+    "vargrad_loss",
+    "vargrad_targets",
 ]
 
 AlphaNormalization = Literal["samples", "none"]

@@ -2,7 +2,7 @@
 
 Axis letters: P prompts, N completions per prompt, T completion tokens, V vocabulary. Log-probabilities are in nats.
 
-All of them are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation of
+All but the last are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation of
 [RePULSe](https://huggingface.co/papers/2510.21184), Eq. 7): per token, or of the whole prefix. Functions that need
 whole groups of N give detached coefficients or weights; the losses that take these may be called on groups cut apart,
 shaped (B, 1, T), with the whole batch's denominator. A prompt whose weights are all 0 pushes nothing.
@@ -287,3 +287,79 @@ def dpg_loss(
     expected = (log_q_all.detach().softmax(dim=-1) * log_psi).sum(dim=-1)
     taken = log_psi.gather(-1, tokens.masked_fill(masked, 0).unsqueeze(-1)).squeeze(-1)
     return _mean_over_samples(-normalized_w.detach().unsqueeze(-1) * (taken - expected), mask, reduction, denominator)
+
+
+def vargrad_targets(
+    log_q_now: torch.Tensor, log_p: torch.Tensor, log_potential: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    What the log-probability of each sample would be under the target: Σ_t log p + log φ − log Z, from whole groups.
+
+    The estimate of log Z is the mean of Σ_t log p + log φ − Σ_t log q over the *other* samples of the prompt.
+
+    Args:
+        log_q_now, log_p (`torch.Tensor`):
+            Log-probabilities under proposal and policy, of shape (P, N, T), in nats.
+        log_potential (`torch.Tensor`):
+            log φ of each sample, of shape (P, N), in nats; finite, or NaN for a sample without a reward, which is in no
+            other sample's estimate.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+
+    Returns:
+        `torch.Tensor`: Of shape (P, N), in nats, detached; NaN for samples without a reward and for the only one that has
+        one.
+
+    Raises:
+        `ValueError`: If N is 1, shapes do not fit together, or a potential is infinite: no proposal could follow it.
+    """
+    require_shape("log_p", log_p, tuple(log_q_now.shape))
+    require_shape("log_potential", log_potential, tuple(log_p.shape[:-1]))
+    if log_potential.shape[1] < 2:
+        raise ValueError("VarGrad compares a prompt's samples and needs N >= 2 completions per prompt: draw more.")
+    if bool(log_potential.isinf().any()):
+        raise ValueError("A potential is infinite, and VarGrad needs its logarithm; give it a lowest value above 0.")
+    log_weighted = (sequence_log_prob(log_p, mask) + log_potential).detach()  # (P, N), NaN without a reward
+    log_w = log_weighted - sequence_log_prob(log_q_now, mask).detach()
+    known = ~log_w.isnan()
+    others = known.sum(dim=1, keepdim=True) - 1
+    log_w = log_w.masked_fill(~known, 0.0)
+    log_z = (log_w.sum(dim=1, keepdim=True) - log_w) / others.clamp(min=1)
+    return torch.where(others > 0, log_weighted - log_z, torch.nan)
+
+
+def vargrad_loss(
+    log_q_now: torch.Tensor,
+    log_target: torch.Tensor,
+    mask: torch.Tensor,
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Trajectory balance in its variance form: ½·(Σ_t log q − log σ)² of each sample, with log σ from [`vargrad_targets`].
+
+    [VarGrad](https://huggingface.co/papers/2010.10436), the log-variance loss. Over a prompt's samples its gradient is that of
+    half the unbiased variance of Σ_t log q − Σ_t log p − log φ, which is 0 only where q is σ, whatever the samples were drawn
+    from; the value is N / (N − 1) times that. For samples of q itself it is on average the gradient of KL(q ‖ σ),
+    where CTL's is that of KL(σ ‖ q): q leaves out outputs of σ more easily. No importance weight is in it. Samples that are
+    all the same push nothing.
+
+    Unlike the other losses here it takes the *sum* over tokens, which is what has to meet log σ.
+
+    Args:
+        log_q_now (`torch.Tensor`):
+            Log-probabilities under the proposal, of shape (P, N, T), in nats. Cut groups fit as (B, 1, T).
+        log_target (`torch.Tensor`):
+            From [`vargrad_targets`], of shape (P, N), in nats; detached here. A sample of NaN adds exactly 0.
+        mask (`torch.Tensor`):
+            Mask of shape (P, N, T), 0 at the positions that do not count.
+        denominator (`float` or `torch.Tensor`, *optional*):
+            P·N by default. To add up micro-batches, give the whole batch's.
+
+    Returns:
+        `torch.Tensor`: Scalar, in nats². Gradient flows to `log_q_now`.
+    """
+    require_shape("log_target", log_target, tuple(log_q_now.shape[:-1]))
+    left_out = log_target.isnan()
+    residual = sequence_log_prob(log_q_now, mask) - log_target.detach().masked_fill(left_out, 0.0)
+    total = 0.5 * residual.masked_fill(left_out, 0.0).square().sum()
+    return total / (left_out.numel() if denominator is None else denominator)

@@ -123,7 +123,7 @@ def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     require_choice(args, "negative_loss", ("push_down", "reinforce"))
     require_choice(args, "negative_baseline", ("none", "proposal", "policy"))
     require_choice(args, "proposal", ("hot_policy", "learned", "policy"))
-    require_choice(args, "proposal_loss", ("ctl", "ctl_no_second_term", "dpg", "sixo"))
+    require_choice(args, "proposal_loss", ("ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"))
     require_choice(args, "proposal_parameterization", ("token", "prefix"))
     require_choice(args, "proposal_update_order", ("before", "after"))
     require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 leaves the negative term out)")
@@ -238,7 +238,7 @@ def _check_rows(args: Any) -> None:
     }
     for name, default in unset.items():
         require(args, getattr(args, name) == default, name, f"is for `RePULSeTrainer` alone; leave it at {default!r}")
-    remedy = "is for `RePULSeTrainer` alone; choose 'ctl', 'ctl_no_second_term' or 'sixo'"
+    remedy = "is for `RePULSeTrainer` alone; choose 'ctl', 'ctl_no_second_term', 'sixo' or 'vargrad'"
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
     require_choice(args, "logprob_reduction", ("mean", "sum"))
 

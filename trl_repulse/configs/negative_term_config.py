@@ -83,7 +83,8 @@ class NegativeTermConfig(KnownFields):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
             Contrastive twist learning (`"ctl"`, Eq. 6), the same without its second term (`"ctl_no_second_term"`),
-            `"dpg"` (second term by an exact sum over the vocabulary; one more policy pass and full logits) or `"sixo"`.
+            `"dpg"` (second term by an exact sum over the vocabulary; one more policy pass and full logits), `"sixo"`, or
+            trajectory balance in its variance form (`"vargrad"`).
         proposal_parameterization (`str`, *optional*, defaults to `"token"`):
             Twist of CTL: from each token's log-ratio (`"token"`, Eq. 7) or from the prefix's (`"prefix"`).
         num_proposal_generations (`int`, *optional*):
@@ -171,8 +172,9 @@ class NegativeTermConfig(KnownFields):
     proposal_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the proposal. If `None`, `learning_rate`."}
     )
-    proposal_loss: Literal["ctl", "ctl_no_second_term", "dpg", "sixo"] = field(
-        default="ctl", metadata={"help": "Loss of the proposal: `ctl`, `ctl_no_second_term`, `dpg` or `sixo`."}
+    proposal_loss: Literal["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"] = field(
+        default="ctl",
+        metadata={"help": "Loss of the proposal: `ctl`, `ctl_no_second_term`, `dpg`, `sixo` or `vargrad`."},
     )
     proposal_parameterization: Literal["token", "prefix"] = field(
         default="token", metadata={"help": "Twist of CTL: from each token's log-ratio or from the prefix's."}

@@ -61,6 +61,23 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         normalize_advantages (`bool`, *optional*, defaults to `False`):
             Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch, over all
             processes, as [`~trl.RLOOConfig`]'s field does.
+        cvar_level (`float`, *optional*):
+            If set, the policy maximises the conditional value at risk (CVaR) at this level κ, the mean of the worst share κ of
+            its rewards, instead of their mean. Above 0 and at most 1; 1 is the mean. It acts on rewards after clipping and
+            transform, and before the KL penalty and the baseline.
+        cvar_over (`str`, *optional*, defaults to `"batch"`):
+            Which rewards κ is a share of: those of a generation batch, over all its prompts and all processes
+            (`"batch"`), or of each prompt (`"prompt"`), which takes many samples a prompt.
+        cvar_schedule_ratio (`float`, *optional*, defaults to `0.5`):
+            Share of all updates in which κ falls linearly from 1, the mean, to `cvar_level`: RA-RLHF's soft schedule. 0:
+            `cvar_level` from the start.
+        max_bad_probability (`float`, *optional*):
+            If set, the policy is held to this probability ε of a reward under `bad_reward_threshold`, on average over the
+            prompts, by a dual variable. It is what a bad completion costs, in units of reward, and begins with 1; in
+            [`RePULSeTrainer`] it is `alpha`, and begins with the value that is set, unless that is 0.
+        constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
+            How far the logarithm of that variable moves in an update, in nats, if there are no bad completions, or twice as
+            many as ε allows.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
             [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.
@@ -106,6 +123,31 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             "help": "Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch."
         },
     )
+    cvar_level: float | None = field(
+        default=None,
+        metadata={
+            "help": "If set, the policy maximises the mean of the worst share `cvar_level` of its rewards (CVaR), above 0 and "
+            "at most 1."
+        },
+    )
+    cvar_over: Literal["batch", "prompt"] = field(
+        default="batch",
+        metadata={"help": "Which rewards `cvar_level` is a share of: a generation `batch`'s or each `prompt`'s."},
+    )
+    cvar_schedule_ratio: float = field(
+        default=0.5,
+        metadata={"help": "Share of all updates in which the level of CVaR falls from 1 to `cvar_level`. 0: none."},
+    )
+    max_bad_probability: float | None = field(
+        default=None,
+        metadata={
+            "help": "If set, a dual variable holds the probability of a reward under `bad_reward_threshold` to this: what a bad "
+            "completion costs, or `alpha` in RePULSe."
+        },
+    )
+    constraint_learning_rate: float = field(
+        default=0.02, metadata={"help": "How far the logarithm of that dual variable moves in an update, in nats."}
+    )
     reward_clip_range: tuple[float, float] | None = field(
         default=None,
         metadata={"help": "Lowest and highest reward the policy sees, as (min, max). If `None`, it is not clipped."},
@@ -131,6 +173,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         require_choice(self, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
         require_choice(self, "logprob_reduction", ("mean", "sum"))
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
+        self._check_cvar()
+        self._check_constraint()
         if self.baseline != "constant":
             require(self, self.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
         else:
@@ -138,3 +182,35 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
                 "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
             )
             require(self, not self.normalize_advantages, "baseline", remedy)
+
+    def _check_cvar(self) -> None:
+        require_choice(self, "cvar_over", ("batch", "prompt"))
+        if self.cvar_level is None:
+            for name, default in {"cvar_over": "batch", "cvar_schedule_ratio": 0.5}.items():
+                require(self, getattr(self, name) == default, name, "has no effect; set `cvar_level`")
+            return
+        remedy = "must be above 0 and at most 1: the share of the worst rewards that counts"
+        require(self, 0 < self.cvar_level <= 1, "cvar_level", remedy)
+        remedy = "must be from 0 to 1: the share of the updates in which the level falls to `cvar_level`"
+        require(self, 0 <= self.cvar_schedule_ratio <= 1, "cvar_schedule_ratio", remedy)
+        size = "num_generations" if self.cvar_over == "prompt" else "generation_batch_size"
+        samples = getattr(self, size)
+        remedy = f"is less than one of the {samples} samples that it is a share of; raise it to {1 / samples:.3g}, or `{size}`"
+        require(self, self.cvar_level * samples >= 1, "cvar_level", remedy)
+
+    @property
+    def charges_bad(self) -> bool:
+        """Whether a constraint on bad completions takes their cost off the reward."""
+        return self.max_bad_probability is not None
+
+    def _check_constraint(self) -> None:
+        if self.max_bad_probability is None:
+            remedy = "has no effect; set `max_bad_probability`"
+            require(self, self.constraint_learning_rate == 0.02, "constraint_learning_rate", remedy)
+            return
+        remedy = "must be above 0 and below 1: the probability of a bad completion that the policy is held to"
+        require(self, 0 < self.max_bad_probability < 1, "max_bad_probability", remedy)
+        remedy = "is needed by `max_bad_probability`; set the reward under which a completion counts as bad"
+        require(self, self.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
+        remedy = "must be a finite number above 0"
+        require(self, 0 < self.constraint_learning_rate < math.inf, "constraint_learning_rate", remedy)

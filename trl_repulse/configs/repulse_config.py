@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ._checks import check_repulse_config
+from ._checks import check_repulse_config, require
 from .negative_term_config import NegativeTermConfig
 from .reinforce_config import ReinforceConfig
 
@@ -25,3 +25,10 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
     def __post_init__(self):
         super().__post_init__()
         check_repulse_config(self)
+        if self.max_bad_probability is not None:
+            remedy = "contradicts `max_bad_probability`, which moves `alpha` from the value it has; leave it unset"
+            require(self, self.alpha_start is None, "alpha_start", remedy)
+
+    @property
+    def charges_bad(self) -> bool:
+        return super().charges_bad and self.alpha == 0  # else the constraint moves `alpha`

@@ -201,6 +201,33 @@ def geometric_schedule(start: float, end: float, progress: float) -> float:
     return end if progress == 1.0 else start * math.pow(ratio, progress)
 
 
+def dual_step(multiplier: float, p_bad: float, limit: float, scale: float, rate: float) -> float:
+    """
+    Lagrange multiplier of P(bad) ≤ `limit` after a step of dual ascent: multiplier · exp(rate · (p_bad − limit) / scale).
+
+    As in [Safe RLHF](https://huggingface.co/papers/2310.12773) the logarithm of the multiplier moves, which keeps it above 0.
+    There steps grow with the multiplier and with the cost; here they have a scale, so that one rate serves any limit. The
+    scale must not depend on the estimate: then the multiplier moves by 0 on average at the limit, however rare bad outputs
+    are. A step up is of one nat at most.
+
+    Args:
+        multiplier (`float`):
+            Its value now, above 0.
+        p_bad (`float`):
+            Estimate of P(bad), a probability.
+        limit (`float`):
+            What P(bad) may be, a probability above 0.
+        scale (`float`):
+            Distance from the limit at which a step has the size `rate`, a probability above 0.
+        rate (`float`):
+            Size of a step, above 0, in nats.
+
+    Returns:
+        `float`: The multiplier after the step.
+    """
+    return multiplier * math.exp(min(rate * (p_bad - limit) / scale, 1.0))
+
+
 def _require_non_negative(name: str, value: float) -> None:
     if not value >= 0:
         raise ValueError(f"`{name}` must be at least 0, got {value}.")

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
     from ..generation import VLLMGenerator
+    from ._constraint import Constraint
 
 logger = get_logger(__name__)
 
@@ -92,6 +93,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
         )
         for prefix in ("", "*/")
     )
+    _constraint: "Constraint | None" = None  # on the rate of bad outputs, where a trainer takes one
     _has_begun = False  # whether the negative data in the folder are this run's
     _guard = Guard()  # what keeps sampling and scoring right for all models
     # Beside the policy's: models as they were passed, by the names of their arguments, and adapters to be sampled from

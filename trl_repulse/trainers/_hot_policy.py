@@ -110,7 +110,10 @@ class HotPolicy(DrawnTerm):
         found = (log_w > -torch.inf).any(dim=1)
         log_importance(trainer, "negative", log_w[found], scored[found])
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
-        trainer._log_mean("negative/p_bad", p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)])
+        p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
+        trainer._log_mean("negative/p_bad", p_bad)
+        if trainer._constraint is not None:
+            trainer._constraint.observe(p_bad, resolution=0.0)
         alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
         # The policy loss divides by the number of each kind
         own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))

@@ -17,6 +17,8 @@ from ..losses import (
     scale_gradient,
     sixo_loss,
     sixo_negative_weights,
+    vargrad_loss,
+    vargrad_targets,
 )
 from ._beside import PROPOSAL_FOLDER
 from ._collapse import CollapseWatch
@@ -235,8 +237,8 @@ class LearnedProposal(DrawnTerm):
 
         Returns:
             `dict[str, torch.Tensor]`: `proposal_coefficients`: of shape `(U, m, T)`, the token coefficients of CTL (w − w⁻_t, or
-            w alone without its second term); of shape `(U, m)`, SIXO's weights towards the policy. DPG needs none and gets its
-            weights back.
+            w alone without its second term); of shape `(U, m)`, SIXO's weights towards the policy, or the log-probabilities
+            (nats) that VarGrad aims at. DPG needs none and gets its weights back.
         """
         trainer, args, rewards = self.trainer, self.trainer.args, batch["proposal_rewards"]
         if args.proposal_loss == "dpg":
@@ -245,6 +247,9 @@ class LearnedProposal(DrawnTerm):
         *samples, scored, log_q_now = (trainer._to_prompts(x, self.size(self._mode)) for x in units)
         if args.proposal_loss == "sixo":
             coefficients = sixo_negative_weights(*samples, scored)
+        elif args.proposal_loss == "vargrad":
+            log_potential = trainer._to_prompts(self.log_potential(rewards), self.size(self._mode))
+            coefficients = vargrad_targets(log_q_now, samples[1], log_potential, samples[3])
         else:
             coefficients = ctl_coefficients(
                 log_q_now,
@@ -281,6 +286,8 @@ class LearnedProposal(DrawnTerm):
             return dpg_loss(log_q_all, log_p_all, batch[f"{NEGATIVE}_ids"], weights[0], mask)
         if args.proposal_loss == "sixo":
             return sixo_loss(log_q_now, log_p, *weights, mask)
+        if args.proposal_loss == "vargrad":
+            return vargrad_loss(log_q_now, weights[1], mask)
         return log_ratio_loss(log_q_now, log_p, weights[1], mask, parameterization=args.proposal_parameterization)
 
     def _all_log_probs(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

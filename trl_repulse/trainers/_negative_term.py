@@ -162,7 +162,9 @@ class NegativeTerm:
 
     def scheduled(self, name: str) -> float:
         """`alpha` or `target_dist_beta` at this update."""
-        args, state = self.trainer.args, self.trainer.state
+        args, state, constraint = self.trainer.args, self.trainer.state, self.trainer._constraint
+        if name == "alpha" and constraint is not None:
+            return constraint.multiplier
         start, end = getattr(args, f"{name}_start"), getattr(args, name)
         if start is None:
             return end

@@ -51,6 +51,7 @@ _OBJECTIVE = (
         "proposal_update_order",
     ),
     *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
+    *("cvar_level", "cvar_over", "cvar_schedule_ratio", "max_bad_probability", "constraint_learning_rate"),
     *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
     *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
     *(
@@ -104,7 +105,7 @@ _NOT_OF_ADAPTERS = (
 )
 
 
-# Of these, what schedules are made of anew, also those of `alpha` and `target_dist_beta`.
+# Of these, what schedules are made of anew, also those of `alpha`, `target_dist_beta` and the level of CVaR.
 _SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
 
 
@@ -253,6 +254,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
         "buffer": rest,
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
         "negatives_begin": _first_row(negatives),
+        "constraint": None if trainer._constraint is None else trainer._constraint.state(),
         "settings": _settings(trainer),
     }
     save_file(tensors, checkpoint / f"position-{rank}.safetensors")
@@ -279,6 +281,8 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
         return
     position = json.loads(path.read_text(encoding="utf-8"))
     trainer._step = position["step"]
+    if trainer._constraint is not None and position.get("constraint") is not None:
+        trainer._constraint.load_state(position["constraint"])
     if position["buffer"] is not None:
         batches = [dict(batch) for batch in position["buffer"]]
         for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
@@ -319,7 +323,8 @@ def _settings(trainer: Any) -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
-    if settings.get("potential") == "indicator" or getattr(trainer.args, "draws_hot", False):  # else it only counts
+    decides = settings.get("potential") == "indicator" or trainer._constraint is not None
+    if decides or getattr(trainer.args, "draws_hot", False):  # else it only counts
         settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
     if trainer.args.sync_ref_model:
         settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}

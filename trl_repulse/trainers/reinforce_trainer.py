@@ -5,14 +5,16 @@ tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a
 completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
 """
 
+import functools
 from typing import Any
 
 import torch
 
 from ..configs import ReinforceConfig
 from ..importance import sequence_log_prob
-from ..losses import compute_advantages
+from ..losses import compute_advantages, cvar_rewards, cvar_schedule
 from ._cards import REPULSE_PAPER
+from ._constraint import Constraint
 from ._grpo import GRPOBase
 from ._metrics import Moments, mean
 from ._records import record_advantages, record_samples
@@ -112,17 +114,35 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
 
     def _credit_in_loss(self, mode: str) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
-        return not self.args.normalize_advantages and not self._weighs_early(mode)
+        of_batch = self.args.normalize_advantages or (
+            self.args.cvar_level is not None and self.args.cvar_over == "batch"
+        )
+        return not of_batch and not self._weighs_early(mode)
 
     # Credit
 
+    @functools.cached_property
+    def _constraint(self) -> Constraint | None:
+        if self.args.max_bad_probability is None:
+            return None
+        return Constraint(self, 1.0 if self.args.charges_bad else self.args.alpha)
+
     @property
     def transforms_rewards(self) -> bool:
-        return bool(self.args.reward_clip_range) or super().transforms_rewards
+        return bool(self.args.reward_clip_range) or self.args.charges_bad or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         limits = self.args.reward_clip_range
-        return super()._transform(rewards.clamp(*limits) if limits else rewards)
+        transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
+        if self.args.charges_bad:
+            transformed = transformed - self._constraint.multiplier * (rewards < self.args.bad_reward_threshold)
+        return transformed
+
+    def _observe(self, rewards: torch.Tensor) -> None:
+        """Lets the constraint, if there is one, know of the policy's samples."""
+        if self._constraint is not None:
+            bad = (rewards < self.args.bad_reward_threshold).float()
+            self._constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
     def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
         """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
@@ -133,6 +153,20 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
     def _returns(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
         """What the policy maximises: transformed reward without the KL penalty, of each completion, shape (U, n)."""
         return self._transform(batch[f"{name}rewards"]) - self.beta * self._kl(batch, log_p, name)
+
+    def _tail(self, rewards: torch.Tensor, generations: int) -> torch.Tensor:
+        """Rewards whose mean is that of the worst among them, of each completion, shape (U, n); logs it."""
+        args, state, mode = self.args, self.state, "train" if self.model.training else "eval"
+        progress = min(state.global_step / max(state.max_steps - 1, 1), 1.0)
+        level = cvar_schedule(args.cvar_level, args.cvar_schedule_ratio, progress)
+        if args.cvar_over == "batch":  # the generation batch, that of all processes
+            everyone = self.accelerator.gather(rewards.flatten()).view(1, -1)
+            tail = cvar_rewards(everyone, level).flatten()[self._local_rows(rewards.numel())].view_as(rewards)
+        else:
+            tail = self._to_units(cvar_rewards(self._to_prompts(rewards, generations), level), rewards)
+        self._log_mean("reward_cvar", tail)
+        self._metrics[mode]["cvar_level"].append(level)
+        return tail
 
     def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """
@@ -150,16 +184,20 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         mode = "train" if self.model.training else "eval"
         generations = self._num_generations(mode)
         kl = self._kl(batch, log_p)
-        returns = self._transform(batch["rewards"]) - self.beta * kl
+        self._observe(batch["rewards"])
+        rewards = self._transform(batch["rewards"])
+        returns = aims = rewards - self.beta * kl
+        if self.args.cvar_level is not None:
+            aims = self._tail(rewards, generations) - self.beta * kl
         baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
         elif self.args.normalize_advantages:  # over the generation batch, that of all processes
-            everyone = self.accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
+            everyone = self.accelerator.gather(aims.flatten()).view(-1, generations)  # (P, N)
             advantages = compute_advantages(everyone, *baseline, normalize=True)
             advantages = advantages.flatten()[self._local_rows(returns.numel())].view_as(returns)
         else:
-            advantages = compute_advantages(self._to_prompts(returns, generations), *baseline)
+            advantages = compute_advantages(self._to_prompts(aims, generations), *baseline)
             advantages = self._to_units(advantages, returns)
 
         self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
@@ -175,6 +213,12 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
             inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
         loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))
         return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._constraint is not None and self.accelerator.sync_gradients:
+            self._constraint.update()
+        return loss
 
     def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
         loss = self._mean_of_real(loss, inputs["completion_mask"].shape[:2].numel())

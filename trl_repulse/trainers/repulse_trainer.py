@@ -79,6 +79,10 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
         batch = super()._generate_and_score_completions(inputs)
         return batch if self._negative is None else batch | self._negative.sample(inputs, batch)
 
+    def _observe(self, rewards: torch.Tensor) -> None:
+        if not self.args.draws_hot:  # hot samples tell more, and are told of as they are weighed
+            super()._observe(rewards)
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if self._negative is None:
             return super()._compute_loss(model, inputs)
