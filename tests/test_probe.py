@@ -128,11 +128,11 @@ def test_ordinary_models_need_no_guard(tokenizer, architecture, dtype):
 def test_nothing_is_disturbed(tokenizer):
     model = build_model("gpt2", len(tokenizer)).train()
     model.transformer.h[1].eval()
-    modes, habits = [module.training for module in model.modules()], model.generation_config
+    modes, saved = [module.training for module in model.modules()], model.generation_config
     state = torch.get_rng_state()
     weights = {name: p.clone() for name, p in model.named_parameters()}
     probe(model)
-    assert [module.training for module in model.modules()] == modes and model.generation_config is habits
+    assert [module.training for module in model.modules()] == modes and model.generation_config is saved
     assert torch.equal(torch.get_rng_state(), state)
     for name, p in model.named_parameters():
         assert torch.equal(p, weights[name]) and p.grad is None

@@ -146,16 +146,16 @@ def test_tokens_of_probability_zero_have_no_part_in_the_temperature(models, toke
 def test_settings_that_a_model_was_saved_with_play_no_part(models, tokenizer, prompts, reward):
     arguments = (tokenizer, prompts["prompt"][:2], reward, (20, 20), 3)
     plain = draw(models, *arguments, seed=3)
-    habits = GenerationConfig(
+    saved = GenerationConfig(
         temperature=0.1, top_k=1, do_sample=False, repetition_penalty=5.0, max_length=3, suppress_tokens=[4, 5, 6]
     )
-    habits.eos_token_id, habits.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    saved.eos_token_id, saved.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     for model in models:
-        model.generation_config = habits
+        model.generation_config = saved
         model.train()
     bent = draw(models, *arguments, seed=3)
     assert bent.texts == plain.texts and torch.equal(bent.sample.log_density, plain.sample.log_density)
-    assert all(model.training and model.generation_config is habits for model in models)
+    assert all(model.training and model.generation_config is saved for model in models)
     assert draw(models, *arguments, seed=4).texts != plain.texts
 
 

@@ -13,7 +13,7 @@ from .scoring_config import ScoringConfig
 
 
 # GRPO's fields that nothing here reads, by what to do instead: refused where they are set
-_NOT_OF_REINFORCE = {
+_GRPO_ONLY = {
     "is about the kind of GRPO's loss, and the loss here is REINFORCE's; see `logprob_reduction` and `epsilon`": (
         *("loss_type", "importance_sampling_level", "delta", "use_bias_correction_kl", "off_policy_mask_threshold"),
         *("sapo_temperature_neg", "sapo_temperature_pos"),
@@ -164,7 +164,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         super().__post_init__()
         check_shared(self)
         defaults = {each.name: each.default for each in fields(ReinforceConfig)}
-        for what, names in _NOT_OF_REINFORCE.items():
+        for what, names in _GRPO_ONLY.items():
             for name in names:
                 require(self, getattr(self, name) == defaults[name], name, f"{what}; leave it at {defaults[name]!r}")
         if self.reward_clip_range:

@@ -25,11 +25,11 @@ from transformers.utils import logging
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model
 from .._prompts import render
-from ..generation._habits import end_tokens, until_end
+from ..generation._defaults import end_tokens, until_end
 from ..generation._padding import batches, padding_token
 from ..generation._probe import probe
 from ..trainers._rewards import with_checks
-from ..trainers._trl_bridge import is_async_callable, without_generation_habits
+from ..trainers._trl_bridge import is_async_callable, without_generation_defaults
 from .exact import _evaluating, _reward_of_model
 
 
@@ -159,7 +159,7 @@ def transformers_engine(
         width = max(map(len, prompt_ids))
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompt_ids], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
-        with _evaluating(model), without_generation_habits(model):
+        with _evaluating(model), without_generation_defaults(model):
             output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         return [until_end(row, end) for row in output[:, width:].tolist()]
 

@@ -34,9 +34,9 @@ from ._generation import hash_folder, hash_model
 logger = get_logger(__name__)
 
 # Fields that change no reward of the same weights
-_OF_NO_REWARD = ("model", "revision", "name", "batch_size", "device")
+_IRRELEVANT_FIELDS = ("model", "revision", "name", "batch_size", "device")
 # Last words of names, in code of users, of secrets and of what says where and how fast something runs
-_OF_NO_SCORE = re.compile(
+_IRRELEVANT_TO_SCORES = re.compile(
     r"(^|_)(key|token|secret|password|url|host|port|device|rank|timeout|retries|batch_size)$", re.IGNORECASE
 )
 # What was found of an object when it was first used, before it counted or kept anything
@@ -98,7 +98,9 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, ModelReward):
         if reward._module is None:  # one that was pickled comes without weights
             reward._load()
-        decides = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _OF_NO_REWARD}
+        decides = {
+            each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _IRRELEVANT_FIELDS
+        }
         return {
             "name": reward.model,
             "revision": reward.revision,
@@ -199,7 +201,9 @@ def _describe(value: Any, package: str, said: list[Any]) -> Any:
 
 
 def _describe_named(values: dict[str, Any], package: str, said: list[Any]) -> dict[str, Any]:
-    return {name: _describe(each, package, said) for name, each in values.items() if not _OF_NO_SCORE.search(name)}
+    return {
+        name: _describe(each, package, said) for name, each in values.items() if not _IRRELEVANT_TO_SCORES.search(name)
+    }
 
 
 def _describe_function(function: FunctionType, said: list[Any]) -> dict[str, Any]:

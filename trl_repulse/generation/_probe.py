@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
 from .._adapters import base_of
-from ._habits import without_generation_habits
+from ._defaults import without_generation_defaults
 from ._padding import padded_outputs, vocab_size
 from ._prefill import prompts_read_once
 
@@ -371,8 +371,8 @@ class _Passes:
             cache_implementation=config.cache_implementation,
             disable_compile=True,
         )
-        with without_generation_habits(self._model) as habits:
-            habits.eos_token_id = None  # nothing ends the rows
+        with without_generation_defaults(self._model) as config:
+            config.eos_token_id = None  # nothing ends the rows
             self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,

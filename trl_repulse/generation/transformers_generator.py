@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .._causal import check_causal
-from ._habits import end_tokens, until_end, without_generation_habits
+from ._defaults import end_tokens, until_end, without_generation_defaults
 from ._padding import batches
 from ._probe import Guard, probe
 from .completions import Completion, group_completions, tokenize
@@ -104,7 +104,7 @@ class TransformersGenerator:
         training = lm.training
         lm.eval()
         try:
-            with without_generation_habits(lm):
+            with without_generation_defaults(lm):
                 for chosen in batches(rows, self.batch_size, guard.sample_by_length):
                     for place, ids in zip(chosen, self._generate(lm, [rows[i] for i in chosen], guard), strict=True):
                         drawn[place] = ids

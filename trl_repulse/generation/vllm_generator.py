@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ._habits import end_tokens
+from ._defaults import end_tokens
 from .completions import Completion, check_one_family, group_completions, tokenize
 
 

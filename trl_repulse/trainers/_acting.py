@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 Factory = Callable[[], Any]
 
-_OF_A_BATCH = ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts")
+_BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts")
 
 
 def refuse_acting(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class ProposalWorld:
             `list[dict]`: The rows, with the prompts as their environments begin them.
         """
         trainer = self._trainer
-        before = {name: value for name, value in vars(trainer).items() if name in _OF_A_BATCH}
+        before = {name: value for name, value in vars(trainer).items() if name in _BATCH_ATTRIBUTES}
         try:
             environments = self._take(rows)
             trainer.environments = environments or None

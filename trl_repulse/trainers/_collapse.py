@@ -60,13 +60,13 @@ class CollapseWatch:
         scored = ~trainer._to_prompts(batch["proposal_rewards"], proposals).isnan()  # (P, K)
         known = scored.any(dim=1)  # (P,); other prompts may only fill up a batch
         distinct = distinct_share(trainer._to_prompts(batch["proposal_completion_ids"], proposals), mask)
-        distinct = trainer._everyones(distinct[known])
+        distinct = trainer._gathered_moments(distinct[known])
         trainer._record({"proposal/distinct": mean}, distinct)
 
         log_potential = trainer._to_prompts(self._part.log_potential(batch["rewards"]), size)  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
-        gap = trainer._everyones(torch.where(gap.isinf(), torch.nan, gap))
+        gap = trainer._gathered_moments(torch.where(gap.isinf(), torch.nan, gap))
         trainer._record({"proposal/log_z_gap": mean}, gap)
 
         others = trainer._to_prompts(sequence_log_prob(batch["old_log_p"], batch["completion_mask"]), size)

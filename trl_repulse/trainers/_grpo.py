@@ -185,7 +185,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         counted = mask if ratio.shape == mask.shape else self._are_real(len(mask)).unsqueeze(1)
         names = {"min": lowest, "mean": mean, "max": highest}
         names = {f"{prefix}sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
-        self._record(names, self._everyones(ratio[counted]))
+        self._record(names, self._gathered_moments(ratio[counted]))
 
     def _trim_logs(self, rows: int) -> None:
         """Takes the last rows, which only fill up a batch, out of the completions table."""

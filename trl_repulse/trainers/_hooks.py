@@ -48,7 +48,7 @@ from ._trl_bridge import (
     disable_dropout,
     get_config_model_id,
     withheld_from_uploads,
-    without_generation_habits,
+    without_generation_defaults,
     without_lasting_changes,
 )
 
@@ -391,7 +391,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
 
     def _log_gap(self, gap: torch.Tensor, prefix: str = "") -> None:
         """Logs distances from the engine, one for each of this process's tokens and NaN where it gave none; warns."""
-        name, moments = f"{prefix}sampling/sampling_logp_difference", self._everyones(gap)
+        name, moments = f"{prefix}sampling/sampling_logp_difference", self._gathered_moments(gap)
         self._record({f"{name}/mean": mean, f"{name}/max": highest}, moments)
         if moments.mean > self.args.vllm_logp_difference_threshold:
             logger.warning_once(
@@ -417,7 +417,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         sampled = self.accelerator.unwrap_model(self.model_wrapped)
         once = prompts_read_once(sampled) if self._guard.repeat_cache else contextlib.nullcontext()
-        with without_generation_habits(sampled), without_lasting_changes(self, sampled), once:
+        with without_generation_defaults(sampled), without_lasting_changes(self, sampled), once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)

@@ -130,13 +130,13 @@ class PooledMetrics:
         table = torch.tensor([list(vars(moments).values())], dtype=torch.float32, device=self.accelerator.device)
         return sum((Moments(*row) for row in self.accelerator.gather(table).tolist()), Moments())
 
-    def _everyones(self, values: torch.Tensor) -> Moments:
+    def _gathered_moments(self, values: torch.Tensor) -> Moments:
         """Moments of all processes' values, of which each may have another number; NaN counts for nothing."""
         return self._gathered(Moments.of(values))
 
     def _log_mean(self, name: str, values: torch.Tensor) -> None:
         """Logs the mean over all processes, without the samples that have no reward."""
-        self._record({name: mean}, self._everyones(values))
+        self._record({name: mean}, self._gathered_moments(values))
 
     def _log_token_mean(self, name: str, total: torch.Tensor, tokens: torch.Tensor) -> None:
         """Logs a mean over tokens from this process's sum and number of them."""
@@ -181,7 +181,7 @@ class PooledMetrics:
         for kind, counted in (("length", real), ("terminated_length", real & ~truncated)):
             statistics = {"mean": mean, "min": lowest, "max": highest}
             names = {f"completions/{name}_{kind}": statistic for name, statistic in statistics.items()}
-            self._record(names, self._everyones(lengths[counted]))
+            self._record(names, self._gathered_moments(lengths[counted]))
         return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

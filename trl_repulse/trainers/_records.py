@@ -90,7 +90,7 @@ def log_importance(trainer: Any, prefix: str, log_w: torch.Tensor, scored: torch
             Which samples have a reward.
     """
     known = scored.any(dim=1)  # (P,)
-    ess = trainer._everyones(effective_sample_size(log_w)[known])
+    ess = trainer._gathered_moments(effective_sample_size(log_w)[known])
     trainer._record({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, ess)
     trainer._log_mean(f"{prefix}/max_weight", max_weight_share(log_w)[known])
     log_z = log_z_estimate(log_w, scored)

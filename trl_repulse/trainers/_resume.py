@@ -79,7 +79,7 @@ _OBJECTIVE = (
     *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
 )
 # Another value is not taken up, or only in part, and may be meant.
-_SAID = (
+_REPORTED = (
     *(
         "learning_rate",
         "proposal_learning_rate",
@@ -92,13 +92,13 @@ _SAID = (
     *("adam_beta1", "adam_beta2", "adam_epsilon"),
 )
 # Compared too, and said; not fields of a configuration. Rewards have names alone, which a moved folder changes.
-_SAID_OF_MODELS = {
+_REPORTED_OF_MODELS = {
     "model": "a new reference is loaded from a new `model`",
     "reward functions": "the run goes on with the rewards that are given here",
 }
 _ADAPTERS = ("adapter", "second adapter", "third adapter")
 # Of an adapter's configuration: where it came from and how it began, not what it computes.
-_NOT_OF_ADAPTERS = (
+_IGNORED_ADAPTER_FIELDS = (
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
     *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "fan_in_fan_out"),
     *("megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
@@ -321,7 +321,7 @@ def _generate_every(trainer: Any) -> int:
 
 def _settings(trainer: Any) -> dict[str, Any]:
     """What a resumed run is compared by, as JSON gives it back."""
-    names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_SAID) if hasattr(trainer.args, name)]
+    names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_REPORTED) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
     decides = settings.get("potential") == "indicator" or trainer._constraint is not None
     if decides or getattr(trainer.args, "draws_hot", False):  # else it only counts
@@ -347,7 +347,7 @@ def _adapter_settings(module: Any) -> dict[str, Any] | None:
         config = module.peft_config[module.active_adapter]
     else:
         return None
-    rest = {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_ADAPTERS}
+    rest = {name: value for name, value in config.to_dict().items() if name not in _IGNORED_ADAPTER_FIELDS}
     return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
 
 
@@ -388,7 +388,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
             changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
             before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
     changed = [name for name in now if name in before and now[name] != before[name]]
-    refused = [name for name in changed if name not in (*_SAID, *_SAID_OF_MODELS)]
+    refused = [name for name in changed if name not in (*_REPORTED, *_REPORTED_OF_MODELS)]
     if refused:
         name = refused[0]
         shown = f"`{name}={now[name]!r}`" if name in vars(trainer.args) else f"{name}: {now[name]!r}"
@@ -403,5 +403,5 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
                 "set it to that for a run like one that was not interrupted"
             )
         else:
-            consequence = _SAID_OF_MODELS.get(name, "the optimizer goes on as it was")
+            consequence = _REPORTED_OF_MODELS.get(name, "the optimizer goes on as it was")
         logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))

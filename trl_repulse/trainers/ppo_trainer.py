@@ -297,12 +297,12 @@ class PPOTrainer(GRPOBase):
     # Logging
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        targets, errors = (self._everyones(x[mask != 0]) for x in (returns, returns - values))
+        targets, errors = (self._gathered_moments(x[mask != 0]) for x in (returns, returns - values))
         explained = Pooled(share_explained, targets, errors)
         self._metrics["train" if self.model.training else "eval"][f"{VALUE_FOLDER}/explained_variance"].append(
             explained
         )
-        self._record({f"{VALUE_FOLDER}/mean": mean}, self._everyones(values[mask != 0]))
+        self._record({f"{VALUE_FOLDER}/mean": mean}, self._gathered_moments(values[mask != 0]))
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""

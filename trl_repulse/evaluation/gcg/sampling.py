@@ -7,7 +7,7 @@ Axis letters: L tokens of the prompt, T of the target, N samples, V vocabulary.
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...generation._habits import end_tokens
+from ...generation._defaults import end_tokens
 from ...generation._probe import repeats_cache
 
 

@@ -7,7 +7,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 @contextlib.contextmanager
-def without_generation_habits(model: PreTrainedModel) -> Iterator[GenerationConfig]:
+def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationConfig]:
     """Samples inside the context follow the model and the trainer's arguments, and nothing the model was saved with.
 
     transformers (5.23) fills what a `generation_config` passed to `generate` leaves unset from the model's own:
@@ -20,17 +20,17 @@ def without_generation_habits(model: PreTrainedModel) -> Iterator[GenerationConf
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    habits = base.generation_config
+    saved = base.generation_config
     base.generation_config = GenerationConfig(
-        bos_token_id=habits.bos_token_id,
-        eos_token_id=habits.eos_token_id,
-        pad_token_id=habits.pad_token_id,
-        cache_implementation=habits.cache_implementation,
+        bos_token_id=saved.bos_token_id,
+        eos_token_id=saved.eos_token_id,
+        pad_token_id=saved.pad_token_id,
+        cache_implementation=saved.cache_implementation,
     )
     try:
         yield base.generation_config
     finally:
-        base.generation_config = habits
+        base.generation_config = saved
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
