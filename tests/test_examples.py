@@ -19,7 +19,8 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from trl_repulse import embedded
+from trl_repulse import arguments, embedded
+from trl_repulse.arguments import ARGUMENTS
 from trl_repulse.evaluation.exact import ExactEvaluator
 
 
@@ -84,6 +85,10 @@ def reward_dir(tmp_path_factory, tokenizer):
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return str(folder)
+
+
+def parse(flags):
+    return arguments.parse(flags, ARGUMENTS["repulse"], embedded.settings_path("repulse"))
 
 
 def read_results(folder):
@@ -276,7 +281,7 @@ def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
 
 def test_default_settings_are_those_of_the_file(example):
     settings = yaml.safe_load(EMBEDDED_CONFIG.read_text())
-    script_args, args, model_args = example.parse([])
+    script_args, args, model_args = parse([])
     assert model_args.model_name_or_path is None
     assert script_args.reward_model_path == embedded.reward_model_path()
     assert script_args.dataset_name == embedded.prompts_path()
@@ -289,12 +294,12 @@ def test_default_settings_are_those_of_the_file(example):
 
 
 def test_flags_win_over_the_file(example, tmp_path):
-    assert example.parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
+    assert parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
     config = tmp_path / "own.yaml"
     config.write_text(
         "proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n"
     )
-    _, args, model_args = example.parse(["--config", str(config), "--alpha", "0.75"])
+    _, args, model_args = parse(["--config", str(config), "--alpha", "0.75"])
     assert (args.alpha, args.learning_rate, args.num_generations) == (0.75, 0.25, 4)
     assert model_args.model_name_or_path is None  # so this is the embedded world too
     assert args.model_init_kwargs["dtype"] == "bfloat16"
@@ -304,7 +309,7 @@ def test_model_arguments_reach_the_model(example):
     flags = ["--model_name_or_path", "a", "--reward_model_path", "b", "--dataset_name", "c", "--model_revision", "d"]
     flags += ["--bad_reward_threshold", "-4"]
     flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_cache": false}']
-    _, args, model_args = example.parse(flags)
+    _, args, model_args = parse(flags)
     assert model_args.model_name_or_path == "a"
     expected = {"revision": "d", "attn_implementation": "eager", "dtype": "float32", "use_cache": False}
     assert args.model_init_kwargs == expected
