@@ -57,6 +57,9 @@ class TrainingScriptArguments(ScriptArguments):
             Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
         tracking_every (`int`, *optional*, defaults to `10`):
             Updates between two exact evaluations.
+        print_all_metrics (`bool`, *optional*, defaults to `False`):
+            Whether to print all metrics at each log, as [`~transformers.Trainer`] does, instead of a line with the main
+            ones. Trackers get all in both cases.
     """
 
     reward_model_path: str | None = field(
@@ -98,6 +101,9 @@ class TrainingScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
     )
     tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
+    print_all_metrics: bool = field(
+        default=False, metadata={"help": "Whether to print all metrics at each log, not a line with the main ones."}
+    )
 
     def __post_init__(self):
         if isinstance(self.reward_kwargs, str):

@@ -30,6 +30,7 @@ from .evaluation.tracking import (
 )
 from .plots import plot_training
 from .rewards.loading import load_reward
+from .terse_log import use_terse_log
 from .trainers._deepspeed import gathered
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
@@ -202,6 +203,8 @@ def run(
     )
     tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
     trainer.add_callback(tracking)
+    if not script_args.print_all_metrics:
+        use_terse_log(trainer)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
     trainer.train(resume_from_checkpoint=resume)
