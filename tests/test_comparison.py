@@ -73,6 +73,8 @@ def test_a_run_without_a_reference_has_no_kl(write):
     paths = write(result(), result(seed=1, log_prob_bad=-math.inf))
     assert "-Infinity" in paths[1].read_text() and format_comparison(load_runs(paths)) == format_comparison(never)
     assert math.isnan(summarize(load_runs(paths))["REINFORCE"]["log_prob_bad"][0])
+    final = {"expected_reward": 4.0, "kl": 2.0}  # as the commands write it
+    assert format_comparison(load_runs(write(result(), result(seed=1, final=final)))) == format_comparison(never)
     assert "| – |" in format_comparison(runs) and math.isnan(summarize(runs)["REINFORCE"]["kl"][0])
 
 

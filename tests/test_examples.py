@@ -152,7 +152,7 @@ def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, sampl
 
     has_proposal = method == "RePULSe"
     assert (tmp_path / "proposal").is_dir() == has_proposal
-    last = results["history"][-1]["proposal"]
+    last = results["history"][-1].get("proposal")
     if has_proposal:
         assert last == pytest.approx(exact(evaluator, tmp_path / "proposal"), abs=1e-6)
     else:
@@ -219,11 +219,15 @@ def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, rew
     results = read_results(tmp_path / "out")
     assert results["method"] == "RePULSe"
     assert results["samples"] == 32
-    assert results["initial"] is results["final"] is None
+    assert not {"initial", "final"} & set(results)
     assert results["history"] == []
     assert "reward" in results["metrics"]
     assert (tmp_path / "out" / "model.safetensors").exists()
-    assert not (tmp_path / "out" / "training.png").exists()
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "null" not in (tmp_path / "out" / "results.json").read_text()
+    table = (tmp_path / "out" / "completions" / "before_after.md").read_text().splitlines()
+    assert len(table) == 12 and table[0] == "| prompt | update 0 | reward | update 2 | reward |"
+    assert [line.split(" | ")[0] for line in table[2:6]] == [f"| {prompt}" for prompt in (*prompts, prompts[0])]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["samples", "drawn", "32"] in lines
     assert ["reward", f"{results['metrics']['reward']:.4f}"] in lines

@@ -19,6 +19,7 @@ from . import embedded
 from ._errors import describe_error, from_reward
 from .arguments import TrainingScriptArguments
 from .data import drop_long_prompts, load_prompts
+from .evaluation.before_after import BeforeAfterCallback
 from .evaluation.exact import ExactEvaluator
 from .evaluation.tracking import (
     BadTokenTrackingCallback,
@@ -162,7 +163,8 @@ def run(
     **kwargs: Any,
 ) -> None:
     """
-    Trains, saves, and says what became of it: a table on the standard output, `results.json` in `output_dir`.
+    Trains, saves, and says what became of it: a table on the standard output; in `output_dir` `results.json`, a figure, and
+    a table of completions from before and after training.
 
     Args:
         trainer_cls (`type`):
@@ -202,7 +204,9 @@ def run(
         **kwargs,
     )
     tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
-    trainer.add_callback(tracking)
+    table = BeforeAfterCallback(trainer, prompts if held_out is None else held_out)
+    for callback in (table, tracking):
+        trainer.add_callback(callback)
     if not script_args.print_all_metrics:
         use_terse_log(trainer)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
@@ -216,6 +220,7 @@ def run(
     if args.push_to_hub:
         is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
         trainer.push_to_hub(dataset_name=None if is_local else name)
+    table.write(Path(args.output_dir) / "completions" / "before_after.md")  # after uploads, which it is not for
     trainer.end()
 
 
@@ -266,7 +271,8 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
             f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
             f"training:\n\n```text\n{table}\n```"
         )
-        plot_training(tracking.history, output_dir / "training.png")
+    if tracking.history or metrics:
+        plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)
     print(f"Saved to {output_dir.resolve()}")
 
 
