@@ -25,7 +25,7 @@ _WORDS = {
     "proposal/bad_fraction": "proposal bad {:.2%}",
     "proposal/ess": "ESS {:.3g} samples",
     "negative/ess": "ESS {:.3g} samples",
-    "value/explained_variance": "explained variance {:.2%}",
+    "value/explained_variance": "explained variance {:.3g}",
     "step_time": "{:.3g} s/update",
 }
 
