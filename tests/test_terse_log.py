@@ -57,7 +57,7 @@ def test_what_printed_is_replaced(plain):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_run(tmp_path, capsys, everything):
     flags = ["--max_completion_length", "1", "--max_steps", "2", "--logging_steps", "1", "--disable_tqdm", "true"]
     flags += ["--print_all_metrics", str(everything), "--save_strategy", "steps", "--save_steps", "2"]
