@@ -188,6 +188,7 @@ def draw(
     ):
         if isinstance(reward, nn.Module):
             reward = accelerator.unwrap_model(reward)  # of DeepSpeed's engine
+        reward = getattr(reward, "unchecked", reward)  # which `as_function` checks again
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
         functions[name] = partial(function, **given)
     columns = {name: values for name, values in columns.items() if name not in _GIVEN}
