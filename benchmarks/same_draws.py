@@ -26,10 +26,9 @@ from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.scripts import TrainingScriptArguments, parse, run
-
-
-DEFAULT = Path(__file__).parent.parent / "examples" / "configs" / "embedded.yaml"
+from trl_repulse.arguments import TrainingScriptArguments, parse
+from trl_repulse.embedded import settings_path
+from trl_repulse.scripts import run
 
 
 class Watched(RePULSeTrainer):
@@ -110,7 +109,7 @@ def main() -> None:
             place = Path(folder, name)
             argv = ["--use_cpu", "true", "--seed", str(options.seed), "--max_steps", str(options.max_steps)]
             argv += ["--output_dir", str(place), "--use_vllm", str(name == "vllm").lower(), "--disable_tqdm", "true"]
-            arguments = parse(argv, (TrainingScriptArguments, RePULSeConfig), DEFAULT)
+            arguments = parse(argv, (TrainingScriptArguments, RePULSeConfig), settings_path("repulse"))
             run(Watched, *arguments, f"RePULSe, {name}")
             final = json.loads((place / "results.json").read_text())["final"]
             ends.append(f"{final['expected_reward']:.2f} / {final['log_prob_bad']:.1f}")

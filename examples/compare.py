@@ -5,13 +5,12 @@ Compares methods in the embedded world at equal numbers of completions: a table 
     python examples/compare.py --tune          # instead, every setting of every method, on four other seeds
     python examples/compare.py --seeds 0 1 2 --methods REINFORCE RePULSe --output_dir runs
 
-Methods and settings are in `examples/configs/compare.yaml`. A run is one of the example scripts with other flags, in one of
-`--workers` processes. Finished runs are not repeated: an interrupted comparison goes on where it stopped.
+Methods and settings are in `examples/configs/compare.yaml`. A run is one of the training commands with other flags, in one
+of `--workers` processes. Finished runs are not repeated: an interrupted comparison goes on where it stopped.
 """
 
 import argparse
 import contextlib
-import importlib
 import json
 import multiprocessing
 import shutil
@@ -26,6 +25,7 @@ import yaml
 from trl_repulse.cli import Parser
 from trl_repulse.evaluation.comparison import format_comparison, load_runs
 from trl_repulse.evaluation.frontier import Run, make_frontier
+from trl_repulse.methods import train
 from trl_repulse.plots import plot_frontier
 
 
@@ -35,15 +35,14 @@ TUNING_SEEDS = [100, 101, 102, 103]  # of no run that is compared
 
 def prepare_worker() -> None:
     torch.set_num_threads(1)  # as many runs as there are cores are faster than a run on many
-    sys.path.insert(0, str(EXAMPLES))
 
 
 def text_of(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def run(script: str, method: str, flags: dict[str, Any], folder: Path) -> None:
-    """Runs an example script in this process; what it prints goes to `log.txt`, `results.json` appears when it is done."""
+def run(command: str, method: str, flags: dict[str, Any], folder: Path) -> None:
+    """Runs a training command in this process; what it prints goes to `log.txt`, `results.json` appears when it is done."""
     shutil.rmtree(folder, ignore_errors=True)
     running = folder.with_name(f"{folder.name}.running")
     shutil.rmtree(running, ignore_errors=True)
@@ -52,14 +51,14 @@ def run(script: str, method: str, flags: dict[str, Any], folder: Path) -> None:
     argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     with open(running / "log.txt", "w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            importlib.import_module(script).main([*argv, "--output_dir", str(running)])
+            train(command, [*argv, "--output_dir", str(running)])
     results = json.loads((running / "results.json").read_text(encoding="utf-8"))
     (running / "results.json").write_text(json.dumps(results | {"method": method}, indent=2), encoding="utf-8")
     running.rename(folder)
 
 
 def plan(config: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str, dict[str, Any], Path]]:
-    """What to run: script, method, flags and folder of each."""
+    """What to run: training command, method, flags and folder of each."""
     runs = []
     for name, method in config["methods"].items():
         if options.methods and name not in options.methods:
@@ -74,7 +73,7 @@ def plan(config: dict[str, Any], options: argparse.Namespace) -> list[tuple[str,
                 values = "-".join(f"{key}{text_of(value)}" for key, value in setting.items())
                 folder = options.output_dir / f"{name}-{values}-seed{seed}".replace(" ", "_").replace("/", "_")
                 flags = config["common"] | method.get("flags", {}) | schedule | setting | {"seed": seed}
-                runs.append((method["script"], label, flags, folder))
+                runs.append((method["command"], label, flags, folder))
     return runs
 
 

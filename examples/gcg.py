@@ -11,10 +11,11 @@ and `GCGEvaluationConfig`; an interrupted run goes on where it stopped.
 
 from trl import TrlParser
 
+from trl_repulse.arguments import parse_fields
 from trl_repulse.cli import NEGATIVE_NUMBER
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 from trl_repulse.evaluation.gcg.launch import launch
-from trl_repulse.scripts import main_or_exit, parse_fields
+from trl_repulse.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:

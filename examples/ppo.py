@@ -6,36 +6,16 @@ Trains a policy with PPO and says what became of it.
         --value_model_path my/reward-model --dataset_name prompts.jsonl --max_completion_length 64
     accelerate launch examples/ppo.py --config examples/configs/smollm/ppo-1.yaml    # a published run
 
-Without `--model_name_or_path` and `--config`, the settings are those of `examples/configs/embedded_ppo.yaml`. Flags win.
+`trl-repulse ppo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those
+of `trl_repulse/embedded/settings/ppo.yaml`. Flags win.
 """
 
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from trl_repulse import PPOConfig, PPOTrainer
-from trl_repulse.scripts import TrainingScriptArguments, main_or_exit, run
-from trl_repulse.scripts import parse as parse_arguments
-
-
-@dataclass
-class PPOScriptArguments(TrainingScriptArguments):
-    """The arguments of all examples, and where the value model starts from."""
-
-    value_model_path: str | None = field(
-        default=None,
-        metadata={"help": "Value model: a path or a Hub name, e.g. of the reward model. If unset, the policy."},
-    )
-
-
-def parse(argv: list[str]):
-    default = Path(__file__).parent / "configs" / "embedded_ppo.yaml"
-    return parse_arguments(argv, (PPOScriptArguments, PPOConfig), default)
+from trl_repulse.methods import train
+from trl_repulse.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:
-    script_args, args, model_args = parse(sys.argv[1:] if argv is None else argv)
-    run(PPOTrainer, script_args, args, model_args, "PPO", value_model=script_args.value_model_path)
+    train("ppo", argv)
 
 
 if __name__ == "__main__":

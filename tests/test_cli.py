@@ -16,7 +16,7 @@ import pytest
 from trl_repulse import __version__, rewards
 from trl_repulse._commands.serve_reward import _MODEL, KINDS
 from trl_repulse._errors import EXTRAS, describe_error
-from trl_repulse.cli import COMMANDS, build_parser, main
+from trl_repulse.cli import COMMANDS, TRAINING, build_parser, main
 from trl_repulse.rewards import RemoteReward, SequencePairReward
 
 from .reward_models import ANSWERS, QUESTIONS, build_tokenizer, save_model
@@ -219,7 +219,7 @@ def test_what_is_no_number_is_an_option(capsys):
 
 def test_help_and_version(capsys):
     for arguments, expected in (
-        (["--help"], [*COMMANDS]),
+        (["--help"], [*TRAINING, *COMMANDS]),
         (["serve-reward", "--help"], [*KINDS, "function"]),
         (["--version"], [f"trl-repulse {__version__}"]),
     ):
@@ -233,12 +233,13 @@ def test_help_and_version(capsys):
     ("arguments", "words"),
     [
         (["evalute", "folder"], "there is no command `evalute`. Did you mean `evaluate`?"),
+        (["repluse", "--alpha", "0"], "there is no command `repluse`. Did you mean `repulse`?"),
         (["evaluate", "folder", "--modle", "m"], "unrecognized arguments: --modle. Did you mean `--model`?"),
         (["evaluate", "folder", "--modle", "http://user:key@host"], "unrecognized arguments: --modle. Did you mean"),
         (["evaluate", "folder", "--modle=http://user:key@host"], "unrecognized arguments: --modle. Did you mean"),
         (["evaluate", "folder", "--num-sample=3"], "Did you mean `--num_samples`?"),
         (["gcg", "--serach_width", "3"], "Did you mean `--search_width`?"),
-        (["zzz"], "there is no command `zzz`. The commands are evaluate, "),
+        (["zzz"], "there is no command `zzz`. The commands are repulse, "),
         (["evaluate", "folder", "--zzz"], "unrecognized arguments: --zzz.\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trl_repulse import embedded
+from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.evaluation.comparison import format_comparison, load_runs, mean_and_interval, summarize
 from trl_repulse.evaluation.result_files import load_frontier
 from trl_repulse.plots import plot_frontier
@@ -71,6 +73,8 @@ def test_a_run_without_a_reference_has_no_kl(write):
     paths = write(result(), result(seed=1, log_prob_bad=-math.inf))
     assert "-Infinity" in paths[1].read_text() and format_comparison(load_runs(paths)) == format_comparison(never)
     assert math.isnan(summarize(load_runs(paths))["REINFORCE"]["log_prob_bad"][0])
+    final = {"expected_reward": 4.0, "kl": 2.0}  # as the commands write it
+    assert format_comparison(load_runs(write(result(), result(seed=1, final=final)))) == format_comparison(never)
     assert "| – |" in format_comparison(runs) and math.isnan(summarize(runs)["REINFORCE"]["kl"][0])
 
 
@@ -143,24 +147,19 @@ def test_settings_are_as_many_for_every_method_and_flags_exist():
     runs = script.plan(config, options)
     assert len({folder for *_, folder in runs}) == 3 * len(config["methods"]) * len(script.TUNING_SEEDS)
     runs = [run for run in runs if run[2]["seed"] == script.TUNING_SEEDS[0]]
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        for name, _, flags, _ in runs:
-            argv = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-            _, args, _ = importlib.import_module(name).parse([*argv, "--output_dir", "unused"])
-            drawn = (
-                args.max_steps * args.per_device_train_batch_size * (2 if getattr(args, "has_proposal", False) else 1)
-            )
-            assert drawn == config["samples"]
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    for command, _, flags, _ in runs:
+        argv = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+        argv = [*argv, "--output_dir", "unused"]
+        _, args, _ = parse(argv, ARGUMENTS[command], embedded.settings_path(command))
+        drawn = args.max_steps * args.per_device_train_batch_size * (2 if getattr(args, "has_proposal", False) else 1)
+        assert drawn == config["samples"]
 
 
 def test_settings_need_not_be_numbers():
     """PyYAML takes `1e-3` for text."""
     script = load_script()
     setting = yaml.safe_load("{learning_rate: 1e-3, baseline: none, whiten_advantages: true, bad_token_ids: [1, 2]}")
-    methods = {"REINFORCE": {"script": "reinforce", "settings": [setting]}}
+    methods = {"REINFORCE": {"command": "reinforce", "settings": [setting]}}
     options = script.argparse.Namespace(methods=None, tune=True, seeds=[0], output_dir=Path("runs"))
     runs = script.plan({"samples": 8, "samples_per_update": 4, "common": {}, "methods": methods}, options)
     _, label, flags, folder = runs[0]

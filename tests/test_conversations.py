@@ -338,7 +338,8 @@ class TestCommands:
     @pytest.mark.parametrize("flags", [[], ["--max_prompt_length", "8"]])
     def test_scripts(self, tmp_path, monkeypatch, flags):
         from trl_repulse import ReinforceConfig
-        from trl_repulse.scripts import TrainingScriptArguments, parse, run
+        from trl_repulse.arguments import TrainingScriptArguments, parse
+        from trl_repulse.scripts import run
 
         prompts = tmp_path / "p.jsonl"
         prompts.write_text('{"prompt": [{"role": "user", "content": "the waiter"}]}\n' * 16)

@@ -272,6 +272,7 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
     run([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
     assert (tmp_path / "proposal" / "model.safetensors").exists()
+    assert len((tmp_path / "completions" / "before_after.md").read_text().splitlines()) == 12
 
 
 @pytest.mark.thorough

@@ -19,7 +19,8 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from trl_repulse import embedded
+from trl_repulse import arguments, embedded
+from trl_repulse.arguments import ARGUMENTS
 from trl_repulse.evaluation.exact import ExactEvaluator
 
 
@@ -86,6 +87,10 @@ def reward_dir(tmp_path_factory, tokenizer):
     return str(folder)
 
 
+def parse(flags):
+    return arguments.parse(flags, ARGUMENTS["repulse"], embedded.settings_path("repulse"))
+
+
 def read_results(folder):
     return json.loads((folder / "results.json").read_text())
 
@@ -147,7 +152,7 @@ def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, sampl
 
     has_proposal = method == "RePULSe"
     assert (tmp_path / "proposal").is_dir() == has_proposal
-    last = results["history"][-1]["proposal"]
+    last = results["history"][-1].get("proposal")
     if has_proposal:
         assert last == pytest.approx(exact(evaluator, tmp_path / "proposal"), abs=1e-6)
     else:
@@ -214,11 +219,15 @@ def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, rew
     results = read_results(tmp_path / "out")
     assert results["method"] == "RePULSe"
     assert results["samples"] == 32
-    assert results["initial"] is results["final"] is None
+    assert not {"initial", "final"} & set(results)
     assert results["history"] == []
     assert "reward" in results["metrics"]
     assert (tmp_path / "out" / "model.safetensors").exists()
-    assert not (tmp_path / "out" / "training.png").exists()
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "null" not in (tmp_path / "out" / "results.json").read_text()
+    table = (tmp_path / "out" / "completions" / "before_after.md").read_text().splitlines()
+    assert len(table) == 12 and table[0] == "| prompt | update 0 | reward | update 2 | reward |"
+    assert [line.split(" | ")[0] for line in table[2:6]] == [f"| {prompt}" for prompt in (*prompts, prompts[0])]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["samples", "drawn", "32"] in lines
     assert ["reward", f"{results['metrics']['reward']:.4f}"] in lines
@@ -276,7 +285,7 @@ def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
 
 def test_default_settings_are_those_of_the_file(example):
     settings = yaml.safe_load(EMBEDDED_CONFIG.read_text())
-    script_args, args, model_args = example.parse([])
+    script_args, args, model_args = parse([])
     assert model_args.model_name_or_path is None
     assert script_args.reward_model_path == embedded.reward_model_path()
     assert script_args.dataset_name == embedded.prompts_path()
@@ -289,12 +298,12 @@ def test_default_settings_are_those_of_the_file(example):
 
 
 def test_flags_win_over_the_file(example, tmp_path):
-    assert example.parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
+    assert parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
     config = tmp_path / "own.yaml"
     config.write_text(
         "proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n"
     )
-    _, args, model_args = example.parse(["--config", str(config), "--alpha", "0.75"])
+    _, args, model_args = parse(["--config", str(config), "--alpha", "0.75"])
     assert (args.alpha, args.learning_rate, args.num_generations) == (0.75, 0.25, 4)
     assert model_args.model_name_or_path is None  # so this is the embedded world too
     assert args.model_init_kwargs["dtype"] == "bfloat16"
@@ -304,7 +313,7 @@ def test_model_arguments_reach_the_model(example):
     flags = ["--model_name_or_path", "a", "--reward_model_path", "b", "--dataset_name", "c", "--model_revision", "d"]
     flags += ["--bad_reward_threshold", "-4"]
     flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_cache": false}']
-    _, args, model_args = example.parse(flags)
+    _, args, model_args = parse(flags)
     assert model_args.model_name_or_path == "a"
     expected = {"revision": "d", "attn_implementation": "eager", "dtype": "float32", "use_cache": False}
     assert args.model_init_kwargs == expected

@@ -5,15 +5,15 @@ What a flag should have become is said here once more, flag by flag, independent
 """
 
 import dataclasses
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from trl_repulse import RePULSeConfig, arguments, embedded
+from trl_repulse.arguments import ARGUMENTS
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 
 
@@ -40,20 +40,10 @@ TOY_BAD = [5089, 9372, 20654, 25617, 30998, 31699, 34094, 46733, 21551, 40267]
 TOY_BAD += [7510, 16211, 20041, 32574, 41356, 31030, 47209, 18185, 29836]
 
 
-def load_script(method):
-    """The module of the example that runs a method."""
-    path = ROOT / "examples" / f"{SCRIPTS[method]}.py"
-    name = f"experiments_{path.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def parse(identifier, *flags):
-    script = load_script(COMMANDS[identifier]["method"])
-    return script.parse(["--config", str(CONFIGS / f"{identifier}.yaml"), *flags])
+    command = SCRIPTS[COMMANDS[identifier]["method"]]
+    argv = ["--config", str(CONFIGS / f"{identifier}.yaml"), *flags]
+    return arguments.parse(argv, ARGUMENTS[command], embedded.settings_path(command))
 
 
 # What becomes of each flag: (field, value) pairs, from the flag's value, all flags and the method
@@ -251,9 +241,7 @@ def test_a_flag_that_no_rule_knows_is_noticed():
 
 @pytest.mark.parametrize("processes, steps", [(1, 4), (2, 2), (4, 1)])
 def test_an_update_is_the_same_on_any_number_of_processes(monkeypatch, processes, steps):
-    script = load_script("repulse")
-    config = script.RePULSeConfig
-    monkeypatch.setattr(config, "world_size", property(lambda self: processes))
+    monkeypatch.setattr(RePULSeConfig, "world_size", property(lambda self: processes))
     args = parse("llama/repulse-1")[1]
     assert (args.gradient_accumulation_steps, args.steps_per_generation, args.generation_batch_size) == (
         steps,

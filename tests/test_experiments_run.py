@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
 from trl_repulse.evaluation import tracking
+from trl_repulse.methods import train
 
 from .reward_models import build_tokenizer, save_causal_model, save_model
-from .test_experiments import COMMANDS, CONFIGS, SCRIPTS, TOY_BAD, load_script
+from .test_experiments import COMMANDS, CONFIGS, SCRIPTS, TOY_BAD
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
@@ -111,7 +112,7 @@ def run(identifier, paths, output_dir, *more):
     flags += ["--output_dir", str(output_dir), "--max_steps", "1"]
     flags += ["--train_batch_size", update, "--per_device_train_batch_size", a_pass, "--num_generations", generations]
     flags += ["--per_device_eval_batch_size", a_pass, "--disable_tqdm", "true", "--logging_steps", "1"]
-    load_script(command["method"]).main([*flags, *more])
+    train(SCRIPTS[command["method"]], [*flags, *more])
     return json.loads((output_dir / "results.json").read_text())
 
 

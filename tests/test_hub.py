@@ -318,7 +318,8 @@ def test_the_example_pushes_what_it_measured(hub, tmp_path):
     results = json.loads(policy.files["results.json"])
     card = policy.files["README.md"].decode()
     assert "### Measured\n\nExact values" in card and f"{results['final']['log_prob_bad']:.4f}" in card
-    assert not [name for name in policy.files if "proposal" in name]
+    assert not [name for name in policy.files if "proposal" in name or "completions" in name]
+    assert (tmp_path / "out" / "completions" / "before_after.md").exists()
     assert hub.repositories["me/out-proposal"].private
 
 

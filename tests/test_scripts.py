@@ -1,8 +1,6 @@
-"""What the example scripts share, and those beside `repulse.py`: REINFORCE, GRPO and PPO."""
+"""What the training commands share, and those beside `repulse`: REINFORCE, GRPO and PPO."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_repulse import embedded
+from trl_repulse import arguments, embedded
 from trl_repulse._errors import describe_error, from_reward
+from trl_repulse.arguments import ARGUMENTS
 from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.methods import train
 from trl_repulse.rewards import ToxicityReward
 from trl_repulse.rewards.transformed import TransformedReward
 from trl_repulse.scripts import load_data, main_or_exit
@@ -25,21 +25,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"{name}_script", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def parse(command, flags):
+    return arguments.parse(flags, ARGUMENTS[command], embedded.settings_path(command))
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    return {name: load(name) for name in ("repulse", "reinforce", "grpo", "ppo", "repulse_ppo", "repulse_grpo")}
-
-
-def run(script, folder, *flags):
-    script.main([*QUICK, "--output_dir", str(folder), *flags])
+def run(command, folder, *flags):
+    train(command, [*QUICK, "--output_dir", str(folder), *flags])
     return json.loads((folder / "results.json").read_text())
 
 
@@ -64,14 +55,14 @@ def log_prob_bad(folder, bad=None):
         ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"], "Dr. GRPO"),
         ("grpo", ["--loss_type", "dapo"], "GRPO (dapo)"),
         ("ppo", [], "PPO"),
-        ("repulse_ppo", [], "RePULSe on PPO"),
-        ("repulse_ppo", ["--alpha", "0"], "PPO"),
-        ("repulse_grpo", [], "RePULSe on GRPO"),
-        ("repulse_grpo", ["--alpha", "0"], "GRPO"),
+        ("repulse-ppo", [], "RePULSe on PPO"),
+        ("repulse-ppo", ["--alpha", "0"], "PPO"),
+        ("repulse-grpo", [], "RePULSe on GRPO"),
+        ("repulse-grpo", ["--alpha", "0"], "GRPO"),
     ],
 )
-def test_embedded_run(scripts, tmp_path, capsys, name, flags, method):
-    results = run(scripts[name], tmp_path, *flags)
+def test_embedded_run(tmp_path, capsys, name, flags, method):
+    results = run(name, tmp_path, *flags)
     drawn = 512 if method.startswith("RePULSe") else 256
     assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, drawn)
     assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(embedded.policy_path()), abs=1e-5)
@@ -81,24 +72,24 @@ def test_embedded_run(scripts, tmp_path, capsys, name, flags, method):
     assert (tmp_path / "training.png").exists()
 
 
-def test_settings_are_those_of_trl(scripts):
-    _, args, _ = scripts["grpo"].parse([])
+def test_settings_are_those_of_trl():
+    _, args, _ = parse("grpo", [])
     assert (args.loss_type, args.scale_rewards) == ("grpo", "group")
-    _, args, _ = scripts["grpo"].parse(["--loss_type", "dr_grpo", "--scale_rewards", "none"])
+    _, args, _ = parse("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"])
     assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
 
 
-def test_all_embedded_settings_draw_the_same_number_of_completions(scripts):
+def test_all_embedded_settings_draw_the_same_number_of_completions():
     drawn = set()
-    for name, both in (("repulse", 2), ("repulse_ppo", 2), ("repulse_grpo", 2), ("reinforce", 1), ("grpo", 1)):
-        args = scripts[name].parse([])[1]
+    for name, both in (("repulse", 2), ("repulse-ppo", 2), ("repulse-grpo", 2), ("reinforce", 1), ("grpo", 1)):
+        args = parse(name, [])[1]
         drawn.add(args.max_steps * args.generation_batch_size * both)
     assert len(drawn) == 1
 
 
-def test_grpo_with_a_transform(scripts, tmp_path):
+def test_grpo_with_a_transform(tmp_path):
     flags = ["--reward_type", "toxicity", "--reward_transform", "exponential", "--reward_transform_alpha", "0.3"]
-    results = run(scripts["grpo"], tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
+    results = run("grpo", tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
     assert results["method"] == "GRPO (exponential transform)"
     # The reward is a function here: log P(bad) alone is exact
     assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
@@ -108,11 +99,11 @@ def test_grpo_with_a_transform(scripts, tmp_path):
     assert seen < raw  # 0.3·exp(−0.5·r) is above 0
 
 
-def test_grpo_makes_the_transform_it_is_told_to(scripts, monkeypatch):
+def test_grpo_makes_the_transform_it_is_told_to(monkeypatch):
     made = {}
-    monkeypatch.setattr(scripts["grpo"], "run", lambda *args, **kwargs: made.update(kwargs))
+    monkeypatch.setattr("trl_repulse.methods.run", lambda *args, **kwargs: made.update(kwargs))
     flags = ["--reward_type", "toxicity", "--reward_transform", "indicator", "--reward_transform_threshold", "-5"]
-    scripts["grpo"].main([*flags, "--reward_transform_alpha", "2"])
+    train("grpo", [*flags, "--reward_transform_alpha", "2"])
     reward = made["reward_funcs"]
     assert isinstance(reward, TransformedReward) and isinstance(reward.reward, ToxicityReward)
     assert (reward.transform, reward.alpha, reward.threshold) == ("indicator", 2.0, -5.0)
@@ -122,20 +113,20 @@ def test_grpo_makes_the_transform_it_is_told_to(scripts, monkeypatch):
 
 
 @pytest.mark.parametrize("name, value", [("alpha", "0.5"), ("beta", "-0.5"), ("threshold", "-5")])
-def test_grpo_refuses_parameters_of_no_transform(scripts, tmp_path, name, value):
+def test_grpo_refuses_parameters_of_no_transform(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"`reward_transform_{name}` has no effect; set `reward_transform`"):
-        run(scripts["grpo"], tmp_path, f"--reward_transform_{name}", value)
+        run("grpo", tmp_path, f"--reward_transform_{name}", value)
 
 
-def test_rewards_by_type_agree_with_trls_own(scripts, tmp_path):
+def test_rewards_by_type_agree_with_trls_own(tmp_path):
     """The same run with the reward model given as a path and as a function."""
     flags = ["--max_steps", "1", "--logging_steps", "1"]
-    plain = run(scripts["reinforce"], tmp_path / "a", *flags)
-    typed = run(scripts["reinforce"], tmp_path / "b", *flags, "--reward_type", "toxicity")
+    plain = run("reinforce", tmp_path / "a", *flags)
+    typed = run("reinforce", tmp_path / "b", *flags, "--reward_type", "toxicity")
     assert typed["metrics"]["reward"] == pytest.approx(plain["metrics"]["reward"], abs=1e-4)
 
 
-def test_reward_kwargs(scripts, tmp_path):
+def test_reward_kwargs(tmp_path):
     flags = [
         "--reward_type",
         "toxicity",
@@ -144,44 +135,42 @@ def test_reward_kwargs(scripts, tmp_path):
         "--logging_steps",
         "1",
     ]
-    metrics = run(scripts["reinforce"], tmp_path, *flags)["metrics"]
+    metrics = run("reinforce", tmp_path, *flags)["metrics"]
     assert metrics["reward"] == metrics["rewards/rude/mean"]
     config = tmp_path / "own.yaml"
     config.write_text("reward_type: toxicity\nreward_kwargs:\n  negate: true\n")
-    assert scripts["reinforce"].parse(["--config", str(config)])[0].reward_kwargs == {"negate": True}
+    assert parse("reinforce", ["--config", str(config)])[0].reward_kwargs == {"negate": True}
 
 
-def test_a_function_in_a_file_needs_no_model(scripts, tmp_path):
+def test_a_function_in_a_file_needs_no_model(tmp_path):
     path = tmp_path / "own.py"
     path.write_text("def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
-    metrics = run(scripts["repulse"], tmp_path / "out", "--reward_type", f"{path}:length", "--logging_steps", "1")[
-        "metrics"
-    ]
+    metrics = run("repulse", tmp_path / "out", "--reward_type", f"{path}:length", "--logging_steps", "1")["metrics"]
     assert metrics["reward"] == metrics["rewards/length/mean"] > 0
 
 
-def test_single_prompt_and_bad_tokens(scripts, tmp_path):
+def test_single_prompt_and_bad_tokens(tmp_path):
     flags = ["--single_prompt", "the ", "--bad_token_ids", "5", "6", "--reward_type", "toxicity"]
-    results = run(scripts["reinforce"], tmp_path, *flags)
+    results = run("reinforce", tmp_path, *flags)
     assert [set(entry["policy"]) for entry in results["history"]] == [{"log_prob_bad"}] * 2
     assert results["settings"]["num_generations"] == 32
 
 
-def test_held_out_prompts_are_evaluated_after_training(scripts, tmp_path, capsys):
+def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
     prompts = tmp_path / "held_out.jsonl"
     prompts.write_text("\n".join(json.dumps({"question": text}) for text in embedded.load_prompts()["prompt"][:3]))
     flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
-    results = run(scripts["reinforce"], tmp_path / "out", *flags, "--per_device_eval_batch_size", "32")
+    results = run("reinforce", tmp_path / "out", *flags, "--per_device_eval_batch_size", "32")
     assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
     assert results["samples"] == 256
     assert results["policy_updates"] == 2
 
 
-def test_long_prompts_are_left_out(scripts, tmp_path):
+def test_long_prompts_are_left_out(tmp_path):
     prompts = embedded.load_prompts()["prompt"]
     tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    script_args, args, _ = scripts["repulse"].parse(["--max_prompt_length", str(min(lengths))])
+    script_args, args, _ = parse("repulse", ["--max_prompt_length", str(min(lengths))])
     if max(lengths) > min(lengths):
         with pytest.warns(UserWarning, match="are left out"):
             train, held_out = load_data(script_args, args, embedded.policy_path())
@@ -196,36 +185,36 @@ def test_long_prompts_are_left_out(scripts, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m", "--model_name=m", "--model-n=m"])
-def test_settings_of_the_embedded_world_are_not_those_of_another_model(scripts, flag):
+def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
     own = ["--dataset_name", "d", "--reward_model_path", "r"]
-    _, args, model_args = scripts["reinforce"].parse([flag, *own])
+    _, args, model_args = parse("reinforce", [flag, *own])
     assert model_args.model_name_or_path == "m" and args.max_completion_length != 2
     for other in ("--model_revision=main", "--learning_rate=1"):
-        assert scripts["reinforce"].parse([other])[1].max_completion_length == 2  # the control
+        assert parse("reinforce", [other])[1].max_completion_length == 2  # the control
 
 
-def test_a_file_of_settings_behind_an_equals_sign(scripts, tmp_path):
+def test_a_file_of_settings_behind_an_equals_sign(tmp_path):
     path = tmp_path / "a=b.yaml"
     path.write_text("max_completion_length: 7\n")
     for flags in (["--config", str(path)], [f"--config={path}"]):
-        assert scripts["reinforce"].parse(flags)[1].max_completion_length == 7
+        assert parse("reinforce", flags)[1].max_completion_length == 7
     with pytest.raises(ValueError, match="`--config` needs the path of a YAML file behind it"):
-        scripts["reinforce"].parse(["--seed", "1", "--config"])
+        parse("reinforce", ["--seed", "1", "--config"])
 
 
-def test_negative_numbers_are_no_flags(scripts):
+def test_negative_numbers_are_no_flags():
     flags = ["--target_dist_beta", "-1e1", "--bad_reward_threshold", "-.5", "--reward_cap", "-1.5E-3"]
-    args = scripts["repulse"].parse(flags)[1]
+    args = parse("repulse", flags)[1]
     assert (args.target_dist_beta, args.bad_reward_threshold, args.reward_cap) == (-10, -0.5, -0.0015)
 
 
-def test_long_prompts_are_counted_with_the_templates_variables(scripts, tmp_path):
+def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
     tokenizer.chat_template = "{{ messages[0]['content'] * (3 if long else 1) }}"
     tokenizer.save_pretrained(tmp_path)
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in embedded.load_prompts()["prompt"])
     flags = ["--max_prompt_length", str(longest), "--apply_chat_template", "true"]
-    script_args, args, _ = scripts["repulse"].parse(flags)
+    script_args, args, _ = parse("repulse", flags)
     assert len(load_data(script_args, args, str(tmp_path))[0]) == len(embedded.load_prompts())
     args.chat_template_kwargs = {"long": True}
     with pytest.raises(ValueError, match="leaves out every prompt"):
@@ -251,9 +240,9 @@ def test_long_prompts_are_counted_with_the_templates_variables(scripts, tmp_path
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_mistakes_are_one_line(scripts, tmp_path, flags, words):
+def test_mistakes_are_one_line(tmp_path, flags, words):
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts["reinforce"].main([*QUICK, "--output_dir", str(tmp_path), *flags]))
+        main_or_exit(lambda: train("reinforce", [*QUICK, "--output_dir", str(tmp_path), *flags]))
     message = exit_.value.code
     assert message.startswith("error: ") and "\n" not in message
     assert words in message
@@ -262,7 +251,7 @@ def test_mistakes_are_one_line(scripts, tmp_path, flags, words):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError"])
-def test_errors_of_a_reward_function_name_it_and_its_line(scripts, tmp_path, name, kind):
+def test_errors_of_a_reward_function_name_it_and_its_line(tmp_path, name, kind):
     path = tmp_path / "own.py"
     path.write_text(
         "import json\n\n\ndef read(text):\n    if not json.loads('[]'):\n"
@@ -271,7 +260,7 @@ def test_errors_of_a_reward_function_name_it_and_its_line(scripts, tmp_path, nam
     )
     flags = [*QUICK, "--output_dir", str(tmp_path / "out"), "--reward_type", f"{path}:mine"]
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts[name].main(flags))
+        main_or_exit(lambda: train(name, flags))
     assert exit_.value.code == (
         f"error: no number: ''. Raised by the reward function 'mine'. In {path.resolve()}, line 6."
     )
@@ -312,11 +301,11 @@ def test_the_place_of_an_error():
 
 
 @pytest.mark.parametrize("text", ["max_steps: 2\n  beta: 0.1\n", "a: [1, 2\n", "\x07: 1\n"])
-def test_a_file_of_settings_that_is_no_yaml(scripts, tmp_path, text):
+def test_a_file_of_settings_that_is_no_yaml(tmp_path, text):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts["repulse"].main(["--config", str(path)]))
+        main_or_exit(lambda: train("repulse", ["--config", str(path)]))
     message = exit_.value.code
     assert message.startswith("error: The file of `--config` is not valid YAML, correct it: ")
     assert "\n" not in message and str(path) in message
@@ -328,37 +317,37 @@ def test_a_file_of_settings_that_is_no_yaml(scripts, tmp_path, text):
 @pytest.mark.thorough
 @pytest.mark.parametrize("word", ["true", "True"])
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
-def test_the_last_checkpoint_is_asked_for_by_a_word(scripts, tmp_path, name, word):
+def test_the_last_checkpoint_is_asked_for_by_a_word(tmp_path, name, word):
     saving = ["--save_strategy", "steps", "--save_steps", "1"]
-    run(scripts[name], tmp_path, *saving)
+    run(name, tmp_path, *saving)
     flags = [*saving, "--max_steps", "3", "--resume_from_checkpoint", word]
-    results = run(scripts[name], tmp_path, *flags)
+    results = run(name, tmp_path, *flags)
     assert results["policy_updates"] == 3
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
-def test_no_checkpoint_is_asked_for_by_a_word(scripts, tmp_path, name):
-    assert run(scripts[name], tmp_path, "--resume_from_checkpoint", "false")["policy_updates"] == 2
+def test_no_checkpoint_is_asked_for_by_a_word(tmp_path, name):
+    assert run(name, tmp_path, "--resume_from_checkpoint", "false")["policy_updates"] == 2
 
 
-def test_a_checkpoint_that_is_not_there(scripts, tmp_path):
+def test_a_checkpoint_that_is_not_there(tmp_path):
     flags = [*QUICK, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts["reinforce"].main(flags))
+        main_or_exit(lambda: train("reinforce", flags))
     assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
 
 
-def test_a_transform_needs_a_function(scripts, tmp_path):
+def test_a_transform_needs_a_function(tmp_path):
     with pytest.raises(ValueError, match="make one of a model's path, e.g. with `reward_type='sequence_pair'`"):
-        run(scripts["grpo"], tmp_path, "--reward_transform", "exponential")
+        run("grpo", tmp_path, "--reward_transform", "exponential")
 
 
-def test_exact_tracking_of_many_prompts_is_refused(scripts, tmp_path):
+def test_exact_tracking_of_many_prompts_is_refused(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": "the "}) for _ in range(65)))
     with pytest.raises(ValueError, match="`bad_token_ids` asks for the exact log P.* give at most 64 prompts"):
-        run(scripts["reinforce"], tmp_path, "--dataset_name", str(prompts), "--bad_token_ids", "5")
+        run("reinforce", tmp_path, "--dataset_name", str(prompts), "--bad_token_ids", "5")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -370,8 +359,8 @@ def test_examples_stay_short(path):
 
 
 @pytest.mark.parametrize("steps, expected", [(800, 200), (10, 2), (1, 1)])
-def test_share_of_the_decay_follows_the_updates(scripts, steps, expected):
-    _, args, _ = scripts["repulse"].parse(["--max_steps", str(steps)])
+def test_share_of_the_decay_follows_the_updates(steps, expected):
+    _, args, _ = parse("repulse", ["--max_steps", str(steps)])
     assert args.lr_scheduler_kwargs == {"decay_type": "linear", "num_decay_steps": expected}
 
 
@@ -383,13 +372,13 @@ def test_share_of_the_decay_follows_the_updates(scripts, steps, expected):
         (["--max_steps", "-1"], "`lr_decay_ratio=0.25` is a share of `max_steps` in"),
     ],
 )
-def test_share_of_the_decay_in_wrong_places(scripts, flags, words):
+def test_share_of_the_decay_in_wrong_places(flags, words):
     with pytest.raises(ValueError, match=words):
-        scripts["repulse"].parse(flags)
+        parse("repulse", flags)
 
 
-def test_another_schedule(scripts):
-    _, args, _ = scripts["repulse"].parse(["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
+def test_another_schedule():
+    _, args, _ = parse("repulse", ["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
     assert not args.lr_scheduler_kwargs
 
 
@@ -405,25 +394,25 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_names_are_answered_with_the_nearest(scripts, tmp_path, name):
+def test_unknown_names_are_answered_with_the_nearest(tmp_path, name):
     flags, words = UNKNOWN[name]
     (tmp_path / "settings.yaml").write_text("basline: none\n")
     flags = [str(tmp_path / "settings.yaml") if flag == "FILE" else flag for flag in flags]
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts["reinforce"].main([*flags, "--output_dir", str(tmp_path)]))
+        main_or_exit(lambda: train("reinforce", [*flags, "--output_dir", str(tmp_path)]))
     message = exit_.value.code
     assert message.startswith("error: ") and message.endswith(words) and "\n" not in message
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
-def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(scripts, tmp_path, given, name):
+def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, given, name):
     paths = {"model_name_or_path": embedded.policy_path(), "reward_model_path": embedded.reward_model_path()}
     paths |= {"dataset_name": embedded.prompts_path(), given: str(tmp_path / "mistyped")}
     flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
     flags += ["--max_prompt_length", "8"]  # counted by the policy's tokenizer
     with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: scripts[name].main([*flags, "--output_dir", str(tmp_path / "out")]))
+        main_or_exit(lambda: train(name, [*flags, "--output_dir", str(tmp_path / "out")]))
     message = exit_.value.code
     assert f"mistyped'` (`--{given}` on the command line) cannot be loaded; give the path" in message
     assert "\n" not in message and not (tmp_path / "out").exists()
@@ -435,10 +424,10 @@ def test_a_missing_package_is_one_line_with_its_remedy():
     assert exit_.value.code == "error: No module named 'wandb'. Run `pip install \"trl-repulse[wandb]\"`."
 
 
-def test_a_run_that_writes_over_another_says_so(scripts, tmp_path, caplog):
+def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
     flags = [*QUICK, "--output_dir", str(tmp_path / "out")]
-    scripts["reinforce"].main(flags)
+    train("reinforce", flags)
     assert "holds a run" not in caplog.text
-    scripts["reinforce"].main([*flags, "--max_steps", "1"])
+    train("reinforce", [*flags, "--max_steps", "1"])
     assert "holds a run, whose files this one writes over" in caplog.text
     assert "`--resume_from_checkpoint true`" in caplog.text

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
@@ -17,7 +18,7 @@ from trl_repulse.evaluation.tracking import (
     format_table,
     write_results,
 )
-from trl_repulse.plots import plot_training
+from trl_repulse.plots import _logged_panels, plot_training
 
 from .conftest import USE_CPU
 
@@ -247,7 +248,12 @@ class TestFiles:
     def test_results(self, tmp_path, tracking):
         path = tmp_path / "new" / "results.json"
         write_results(
-            path, "RePULSe", 7, tracking, {"alpha": 0.1, "device": torch.device("cpu")}, {"reward": math.nan}
+            path,
+            "RePULSe",
+            7,
+            tracking,
+            {"alpha": 0.1, "device": torch.device("cpu"), "bounds": (None, 1.0, -math.inf), "dtype": None},
+            {"reward": math.nan, "kl": 0.5},
         )
         results = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
         assert list(results) == [
@@ -264,15 +270,15 @@ class TestFiles:
         ]
         assert (results["method"], results["seed"], results["policy_updates"]) == ("RePULSe", 7, 20)
         assert results["initial"] == {"expected_reward": 1.0, "log_prob_bad": -2.5, "kl": 0.0}
-        assert results["final"] == {"expected_reward": 21.0, "log_prob_bad": None, "kl": None}
+        assert results["final"] == {"expected_reward": 21.0}
         assert results["history"][1] == tracking.history[1]
-        assert results["settings"] == {"alpha": 0.1, "device": "cpu"}
-        assert results["metrics"] == {"reward": None}
+        assert results["settings"] == {"alpha": 0.1, "device": "cpu", "bounds": ["None", 1.0, "-inf"]}
+        assert results["metrics"] == {"kl": 0.5}
 
     def test_results_without_exact_evaluation(self, tmp_path, tracking):
         write_results(tmp_path / "results.json", "REINFORCE", 0, TrackingCallback(tracking.trainer), {})
         results = json.loads((tmp_path / "results.json").read_text())
-        assert results["initial"] is results["final"] is None
+        assert not {"initial", "final"} & set(results)
         assert results["history"] == []
         assert results["samples"] == 0
 
@@ -298,6 +304,28 @@ class TestFiles:
         plot_training(tracking.history, path, x)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
+
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_figure_of_what_was_logged(self, tmp_path, tracking, exact):
+        history = tracking.history if exact else []
+        logs = [
+            {"step": 5, "reward": 1.0, "proposal/reward": -1.0, "proposal/ess": 3.0, "kl": None},
+            {"step": 10, "reward": 2.0, "negative/ess": 4.0, "bad_fraction": 0.5, "proposal/log_z_gap": 1.0},
+            {"step": 10, "train_runtime": 1.0},
+        ]
+        assert [(title, series) for title, _, _, series in _logged_panels(logs)] == [
+            ("Reward of samples", {"policy": [(5, 1.0), (10, 2.0)], "proposal": [(5, -1.0)]}),
+            ("Bad samples", {"policy": [(10, 0.5)]}),
+            ("Effective sample size", {"proposal": [(5, 3.0), (10, 4.0)]}),
+            ("Collapse gauge: gap of log Z", {"proposal": [(10, 1.0)]}),
+        ]
+        plot_training(history, tmp_path / "training.png", logs=logs)
+        image = imread(tmp_path / "training.png")
+        assert image.shape[0] / image.shape[1] == pytest.approx((2 if exact else 1) * 3.4 / (4 * 4.2), rel=0.01)
+
+    def test_nothing_to_draw(self, tmp_path):
+        with pytest.raises(ValueError, match="nothing to draw; log at least once"):
+            plot_training([], tmp_path / "training.png", logs=[{"step": 1, "train_runtime": 1.0}])
 
     def test_figure_without_a_proposal_or_finite_values(self, tmp_path, tracking):
         history = [entry | {"proposal": None} for entry in tracking.history]

@@ -1,7 +1,8 @@
 """The console command `trl-repulse`.
 
-`COMMANDS` names each sub-command and its module, which is imported once the sub-command is asked for and has a function
-`add_arguments(parser)` that declares its arguments and, with `parser.set_defaults(run=...)`, what it does.
+`TRAINING` names the commands that train, which `trl_repulse._commands.train` launches. `COMMANDS` names each of the
+others and its module, which is imported once the command is asked for and has a function `add_arguments(parser)` that
+declares its arguments and, with `parser.set_defaults(run=...)`, what it does.
 """
 
 import argparse
@@ -14,7 +15,17 @@ from trl_repulse import __version__
 from trl_repulse._errors import describe_error, did_you_mean
 
 
-# Sub-command -> its module, and what it does in one line
+# Training command -> what it does in one line
+TRAINING = {
+    "repulse": "train with RePULSe: REINFORCE and a negative term on bad samples",
+    "reinforce": "train with REINFORCE, with or without a reward transform",
+    "ppo": "train with PPO",
+    "grpo": "train with TRL's GRPO, with or without a reward transform",
+    "repulse-ppo": "train with PPO and RePULSe's negative term",
+    "repulse-grpo": "train with GRPO and RePULSe's negative term",
+}
+
+# Other command -> its module, and what it does in one line
 COMMANDS = {
     "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
     "frontier": ("trl_repulse._commands.frontier", "draw many runs against two quantities, with intervals"),
@@ -63,9 +74,11 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     Returns:
         `argparse.ArgumentParser`: The parser.
     """
-    parser = Parser("trl-repulse", description="Tools around RePULSe for TRL.")
+    parser = Parser("trl-repulse", description="RePULSe for TRL: training, and tools around it.")
     parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in TRAINING.items():
+        commands.add_parser(name, help=summary)
     for name, (module, summary) in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
@@ -86,10 +99,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     command = next((argument for argument in argv if not argument.startswith("-")), None)
-    if command is not None and command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS)
-        build_parser().error(f"there is no command `{command}`.{hint} The commands are {', '.join(COMMANDS)}.")
+    known = [*TRAINING, *COMMANDS]
+    if command is not None and command not in known:
+        hint = did_you_mean(command, known)
+        build_parser().error(f"there is no command `{command}`.{hint} The commands are {', '.join(known)}.")
     try:
+        if argv[:1] == [command] and command in TRAINING:
+            from ._commands.train import launch  # imports torch
+
+            return launch(command, argv[1:])
         args = build_parser(command).parse_args(argv)
         return args.run(args)
     except ImportError as error:  # of an optional package

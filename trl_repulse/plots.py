@@ -22,6 +22,13 @@ _PANELS = {
     "expected_reward": ("Expected reward", "reward"),
     "log_prob_bad": ("Exact log P(bad)", "nats"),
 }
+_LOGGED = {  # title and unit -> metric of each model
+    ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},
+    ("Bad samples", "share"): {"policy": ("bad_fraction",), "proposal": ("proposal/bad_fraction",)},
+    ("KL to reference", "nats per token"): {"policy": ("kl",)},
+    ("Effective sample size", "samples"): {"proposal": ("proposal/ess", "negative/ess")},
+    ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
+}
 _METHODS = (  # colour and marker of one method after the other, told apart in grey as well
     ("#c8502d", "o"),
     ("#1f5fa8", "s"),
@@ -36,10 +43,13 @@ _INK, _FAINT = "#333333", "#dddddd"
 
 
 def plot_training(
-    history: list[dict[str, Any]], path: str | Path, x: Literal["samples", "update"] = "samples"
+    history: list[dict[str, Any]],
+    path: str | Path,
+    x: Literal["samples", "update"] = "samples",
+    logs: Sequence[dict[str, Any]] = (),
 ) -> None:
     """
-    Draws expected reward and exact log P(bad) of policy and proposal along a training run.
+    Draws a training run: expected reward and exact log P(bad) where they are known, and the main metrics that were logged.
 
     Args:
         history (`list[dict]`):
@@ -48,35 +58,87 @@ def plot_training(
         path (`str` or `Path`):
             File to write; its suffix decides the format, its folder is created if missing.
         x (`str`, *optional*, defaults to `"samples"`):
-            The horizontal axis: completions drawn (`"samples"`) or updates of the policy (`"update"`).
+            The horizontal axis of exact values: completions drawn (`"samples"`) or updates of the policy (`"update"`).
+        logs (`Sequence[dict]`, *optional*, defaults to `()`):
+            `trainer.state.log_history`. Of its metrics, reward, bad fraction, KL, effective sample size and the gap of log
+            Z are drawn, those that were logged.
+
+    Raises:
+        `ValueError`: If there is nothing to draw.
     """
-    both = any(entry["proposal"] is not None for entry in history)
-    axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
-    panels = {key: value for key, value in _PANELS.items() if any(key in entry["policy"] for entry in history)}
-    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    panels = [*_exact_panels(history, x), *_logged_panels(logs)]
+    if not panels:
+        raise ValueError("There is nothing to draw; log at least once, or evaluate exactly.")
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for panel, (quantity, (title, unit)) in zip(axes, panels.items(), strict=True):
-        for model, (label, colour, style) in _MODELS.items():
-            points = [(entry[x], entry[model][quantity]) for entry in history if entry[model] is not None]
-            points = [(place, value) for place, value in points if value is not None and math.isfinite(value)]
-            if not points:
-                continue
-            panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
-            panel.plot(*points[-1], "o", color=colour, markersize=4.5)
-        panel.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
-        panel.set_ylabel(unit, color=_INK)
-        panel.set_xlabel(axis, color=_INK)
-        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        panel.margins(x=0.02, y=0.08)
-        panel.set_xlim(left=0)
-        panel.grid(axis="y", color=_FAINT, linewidth=0.8)
-        _tidy(panel)
-    if both:
-        axes[0].legend(frameon=False, fontsize=9, labelcolor=_INK)
+    places = figure.subplots(rows, columns, squeeze=False).flatten()
+    for place in places[len(panels) :]:
+        place.remove()
+    for place, panel in zip(places, panels, strict=False):
+        _draw_models(place, *panel)
+    for place, (*_, series) in zip(places, panels, strict=False):
+        if len(series) > 1:
+            place.legend(frameon=False, fontsize=9, labelcolor=_INK)
+            break
     _save(figure, path)
+
+
+# Title, unit and horizontal axis of a panel, and the points of each model
+_Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
+
+
+def _exact_panels(history: list[dict[str, Any]], x: str) -> list[_Panel]:
+    both = any(entry.get("proposal") for entry in history)
+    axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
+    panels = []
+    for quantity, (title, unit) in _PANELS.items():
+        if any(quantity in entry["policy"] for entry in history):
+            values = {
+                model: [(entry[x], (entry.get(model) or {}).get(quantity)) for entry in history] for model in _MODELS
+            }
+            panels.append((title, unit, axis, _finite(values)))
+    return panels
+
+
+def _logged_panels(logs: Sequence[dict[str, Any]]) -> list[_Panel]:
+    panels = []
+    for (title, unit), metrics in _LOGGED.items():
+        values = {
+            model: [(entry["step"], entry[name]) for entry in logs for name in names if name in entry]
+            for model, names in metrics.items()
+        }
+        series = _finite(values)
+        if series:
+            panels.append((title, unit, _AXES["update"], series))
+    return panels
+
+
+def _finite(series: dict[str, list[tuple[float, float | None]]]) -> dict[str, list[tuple[float, float]]]:
+    """The points that have a value, of the models that have any."""
+    known = {
+        model: [(place, value) for place, value in points if value is not None and math.isfinite(value)]
+        for model, points in series.items()
+    }
+    return {model: points for model, points in known.items() if points}
+
+
+def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str, list[tuple[float, float]]]) -> None:
+    for model, points in series.items():
+        label, colour, style = _MODELS[model]
+        panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
+        panel.plot(*points[-1], "o", color=colour, markersize=4.5)
+    panel.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
+    panel.set_ylabel(unit, color=_INK)
+    panel.set_xlabel(axis, color=_INK)
+    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panel.margins(x=0.02, y=0.08)
+    panel.set_xlim(left=0)
+    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
+    _tidy(panel)
 
 
 def plot_frontier(frontier: Frontier, path: str | Path) -> None:

@@ -1,28 +1,25 @@
-"""What the example scripts share: arguments, prompts, rewards, tracking, the report at the end."""
+"""What the training commands share: prompts, rewards, tracking, the run itself, the report at the end."""
 
 import functools
-import json
 import logging
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import embedded
-from ._arguments import parse_fields
 from ._errors import describe_error, from_reward
-from .cli import NEGATIVE_NUMBER
+from .arguments import TrainingScriptArguments
 from .data import drop_long_prompts, load_prompts
+from .evaluation.before_after import BeforeAfterCallback
 from .evaluation.exact import ExactEvaluator
 from .evaluation.tracking import (
     BadTokenTrackingCallback,
@@ -34,6 +31,7 @@ from .evaluation.tracking import (
 )
 from .plots import plot_training
 from .rewards.loading import load_reward
+from .terse_log import use_terse_log
 from .trainers._deepspeed import gathered
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
@@ -46,185 +44,6 @@ logger = logging.getLogger(__name__)
 SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
 # Exact evaluations of a vocabulary as large as GPT-2's take tens of thousands of sequences a prompt
 MAX_EXACT_PROMPTS = 64
-
-
-@dataclass
-class TrainingScriptArguments(ScriptArguments):
-    """
-    Arguments that the example scripts have beside the trainer's configuration and [`~trl.ModelConfig`].
-
-    Those of [`~trl.ScriptArguments`] are among them; `dataset_name` may also be a .jsonl, .json, .csv or .parquet file.
-
-    Args:
-        reward_model_path (`str`, *optional*):
-            Reward model: a path, a Hub id, or a server's address.
-        reward_type (`str`, *optional*):
-            What kind of reward it is, as in [`~trl_repulse.rewards.loading.load_reward`]; if unset, TRL's own treatment
-            of sequence classifiers.
-        reward_kwargs (`dict` or `str`, *optional*):
-            Further arguments of the reward; on the command line as JSON.
-        prompt_column (`str`, *optional*, defaults to `"prompt"`):
-            Column of the data set that holds the prompts.
-        apply_chat_template (`bool`, *optional*, defaults to `False`):
-            Whether to make plain prompts messages of a user, so that the tokenizer's chat template is applied.
-        single_prompt (`str`, *optional*):
-            The one prompt to train on, in place of the rows of `dataset_name`.
-        max_prompt_length (`int`, *optional*):
-            Prompts of more tokens are left out.
-        eval_dataset_name (`str`, *optional*):
-            Held-out prompts, evaluated by sampling after training: a file or a data set, of which `dataset_test_split`
-            is taken.
-        eval_prompt_column (`str`, *optional*, defaults to `"prompt"`):
-            Column of `eval_dataset_name` that holds the prompts.
-        train_batch_size (`int`, *optional*):
-            Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`, so that an
-            update is the same on any number of devices.
-        lr_decay_ratio (`float`, *optional*):
-            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lets the learning
-            rate fall to 0, linearly. If set, and not 0, it decides `num_decay_steps`, so that `max_steps` can be changed
-            alone.
-        bad_token_ids (`list[int]`, *optional*):
-            Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
-        tracking_every (`int`, *optional*, defaults to `10`):
-            Updates between two exact evaluations.
-    """
-
-    reward_model_path: str | None = field(
-        default=None, metadata={"help": "Reward model: a path, a Hub id, or a server's address."}
-    )
-    reward_type: str | None = field(
-        default=None,
-        metadata={
-            "help": "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. "
-            "If unset, TRL's own treatment of sequence classifiers."
-        },
-    )
-    reward_kwargs: dict | str | None = field(
-        default=None, metadata={"help": 'Further arguments of the reward, e.g. `{"max_length": 300}`.'}
-    )
-    prompt_column: str = field(default="prompt", metadata={"help": "Column of the data set that holds the prompts."})
-    apply_chat_template: bool = field(
-        default=False, metadata={"help": "Whether to make plain prompts messages of a user, in the chat template."}
-    )
-    single_prompt: str | None = field(
-        default=None, metadata={"help": "The one prompt to train on, in place of the rows of `dataset_name`."}
-    )
-    max_prompt_length: int | None = field(default=None, metadata={"help": "Prompts of more tokens are left out."})
-    eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Held-out prompts, evaluated by sampling after training."}
-    )
-    eval_prompt_column: str = field(default="prompt", metadata={"help": "Column of the held-out prompts."})
-    train_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`."
-        },
-    )
-    lr_decay_ratio: float | None = field(
-        default=None,
-        metadata={"help": "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."},
-    )
-    bad_token_ids: list[int] | None = field(
-        default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
-    )
-    tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
-
-    def __post_init__(self):
-        if isinstance(self.reward_kwargs, str):
-            try:
-                self.reward_kwargs = json.loads(self.reward_kwargs)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}).") from error
-        if not isinstance(self.reward_kwargs, dict | None):
-            raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
-
-
-def parse(argv: list[str], classes: tuple[type, type], default_config: Path) -> tuple[Any, Any, ModelConfig]:
-    """
-    Reads the command line, and the YAML file that `--config` names. Flags win over the file.
-
-    Args:
-        argv (`list[str]`):
-            Command line without the name of the script.
-        classes (`tuple`):
-            Dataclasses of the script's arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
-        default_config (`Path`):
-            File to read where neither `--config` nor `--model_name_or_path` is given.
-
-    Returns:
-        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, the paths of the embedded world.
-
-    Raises:
-        `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
-        `argparse.ArgumentError`: If a flag cannot be read.
-    """
-    argv = _with_config(argv, default_config)
-    parser = TrlParser((*classes, ModelConfig), exit_on_error=False)
-    parser._negative_number_matcher = NEGATIVE_NUMBER
-    if not torch.accelerator.is_available():
-        parser.set_defaults_with_config(use_cpu=True, bf16=False)
-    script_args, args, model_args = parse_fields(parser, argv)
-    if script_args.train_batch_size is not None:
-        steps = _accumulation(script_args.train_batch_size, args)
-        argv = [*argv, "--gradient_accumulation_steps", str(steps)]
-        script_args, args, model_args = parse_fields(parser, argv)
-    if script_args.lr_decay_ratio:
-        steps = _decay_steps(script_args.lr_decay_ratio, args)
-        args.lr_scheduler_kwargs = {
-            "decay_type": "linear",
-            **(args.lr_scheduler_kwargs or {}),
-            "num_decay_steps": steps,
-        }
-    if model_args.model_name_or_path is None:
-        if script_args.reward_type is None or ".py:" not in script_args.reward_type:
-            script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
-        script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
-    needed = ["dataset_name"] if script_args.single_prompt is None else []
-    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
-        if getattr(script_args, name) is None:
-            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
-    model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-    }
-    args.model_init_kwargs = model_init_kwargs | (args.model_init_kwargs or {})
-    return script_args, args, model_args
-
-
-def _with_config(argv: list[str], default_config: Path) -> list[str]:
-    """The command line with `--config FILE` as TRL's parser finds it, of the default file where it and a model are missing."""
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    if argv[-1:] == ["--config"]:
-        raise ValueError("`--config` needs the path of a YAML file behind it.")
-    # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
-    flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
-    if "__config" not in flags and not any(flag.startswith("__model_n") for flag in flags):
-        argv = ["--config", str(default_config), *argv]
-    return argv
-
-
-def _accumulation(train_batch_size: int, args: Any) -> int:
-    """Passes that one update takes on these processes."""
-    a_pass = args.per_device_train_batch_size * args.world_size
-    if train_batch_size < 1 or train_batch_size % a_pass:
-        raise ValueError(
-            f"`train_batch_size={train_batch_size}` is no multiple of the {a_pass} completions of one pass "
-            f"(`per_device_train_batch_size` times {args.world_size} processes); change one of them."
-        )
-    return train_batch_size // a_pass
-
-
-def _decay_steps(ratio: float, args: Any) -> int:
-    """Updates over which the learning rate falls."""
-    if not 0 < ratio <= 1:
-        raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
-    if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
-        raise ValueError(
-            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
-            "set `lr_decay_ratio` to 0."
-        )
-    return max(round(ratio * args.max_steps), 1)
 
 
 def load_data(
@@ -344,13 +163,14 @@ def run(
     **kwargs: Any,
 ) -> None:
     """
-    Trains, saves, and says what became of it: a table on the standard output, `results.json` in `output_dir`.
+    Trains, saves, and says what became of it: a table on the standard output; in `output_dir` `results.json`, a figure, and
+    a table of completions from before and after training.
 
     Args:
         trainer_cls (`type`):
             Class of the trainer.
         script_args, args, model_args:
-            What [`parse`] returned.
+            What [`~trl_repulse.arguments.parse`] returned.
         method (`str`):
             Name of the method in the report.
         kwargs:
@@ -384,7 +204,11 @@ def run(
         **kwargs,
     )
     tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
-    trainer.add_callback(tracking)
+    table = BeforeAfterCallback(trainer, prompts if held_out is None else held_out)
+    for callback in (table, tracking):
+        trainer.add_callback(callback)
+    if not script_args.print_all_metrics:
+        use_terse_log(trainer)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
     trainer.train(resume_from_checkpoint=resume)
@@ -396,6 +220,7 @@ def run(
     if args.push_to_hub:
         is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
         trainer.push_to_hub(dataset_name=None if is_local else name)
+    table.write(Path(args.output_dir) / "completions" / "before_after.md")  # after uploads, which it is not for
     trainer.end()
 
 
@@ -446,7 +271,8 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
             f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
             f"training:\n\n```text\n{table}\n```"
         )
-        plot_training(tracking.history, output_dir / "training.png")
+    if tracking.history or metrics:
+        plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)
     print(f"Saved to {output_dir.resolve()}")
 
 

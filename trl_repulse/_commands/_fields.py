@@ -146,3 +146,28 @@ def check_output(path: Path | None) -> None:
             "is a folder; name a file" if path.is_dir() else "is in a folder that cannot be written to; name another"
         )
         raise ValueError(f"`--output {path}` {fault}.")
+
+
+def with_config(argv: list[str], default_config: str | None = None) -> list[str]:
+    """
+    A command line with `--config FILE` as TRL's parser finds it: in two words.
+
+    Args:
+        argv (`list[str]`):
+            Command line without the name of the script.
+        default_config (`str`, *optional*):
+            File to add where `--config`, `--model_name_or_path` and `--help` are missing.
+
+    Returns:
+        `list[str]`: The command line.
+
+    Raises:
+        `ValueError`: If no file follows `--config`.
+    """
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    if argv[-1:] == ["--config"]:
+        raise ValueError("`--config` needs the path of a YAML file behind it.")
+    # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
+    flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
+    given = {"__config", "_h", "__help"}.intersection(flags) or any(flag.startswith("__model_n") for flag in flags)
+    return argv if given or default_config is None else ["--config", default_config, *argv]

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["bad_token_ids", "bad_words", "load_prompts", "policy_path", "prompts_path", "reward_model_path"]
+__all__ = [
+    "bad_token_ids",
+    "bad_words",
+    "load_prompts",
+    "policy_path",
+    "prompts_path",
+    "reward_model_path",
+    "settings_path",
+]
 
 _WORLD = Path(__file__).parent / "world"
 
@@ -52,6 +60,20 @@ def prompts_path() -> str:
         `str`: path of a JSONL file.
     """
     return str(_WORLD / "prompts.jsonl")
+
+
+def settings_path(command: str) -> str:
+    """
+    File of the settings with which a training command runs in this world.
+
+    Args:
+        command (`str`):
+            Training command, such as `"repulse"` or `"repulse-ppo"`.
+
+    Returns:
+        `str`: path of a YAML file for `--config`.
+    """
+    return str(Path(__file__).parent / "settings" / f"{command}.yaml")
 
 
 def load_prompts() -> "Dataset":

@@ -89,7 +89,7 @@ class TailReportCallback(TrainerCallback):
         if seed < 0:
             raise ValueError(f"`seed={seed}` must be at least 0.")
         self.dataset = as_dataset(prompts)
-        _check_columns(trainer, self.dataset.column_names)
+        check_columns(trainer, self.dataset.column_names)
         self.trainer = trainer
         self.num_samples, self.every, self.seed = num_samples, every, seed
         self.thresholds, self.levels = list(thresholds), list(levels)
@@ -137,40 +137,85 @@ class TailReportCallback(TrainerCallback):
 
     def _sample(self) -> np.ndarray:
         """Rewards of shape (1, P, N), the same on all processes; NaN where no function gave one."""
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        total = len(self.dataset) * self.num_samples
-        # As many on each process, since a model that is cut apart generates on all of them at once; places past the end are dropped
-        share = -(-total // accelerator.num_processes)
-        mine = [accelerator.process_index + i * accelerator.num_processes for i in range(share)]
-        chosen = [place % total // self.num_samples for place in mine]
-        size = trainer.args.per_device_train_batch_size
-        columns = self.dataset[chosen]
-        prompts = columns.pop("prompt")
-        with unwrap_model_for_generation(trainer.model_wrapped, accelerator) as model:
-            engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
-            seed = np.random.SeedSequence([self.seed, accelerator.process_index]).generate_state(1)[0]
-            ids = engine([self._prompt_ids[prompt] for prompt in chosen], int(seed))
-        texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
-        functions, given = {}, {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
-        for name, reward, tokenizer in zip(
-            trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
-        ):
-            function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
-            functions[name] = partial(function, **given)
-        columns = {name: values for name, values in columns.items() if name not in _GIVEN}
-        loop = getattr(trainer, "async_loop", None)  # which an asynchronous reward's client is tied to
-        rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
-        weights = trainer.reward_weights.tolist()
-        rows = []
-        for place, values in zip(mine, zip(*rewards.values(), strict=True), strict=True):
-            known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-            rows.append((place, sum(known) if known else math.nan))
-        gathered = dict(gather_object(rows))
-        return np.array([gathered[place] for place in range(total)]).reshape(1, -1, self.num_samples)
+        drawn = draw(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
+        return np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
 
 
-def _check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:
-    """Refuses prompts without a column that a reward function would fail for, in the middle of a run."""
+def draw(
+    trainer: RLOOTrainer | GRPOTrainer, dataset: Dataset, prompt_ids: list[list[int]], num_samples: int, seed: int
+) -> list[tuple[str, float]]:
+    """
+    Completions of the policy as it stands, drawn by all processes. A collective call.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Gives the policy and the rewards. Its random state stays as it is.
+        dataset ([`~datasets.Dataset`]):
+            Prompts, with the columns that its rewards need.
+        prompt_ids (`list[list[int]]`):
+            Tokens of each.
+        num_samples (`int`):
+            Completions of each.
+        seed (`int`):
+            Seed of the draws.
+
+    Returns:
+        `list[tuple[str, float]]`: completion and reward, those of a prompt one after the other, the same on all processes. The
+        reward is the weighted sum, NaN where no function gave one.
+    """
+    accelerator = trainer.accelerator
+    total = len(dataset) * num_samples
+    # As many on each process, since a model that is cut apart generates on all of them at once; places past the end are dropped
+    share = -(-total // accelerator.num_processes)
+    mine = [accelerator.process_index + i * accelerator.num_processes for i in range(share)]
+    chosen = [place % total // num_samples for place in mine]
+    size = trainer.args.per_device_train_batch_size
+    columns = dataset[chosen]
+    prompts = columns.pop("prompt")
+    with unwrap_model_for_generation(
+        trainer.model_wrapped,
+        accelerator,
+        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+    ) as model:
+        engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
+        own_seed = np.random.SeedSequence([seed, accelerator.process_index]).generate_state(1)[0]
+        ids = engine([prompt_ids[prompt] for prompt in chosen], int(own_seed))
+    texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+    functions, given = {}, {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
+    for name, reward, tokenizer in zip(
+        trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
+    ):
+        if isinstance(reward, nn.Module):
+            reward = accelerator.unwrap_model(reward)  # of DeepSpeed's engine
+        reward = getattr(reward, "unchecked", reward)  # which `as_function` checks again
+        function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
+        functions[name] = partial(function, **given)
+    columns = {name: values for name, values in columns.items() if name not in _GIVEN}
+    loop = getattr(trainer, "async_loop", None)  # which an asynchronous reward's client is tied to
+    rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
+    weights = trainer.reward_weights.tolist()
+    rows = []
+    for place, text, values in zip(mine, texts, zip(*rewards.values(), strict=True), strict=True):
+        known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        rows.append((place, (text, sum(known) if known else math.nan)))
+    gathered = dict(gather_object(rows))
+    return [gathered[place] for place in range(total)]
+
+
+def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:
+    """
+    Refuses prompts without a column that a reward function would fail for, in the middle of a run.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Gives the rewards.
+        columns (`list[str]`):
+            Columns of the prompts' data set.
+
+    Raises:
+        `ValueError`: If a reward function needs another.
+    """
     known = {"prompts", "completions", "completion_ids", *_GIVEN, *columns} - {"prompt"}
     for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
         for parameter in _required(getattr(reward, "unchecked", reward)):

@@ -13,7 +13,7 @@ from scipy.stats import t as student_t
 QUANTITIES = {"expected_reward": "expected reward", "log_prob_bad": "log P(bad), nats", "kl": "KL, nats"}
 
 
-_KEYS = {"method", "seed", "samples", "policy_updates", "initial", "final"}  # of a results file
+_KEYS = {"method", "seed", "samples", "policy_updates"}  # of a results file
 
 
 def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) -> list[dict[str, Any]]:
@@ -45,14 +45,15 @@ def load_runs(paths: Iterable[str | Path], labels: Iterable[str] | None = None) 
         if not (isinstance(run["method"], str) and isinstance(run["seed"], int | str)):
             raise ValueError(f"{path} has no text as `method` or no number as `seed`; run it again.")
         for part in ("initial", "final"):
-            if run[part] is not None and not isinstance(run[part], dict):
+            if not isinstance(run.get(part), dict | None):
                 raise ValueError(f"{path} has no quantities by name under `{part}`; run it again.")
-        if run["final"] is None or not set(QUANTITIES) <= set(run["final"]):
+        if "expected_reward" not in (run.get("final") or {}):
             raise ValueError(f"{path} has no exact evaluation of the policy; compare runs in the embedded world.")
+        run["final"] = dict.fromkeys(QUANTITIES) | run["final"]  # a number that is not finite was left out
         for key in QUANTITIES:
             if run["final"][key] is not None and not is_number(run["final"][key]):
                 raise ValueError(f"{path} has no number as `{key}` under `final`; run it again.")
-        start = (run["initial"] or {}).get("log_prob_bad")
+        start = (run.get("initial") or {}).get("log_prob_bad")
         if not is_number(start) or not math.isfinite(start):
             raise ValueError(
                 f"{path} has no finite log P(bad) at its start (`initial.log_prob_bad`), by which runs are compared; leave it out."
@@ -79,7 +80,7 @@ def is_number(value: Any) -> bool:
 
 
 def _is_finite(value: float | None) -> bool:
-    """Whether a quantity has a value: JSON has `null` for what is not finite, or Python's `-Infinity`."""
+    """Whether a quantity has a value: other files have `null` for what is not finite, or Python's `-Infinity`."""
     return value is not None and math.isfinite(value)
 
 

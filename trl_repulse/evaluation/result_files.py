@@ -153,7 +153,7 @@ def _read(
 
         return [(value(each, names[0]), value(each, names[1]), *[len(each.table)] * 2) for each in samples]
     contents = [_read_json(path) for path in paths]
-    if all({"initial", "final", "samples"} <= set(content) for content in contents):
+    if all({"policy_updates", "samples"} <= set(content) for content in contents):
         contents = [run["final"] | {"settings": {}} for run in load_runs(paths, labels)]
     else:
         for path, content in zip(paths, contents, strict=True):

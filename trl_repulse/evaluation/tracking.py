@@ -339,8 +339,9 @@ def write_results(
 
     The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (each with
     `expected_reward`, `log_prob_bad` in nats and `kl` in nats, of the policy), `seconds`, `metrics`, `history` and
-    `settings`. With [`BadTokenTrackingCallback`] `log_prob_bad` is alone. Without exact evaluation `initial` and `final` are null and `history` is empty. Numbers that are not
-    finite become null, which keeps the file strict JSON.
+    `settings`. With [`BadTokenTrackingCallback`] `log_prob_bad` is alone. Without exact evaluation `initial` and `final`
+    are left out, and `history` is empty. What has no value is left out too: settings that are `None`, numbers that are
+    not finite.
 
     Args:
         path (`str` or `Path`):
@@ -371,17 +372,21 @@ def write_results(
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_finite(results), indent=2, default=str, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(_known(results), indent=2, default=str, allow_nan=False, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
-    """The same, with `None` for each float that is not finite."""
+def _known(value: Any) -> Any:
+    """The same without the keys that have no value, and with the text of what has none in a list."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _known(item) for key, item in value.items() if not _is_missing(item)}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [str(item) if _is_missing(item) else _known(item) for item in value]
+    return value
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or isinstance(value, float) and not math.isfinite(value)
 
 
 def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = None) -> str:

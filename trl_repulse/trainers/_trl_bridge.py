@@ -106,7 +106,13 @@ PINNED: dict[Any, tuple[str, ...]] = {
         *("prompts", "completions", "rewards", "advantages", "step", "num_samples", "extra"),
     ),
     split_tensor_dict: ("tensor_dict", "num_chunks"),
-    unwrap_model_for_generation: ("model", "accelerator"),
+    unwrap_model_for_generation: (
+        "model",
+        "accelerator",
+        "gather_deepspeed3_params",
+        "generation_kwargs",
+        "gradient_checkpointing_kwargs",
+    ),
     use_adapter: ("model", "adapter_name"),
     # Called: what the Trainer refuses to train of its own model, for the second one. transformers has it since 5.0.
     validate_quantization_for_training: ("model",),

@@ -1,0 +1,185 @@
+"""The training commands: what goes to the launcher, what to training, and what their help says."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_repulse import RePULSeConfig, embedded
+from trl_repulse._commands import train
+from trl_repulse.arguments import ARGUMENTS, TrainingParser, parse
+from trl_repulse.cli import TRAINING, main
+
+
+ROOT = Path(__file__).parents[1]
+WORKER = "trl_repulse._commands.train"
+SETTINGS = {"": "repulse", "_reinforce": "reinforce", "_ppo": "ppo", "_grpo": "grpo"}
+SETTINGS |= {"_repulse_ppo": "repulse-ppo", "_repulse_grpo": "repulse-grpo"}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `accelerate launch` is asked for, in place of launching."""
+    asked = []
+    monkeypatch.setattr(train, "launch_command", asked.append)
+    return asked
+
+
+def test_flags_are_sorted(launched, tmp_path):
+    (tmp_path / "zero2.yaml").write_text("")
+    flags = [
+        "--alpha",
+        "0",
+        "--num_processes=2",
+        "--debug",
+        "underflow_overflow",
+        "--multi_gpu",
+        "--main-process-port",
+    ]
+    flags += ["29501", "--accelerate_config", str(tmp_path / "zero2.yaml"), "--gradient_accumulation_steps", "3"]
+    assert main(["repulse-ppo", *flags, "--target_dist_beta", "-1e1"]) == 0
+    (args,) = launched
+    assert (args.num_processes, args.multi_gpu, args.main_process_port) == (2, True, 29501)
+    assert args.config_file == str(tmp_path / "zero2.yaml")
+    assert (args.module, args.training_script) == (True, WORKER)
+    rest = ["--alpha", "0", "--debug", "underflow_overflow", "--gradient_accumulation_steps", "3"]
+    assert args.training_script_args == ["repulse-ppo", *rest, "--target_dist_beta", "-1e1"]
+
+
+@pytest.mark.parametrize("spelling", [["--config", "FILE"], ["--config=FILE"]])
+def test_the_file_may_have_flags_of_the_launcher(launched, tmp_path, spelling):
+    path = tmp_path / "own.yaml"
+    path.write_text("alpha: 0.5\nnum_processes: 4\nmulti_gpu: true\nuse_fsdp: false\ndebug: x\nmachine_rank: 1\n")
+    flags = [part.replace("FILE", str(path)) for part in spelling]
+    assert main(["repulse", *flags, "--num_processes", "2"]) == 0
+    (args,) = launched
+    assert (args.num_processes, args.multi_gpu, args.use_fsdp, args.machine_rank) == (2, True, False, 1)
+    assert args.training_script_args == ["repulse", "--config", str(path)] and not args.debug
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_no_flag_is_both_the_launchers_and_the_methods(command):
+    parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command))
+    launchers = train._options(train.launch_command_parser())
+    assert {"--num_processes", "--use_deepspeed", "--machine_rank"} <= set(launchers)
+    assert not set(launchers) & set(parser._option_string_actions)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--accelerate_config", "none.yaml"], "`none.yaml` does not exist"),
+        (["--multi_gpu", "--num_processes", "1"], "at least 2 processes"),
+        (["--seed", "1", "--config"], "`--config` needs the path of a YAML file behind it"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(capsys, flags, words):
+    assert main(["repulse", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse repulse: ") and words in error and error.count("\n") == 1
+
+
+def test_a_failed_run_is_told_by_the_exit_status(monkeypatch, capsys):
+    def fail(args):
+        raise subprocess.CalledProcessError(1, "python")
+
+    monkeypatch.setattr(train, "launch_command", fail)
+    assert main(["repulse"]) == 1 and capsys.readouterr().err == ""
+
+
+def sections(command, capsys, *flags):
+    """The help by section: flag -> default, in order."""
+    assert main([command, *flags, "--help"]) == 0
+    found = {}
+    for line in re.sub(r"\n {8,}", " ", capsys.readouterr().out).splitlines():
+        if re.match(r"[A-Za-z].*:$", line):
+            section = found.setdefault(line.removesuffix(":"), {})
+        elif match := re.match(r"  --(\w+) .*\(default: (.*)\)$", line):
+            section[match[1]] = match[2]
+    return found
+
+
+def test_the_help_shows_the_methods_flags_first_and_the_defaults_of_an_own_model(capsys, tmp_path):
+    found = sections("repulse", capsys)
+    method, script, trl, model, transformers = found.values()
+    assert next(iter(method)) == "target_dist_beta" and method["proposal"] == "hot_policy"
+    assert "reward_model_path" in script and "dataset_name" in script
+    assert "learning_rate" in transformers and "model_name_or_path" in model
+    settings = yaml.safe_load(Path(embedded.settings_path("repulse")).read_text())
+    assert (
+        trl["max_completion_length"]
+        == str(RePULSeConfig.max_completion_length)
+        != str(settings["max_completion_length"])
+    )
+    listed = [name for section in found.values() for name in section]
+    parser = TrainingParser(ARGUMENTS["repulse"], embedded.settings_path("repulse"))
+    assert sorted(listed) == sorted({action.dest for action in parser._actions} - {"help"})
+
+    (tmp_path / "own.yaml").write_text("max_completion_length: 7\nnum_processes: 2\n")
+    found = sections("repulse", capsys, "--config", str(tmp_path / "own.yaml"))
+    assert found["GRPOConfig of TRL: sampling and updates"]["max_completion_length"] == "7"
+
+
+@pytest.mark.parametrize(("command", "first"), [("ppo", "value_learning_rate"), ("reinforce", "baseline")])
+def test_the_help_of_each_method_begins_with_its_own_flags(capsys, command, first):
+    assert next(iter(next(iter(sections(command, capsys).values())))) == first
+
+
+def test_each_command_has_arguments_and_settings():
+    assert list(TRAINING) == list(ARGUMENTS)
+    for suffix, command in SETTINGS.items():
+        packaged = Path(embedded.settings_path(command))
+        assert packaged.is_file() and packaged.is_relative_to(ROOT / "trl_repulse")
+        example = ROOT / "examples" / "configs" / f"embedded{suffix}.yaml"
+        assert example.resolve() == packaged.resolve()
+
+
+def documented():
+    """The training commands on all pages, without comments."""
+    found = []
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(rf"^trl-repulse (?:{'|'.join(TRAINING)})\b.*$", text, re.MULTILINE):
+            found.append(pytest.param(shlex.split(line, comments=True)[1:], id=f"{page.stem}: {line[:60]}"))
+    return found
+
+
+@pytest.mark.parametrize("words", documented())
+def test_documented_commands_can_be_read(monkeypatch, tmp_path, launched, words):
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("bad_reward_threshold: -4\n")
+    assert main(words) == 0
+    command, *flags = launched[0].training_script_args
+    script_args, args, _ = parse(flags, ARGUMENTS[command], embedded.settings_path(command))
+    assert script_args.dataset_name is not None and args.max_completion_length
+
+
+def run(*command, cwd):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.thorough
+def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
+    code = f"import sys, {WORKER}; print(*sys.modules, sep='\\n')"
+    imported = set(run(sys.executable, "-c", code, cwd=tmp_path).stdout.split())
+    assert "accelerate" in imported and not {"trl", "datasets", "trl_repulse.configs"} & imported
+
+
+@pytest.mark.thorough
+def test_a_run(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(Path(embedded.settings_path("reinforce")).read_text() + "num_processes: 1\nmax_steps: 2\n")
+    path.write_text(path.read_text() + f"accelerate_config: {ROOT / 'accelerate_configs' / 'single_gpu.yaml'}\n")
+    command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--config", str(path)]
+    done = run(*command, "--max_completion_length", "1", "--disable_tqdm", "true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "REINFORCE, seed 0" in done.stdout and (tmp_path / "reinforce-embedded" / "results.json").exists()
+    done = run(*command, "--num_proceses", "2", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr

@@ -1,0 +1,348 @@
+"""Arguments of the training commands: their dataclasses, and how they are read and listed."""
+
+import argparse
+import inspect
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
+
+from . import embedded
+from ._commands._fields import with_config
+from ._errors import did_you_mean
+from .cli import NEGATIVE_NUMBER
+from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+
+
+@dataclass
+class TrainingScriptArguments(ScriptArguments):
+    """
+    Arguments that the example scripts have beside the trainer's configuration and [`~trl.ModelConfig`].
+
+    Those of [`~trl.ScriptArguments`] are among them; `dataset_name` may also be a .jsonl, .json, .csv or .parquet file.
+
+    Args:
+        reward_model_path (`str`, *optional*):
+            Reward model: a path, a Hub id, or a server's address.
+        reward_type (`str`, *optional*):
+            What kind of reward it is, as in [`~trl_repulse.rewards.loading.load_reward`]; if unset, TRL's own treatment
+            of sequence classifiers.
+        reward_kwargs (`dict` or `str`, *optional*):
+            Further arguments of the reward; on the command line as JSON.
+        prompt_column (`str`, *optional*, defaults to `"prompt"`):
+            Column of the data set that holds the prompts.
+        apply_chat_template (`bool`, *optional*, defaults to `False`):
+            Whether to make plain prompts messages of a user, so that the tokenizer's chat template is applied.
+        single_prompt (`str`, *optional*):
+            The one prompt to train on, in place of the rows of `dataset_name`.
+        max_prompt_length (`int`, *optional*):
+            Prompts of more tokens are left out.
+        eval_dataset_name (`str`, *optional*):
+            Held-out prompts, evaluated by sampling after training: a file or a data set, of which `dataset_test_split`
+            is taken.
+        eval_prompt_column (`str`, *optional*, defaults to `"prompt"`):
+            Column of `eval_dataset_name` that holds the prompts.
+        train_batch_size (`int`, *optional*):
+            Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`, so that an
+            update is the same on any number of devices.
+        lr_decay_ratio (`float`, *optional*):
+            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lets the learning
+            rate fall to 0, linearly. If set, and not 0, it decides `num_decay_steps`, so that `max_steps` can be changed
+            alone.
+        bad_token_ids (`list[int]`, *optional*):
+            Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
+        tracking_every (`int`, *optional*, defaults to `10`):
+            Updates between two exact evaluations.
+        print_all_metrics (`bool`, *optional*, defaults to `False`):
+            Whether to print all metrics at each log, as [`~transformers.Trainer`] does, instead of a line with the main
+            ones. Trackers get all in both cases.
+    """
+
+    reward_model_path: str | None = field(
+        default=None, metadata={"help": "Reward model: a path, a Hub id, or a server's address."}
+    )
+    reward_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. "
+            "If unset, TRL's own treatment of sequence classifiers."
+        },
+    )
+    reward_kwargs: dict | str | None = field(
+        default=None, metadata={"help": 'Further arguments of the reward, e.g. `{"max_length": 300}`.'}
+    )
+    prompt_column: str = field(default="prompt", metadata={"help": "Column of the data set that holds the prompts."})
+    apply_chat_template: bool = field(
+        default=False, metadata={"help": "Whether to make plain prompts messages of a user, in the chat template."}
+    )
+    single_prompt: str | None = field(
+        default=None, metadata={"help": "The one prompt to train on, in place of the rows of `dataset_name`."}
+    )
+    max_prompt_length: int | None = field(default=None, metadata={"help": "Prompts of more tokens are left out."})
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Held-out prompts, evaluated by sampling after training."}
+    )
+    eval_prompt_column: str = field(default="prompt", metadata={"help": "Column of the held-out prompts."})
+    train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`."
+        },
+    )
+    lr_decay_ratio: float | None = field(
+        default=None,
+        metadata={"help": "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."},
+    )
+    bad_token_ids: list[int] | None = field(
+        default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
+    )
+    tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
+    print_all_metrics: bool = field(
+        default=False, metadata={"help": "Whether to print all metrics at each log, not a line with the main ones."}
+    )
+
+    def __post_init__(self):
+        if isinstance(self.reward_kwargs, str):
+            try:
+                self.reward_kwargs = json.loads(self.reward_kwargs)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}).") from error
+        if not isinstance(self.reward_kwargs, dict | None):
+            raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
+
+
+@dataclass
+class PPOScriptArguments(TrainingScriptArguments):
+    """
+    Arguments of the commands with a value model: those of [`TrainingScriptArguments`], and where it starts from.
+
+    Args:
+        value_model_path (`str`, *optional*):
+            Value model: a path or a Hub id, for example of the reward model. If unset, the policy.
+    """
+
+    value_model_path: str | None = field(
+        default=None,
+        metadata={"help": "Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy."},
+    )
+
+
+@dataclass
+class GRPOScriptArguments(TrainingScriptArguments):
+    """
+    Arguments of `grpo`: those of [`TrainingScriptArguments`], and a reward transform, which [`~trl.GRPOConfig`] does not
+    have.
+
+    Args:
+        reward_transform (`Literal["exponential", "indicator"]`, *optional*):
+            Transform of the reward, as in [`~trl_repulse.rewards.transformed.TransformedReward`].
+        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
+            The transform's a, at least 0.
+        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
+            The exponential transform's b, below 0.
+        reward_transform_threshold (`float`, *optional*):
+            The indicator transform's threshold, in units of reward.
+    """
+
+    reward_transform: Literal["exponential", "indicator"] | None = field(
+        default=None, metadata={"help": "`exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r < threshold])."}
+    )
+    reward_transform_alpha: float = field(default=1.0, metadata={"help": "The transform's a, at least 0."})
+    reward_transform_beta: float = field(default=-1.0, metadata={"help": "The exponential transform's b, below 0."})
+    reward_transform_threshold: float | None = field(
+        default=None, metadata={"help": "The indicator transform's threshold, in units of reward."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reward_transform is None:
+            for name, default in (("alpha", 1.0), ("beta", -1.0), ("threshold", None)):
+                if getattr(self, f"reward_transform_{name}") != default:
+                    raise ValueError(f"`reward_transform_{name}` has no effect; set `reward_transform`.")
+
+
+# Training command -> dataclasses of the script's arguments and of the trainer's configuration
+ARGUMENTS: dict[str, tuple[type, type]] = {
+    "repulse": (TrainingScriptArguments, RePULSeConfig),
+    "reinforce": (TrainingScriptArguments, ReinforceConfig),
+    "ppo": (PPOScriptArguments, PPOConfig),
+    "grpo": (GRPOScriptArguments, GRPOConfig),
+    "repulse-ppo": (PPOScriptArguments, RePULSePPOConfig),
+    "repulse-grpo": (TrainingScriptArguments, RePULSeGRPOConfig),
+}
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Lists each flag in one spelling."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flag = action.option_strings[0]
+        return flag if action.nargs == 0 else f"{flag} {self._format_args(action, 'VALUE')}"
+
+
+class TrainingParser(TrlParser):
+    """
+    [`~trl.TrlParser`] of a training command: its help begins with the method's own flags, and negative numbers are values.
+
+    Args:
+        classes (`tuple`):
+            Dataclasses of the script's arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+            [`~trl.ModelConfig`] is added.
+        default_config (`str`):
+            File of settings that the help names as the one of a run without `--config` and `--model_name_or_path`.
+        kwargs:
+            Further arguments of [`~trl.TrlParser`].
+    """
+
+    def __init__(self, classes: tuple[type, type], default_config: str, **kwargs: Any):
+        description = (
+            "Every flag is also a key of the YAML file that --config names; flags win over the file. The defaults below "
+            "are those for a model of your own, and those of the file where --config is given too. Without --config and "
+            f"--model_name_or_path the command trains in the embedded world, with the settings of {default_config}."
+        )
+        usage = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
+        options = {"usage": usage, "description": description, "formatter_class": _HelpFormatter} | kwargs
+        super().__init__((*classes, ModelConfig), exit_on_error=False, **options)
+        self._negative_number_matcher = NEGATIVE_NUMBER
+        if not torch.accelerator.is_available():
+            self.set_defaults_with_config(use_cpu=True, bf16=False)
+
+    def format_help(self) -> str:
+        """The help: a section for the method, one for the script, and one for each dataclass of TRL and transformers."""
+        script, config, model = self.dataclass_types
+        titles = {
+            config: f"{config.__name__}: the method",
+            script: "reward, prompts and tracking",
+            GRPOConfig: "GRPOConfig of TRL: sampling and updates",
+            model: "ModelConfig of TRL: loading the model",
+            TrainingArguments: "TrainingArguments of transformers",
+        }
+        # A field is listed with the most general of these classes that has it; in each, what a subclass adds comes first
+        owners = {each.name: cls for cls in titles for each in fields(cls)}
+        owners |= {each.name: cls for cls in (GRPOConfig, TrainingArguments) for each in fields(cls)}
+        bases = [base for cls in titles for base in cls.__mro__]
+        names = dict.fromkeys(name for base in bases for name in inspect.get_annotations(base))
+        actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for cls, title in titles.items():
+            formatter.start_section(title)
+            formatter.add_arguments([actions[name] for name in names if name in actions and owners[name] is cls])
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def parse(
+    argv: list[str], classes: tuple[type, type], default_config: str, launcher_keys: Collection[str] = ()
+) -> tuple[Any, Any, ModelConfig]:
+    """
+    Reads the command line, and the YAML file that `--config` names. Flags win over the file.
+
+    Args:
+        argv (`list[str]`):
+            Command line without the name of the script.
+        classes (`tuple`):
+            Dataclasses of the script's arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+        default_config (`str`):
+            File to read where neither `--config` nor `--model_name_or_path` is given.
+        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
+            Names that the file may also have, for the launcher.
+
+    Returns:
+        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, the paths of the embedded world.
+
+    Raises:
+        `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
+        `argparse.ArgumentError`: If a flag cannot be read.
+    """
+    argv = with_config(argv, default_config)
+    parser = TrainingParser(classes, default_config)
+    script_args, args, model_args = parse_fields(parser, argv, launcher_keys)
+    if script_args.train_batch_size is not None:
+        steps = _accumulation(script_args.train_batch_size, args)
+        argv = [*argv, "--gradient_accumulation_steps", str(steps)]
+        script_args, args, model_args = parse_fields(parser, argv, launcher_keys)
+    if script_args.lr_decay_ratio:
+        steps = _decay_steps(script_args.lr_decay_ratio, args)
+        args.lr_scheduler_kwargs = {
+            "decay_type": "linear",
+            **(args.lr_scheduler_kwargs or {}),
+            "num_decay_steps": steps,
+        }
+    if model_args.model_name_or_path is None:
+        if script_args.reward_type is None or ".py:" not in script_args.reward_type:
+            script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
+        script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
+    needed = ["dataset_name"] if script_args.single_prompt is None else []
+    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
+        if getattr(script_args, name) is None:
+            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
+    model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    args.model_init_kwargs = model_init_kwargs | (args.model_init_kwargs or {})
+    return script_args, args, model_args
+
+
+def _accumulation(train_batch_size: int, args: Any) -> int:
+    """Passes that one update takes on these processes."""
+    a_pass = args.per_device_train_batch_size * args.world_size
+    if train_batch_size < 1 or train_batch_size % a_pass:
+        raise ValueError(
+            f"`train_batch_size={train_batch_size}` is no multiple of the {a_pass} completions of one pass "
+            f"(`per_device_train_batch_size` times {args.world_size} processes); change one of them."
+        )
+    return train_batch_size // a_pass
+
+
+def _decay_steps(ratio: float, args: Any) -> int:
+    """Updates over which the learning rate falls."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
+    if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
+        raise ValueError(
+            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
+            "set `lr_decay_ratio` to 0."
+        )
+    return max(round(ratio * args.max_steps), 1)
+
+
+def parse_fields(parser: TrlParser, argv: list[str] | None, launcher_keys: Collection[str] = ()) -> tuple[Any, ...]:
+    """
+    Dataclasses from a command line, and from the YAML file that `--config` names.
+
+    Args:
+        parser ([`~trl.TrlParser`]):
+            Parser of the dataclasses.
+        argv (`list[str]`, *optional*):
+            Command line without the name of the script, by default the process's.
+        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
+            Names that the file may also have, for the launcher.
+
+    Returns:
+        `tuple`: An instance of each dataclass.
+
+    Raises:
+        `ValueError`: If the command line or the file has a name that is no field.
+    """
+    *parsed, in_file, in_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
+    known = [*(each.name for cls in parser.dataclass_types for each in fields(cls)), *launcher_keys]
+    unknown = [name for name in (flag.removeprefix("--") for flag in in_file[::2]) if name not in launcher_keys]
+    if unknown:
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"The file of `--config` has `{unknown[0]}`, which is no argument; remove it.{hint}")
+    if in_line:
+        flag = next((text for text in in_line if text.startswith("--")), in_line[0]).partition("=")[0]
+        hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), [f"--{name}" for name in known])
+        raise ValueError(f"`{flag}` is no argument; remove it.{hint}")
+    return tuple(parsed)

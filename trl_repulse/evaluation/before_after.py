@@ -1,0 +1,98 @@
+"""A table of completions from before and after training."""
+
+import math
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer, RLOOTrainer
+
+from .._checks import as_dataset, check_prompt_lengths
+from ._generation import Prompt, prompt_tokens
+from .callback import check_columns, draw
+
+
+class BeforeAfterCallback(TrainerCallback):
+    """
+    Samples a few completions from the policy when training begins, and from the same prompts when [`write`] is called.
+
+    For the trainers of [`~trl_repulse.evaluation.callback.TailReportCallback`], which draws in the same way: by all
+    processes, with `generate`, and with seeds of its own, so that training goes on as without the callback.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+            Trainer to follow.
+        prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with a `"prompt"` and the columns that the rewards need. The first are taken, again if they are too few.
+        num_completions (`int`, *optional*, defaults to `10`):
+            Completions to sample, each of another prompt as long as there are any.
+
+    Raises:
+        `ValueError`: If a prompt is too long, or a column is missing that a reward function needs.
+
+    Example:
+
+    ```python
+    >>> table = BeforeAfterCallback(trainer, dataset)
+    >>> trainer.add_callback(table)
+    >>> trainer.train()
+    >>> table.write("before_after.md")
+    ```
+    """
+
+    def __init__(
+        self, trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | IterableDataset, num_completions: int = 10
+    ):
+        rows = list(prompts.take(num_completions))
+        self.dataset = as_dataset(Dataset.from_list(list(islice(cycle(rows), num_completions))))
+        check_columns(trainer, self.dataset.column_names)
+        self.trainer = trainer
+        texts = self.dataset["prompt"][:]
+        self._prompt_ids = prompt_tokens(trainer.processing_class, texts, trainer.chat_template_kwargs)
+        check_prompt_lengths(self._prompt_ids, texts, trainer.model.config, trainer.max_completion_length)
+        self._start = 0
+        self._before: list[tuple[str, float]] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._start, self._before = state.global_step, self._draw()
+
+    def write(self, path: str | Path) -> None:
+        """
+        Samples again, and writes both to a Markdown table with the rewards. A collective call; the main process writes.
+
+        Args:
+            path (`str` or `Path`):
+                File to write; its folder is created if missing.
+        """
+        after = self._draw()
+        if not self.trainer.is_world_process_zero():
+            return
+        header = ("prompt", f"update {self._start}", "reward", f"update {self.trainer.state.global_step}", "reward")
+        rows = [header, ("---",) * len(header)]
+        for prompt, before, end in zip(self.dataset["prompt"], self._before, after, strict=True):
+            rows.append((_cell(_text(prompt)), *_cells(before), *_cells(end)))
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows), encoding="utf-8")
+
+    def _draw(self) -> list[tuple[str, float]]:
+        return draw(self.trainer, self.dataset, self._prompt_ids, 1, self.trainer.args.seed)
+
+
+def _text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _cells(drawn: tuple[str, float]) -> tuple[str, str]:
+    text, reward = drawn
+    return _cell(text), "" if math.isnan(reward) else f"{reward:.3g}"
+
+
+def _cell(text: str) -> str:
+    return "<br>".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())

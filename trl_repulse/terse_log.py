@@ -1,0 +1,95 @@
+"""The log of a training run in one line of plain words, in place of the dictionary that `Trainer` prints."""
+
+from typing import Any
+
+from tqdm import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+
+# Metric -> how it is printed
+_WORDS = {
+    "reward": "reward {:.3g}",
+    "bad_fraction": "bad {:.2%}",
+    "kl": "KL {:.3g} nats/token",
+    "entropy": "entropy {:.3g} nats/token",
+    "completions/mean_length": "length {:.3g} tokens",
+    "proposal/reward": "proposal reward {:.3g}",
+    "proposal/bad_fraction": "proposal bad {:.2%}",
+    "proposal/ess": "ESS {:.3g} samples",
+    "negative/ess": "ESS {:.3g} samples",
+    "value/explained_variance": "explained variance {:.3g}",
+    "step_time": "{:.3g} s/update",
+}
+
+
+def format_logs(logs: dict[str, Any], update: int, updates: int) -> str:
+    """
+    The main metrics of one log in a line, with their units.
+
+    Args:
+        logs (`dict`):
+            What a trainer logs, of training or, with names that begin with `eval_`, of an evaluation.
+        update (`int`):
+            Updates made.
+        updates (`int`):
+            Updates of the whole run.
+
+    Returns:
+        `str`: The line; empty if the log has no reward, as the summary at the end of training.
+    """
+    prefix = "eval_" if "eval_reward" in logs else ""
+    if f"{prefix}reward" not in logs:
+        return ""
+    values = {name: logs.get(prefix + name) for name in _WORDS}
+    parts = [_WORDS[name].format(value) for name, value in values.items() if value is not None]
+    return " | ".join([f"{'evaluation at ' if prefix else ''}update {update}/{updates}", *parts])
+
+
+class TerseLogCallback(TrainerCallback):
+    """
+    Prints a line at each log, in the main process. What goes to trackers and to `trainer_state.json` stays as it is.
+
+    Example:
+
+    ```python
+    >>> trainer.remove_callback(PrinterCallback)
+    >>> trainer.add_callback(TerseLogCallback)
+    ```
+    """
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        line = format_logs(logs or {}, state.global_step, state.max_steps)
+        if state.is_world_process_zero and line:
+            tqdm.write(line)  # above a progress bar, if there is one
+
+
+class TerseProgressCallback(TerseLogCallback, ProgressCallback):
+    """As [`TerseLogCallback`], with the progress bars of [`~transformers.ProgressCallback`], whose place it takes."""
+
+
+def use_terse_log(trainer: Trainer) -> None:
+    """
+    Replaces the callback that prints a trainer's logs; the progress bar stays if there is one.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer that has not started.
+    """
+    plain = trainer.args.disable_tqdm
+    trainer.remove_callback(PrinterCallback if plain else ProgressCallback)
+    trainer.add_callback(TerseLogCallback if plain else TerseProgressCallback)
