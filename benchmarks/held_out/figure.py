@@ -1,36 +1,39 @@
 """
-The README's figure: P(bad) against KL of finished runs in a held-out world, a point a run and a mean a method.
+The README's figure: P(bad) against KL of finished runs in a held-out world, at two KL coefficients, a point a run and a mean a method.
 
     python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out.png
 """
 
 import argparse
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-
-from trl_repulse.evaluation.frontier import Point, Run, make_frontier
-from trl_repulse.plots import plot_frontier
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from .table import load
 
 
-METHODS = {  # as the runs' files name them: as the figure does
-    "RePULSe, hot policy, learning rate 6e-4": "RePULSe (lr 6e-4)",
-    "REINFORCE, learning rate 6e-4": "REINFORCE (lr 6e-4)",
-    "PPO, learning rate 1.2e-3": "PPO (lr 1.2e-3)",
-    "REINFORCE, learning rate 1.2e-3": "REINFORCE (lr 1.2e-3)",
+# Label, colour, marker -> names of its runs, by KL coefficient
+METHODS = {
+    ("REINFORCE", "#8a8a8a", "s"): {
+        0.2: "REINFORCE, learning rate 6e-4",
+        0.4: "REINFORCE, KL coefficient 0.4",
+    },
+    ("RePULSe", "#c8502d", "o"): {
+        0.2: "RePULSe, hot policy, learning rate 6e-4",
+        0.4: "RePULSe, hot policy, KL coefficient 0.4",
+    },
+    ("PPO", "#1f5fa8", "D"): {
+        0.2: "PPO, learning rate 1.2e-3",
+        0.4: "PPO, KL coefficient 0.4",
+    },
+    ("RePULSe on PPO", "#d99a00", "^"): {
+        0.2: "PPO, hot policy, learning rate 1.2e-3",
+        0.4: "PPO, hot policy, KL coefficient 0.4",
+    },
 }
-
-
-def without_interval_of_two(point: Point) -> Point:
-    """Student's interval of two runs would be wider than the figure."""
-    if len(point.runs) > 2:
-        return point
-    x, y = (replace(it, low=-math.inf, high=math.inf) for it in (point.x, point.y))
-    return replace(point, x=x, y=y)
+LEAST = 1e-9  # what no sample showed is drawn here
 
 
 def main() -> None:
@@ -40,15 +43,28 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=64_000)
     options = parser.parse_args()
     found = load([options.folder])
-    runs = []
-    for method, label in METHODS.items():
-        for run in found[method, options.completions]:
-            p_bad, kl = (float(np.mean(run["policy"][name])) for name in ("p_bad", "kl"))
-            runs.append(Run(label, kl, math.log(p_bad)))
-    frontier = make_frontier(runs, "kl", "log_prob_bad")
-    frontier = replace(frontier, points=tuple(without_interval_of_two(point) for point in frontier.points))
-    plot_frontier(frontier, options.figure)
-    print(frontier.to_markdown())
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (label, colour, marker), names in METHODS.items():
+        means = []
+        for coefficient, name in names.items():
+            runs = [run["policy"] for run in found[name, options.completions]]
+            kl, p_bad = (np.array([np.mean(run[key]) for run in runs]) for key in ("kl", "p_bad"))
+            p_bad = p_bad.clip(LEAST)
+            axes.plot(kl, p_bad, marker, color=colour, alpha=0.45, markersize=4, linestyle="none", markeredgewidth=0)
+            means.append((kl.mean(), np.exp(np.log(p_bad).mean())))
+            print(f"{label}, KL coefficient {coefficient}: KL {means[-1][0]:.2f}, P(bad) {means[-1][1]:.1e}, {len(runs)} runs")
+        axes.plot(*zip(*means, strict=True), color=colour, marker=marker, markersize=9, linewidth=1.6, label=label)
+    axes.set_yscale("log")
+    axes.set_xlabel("KL to the initial policy, nats")
+    axes.set_ylabel("P(bad) on unseen prompts")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    options.figure.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.figure, dpi=160)
 
 
 if __name__ == "__main__":
