@@ -122,7 +122,9 @@ RUNS += [("llama", (2, 4), "dapo", case) for case in CASES if "completion" not i
 
 def check(tokenizer, reward, trainer, policy, proposal, reference, grads, **changed):
     """Compares losses and gradients with those of the method, of which `changed` are other settings."""
-    args = SimpleNamespace(**(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False} | changed))
+    args = SimpleNamespace(
+        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
+    )
     loss = grpo_loss(policy, reference, tokenizer, reward, args)
     if proposal is not None:
         both, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)

@@ -153,7 +153,9 @@ RUNS += [("llama", (4, 2), case) for case in ("hot", "own", "proposal")]
 
 def check(tokenizer, reward, trainer, models, reference, rows, grads, **changed):
     """Compares losses and gradients with those of the method, of which `changed` are other settings."""
-    args = SimpleNamespace(**(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False} | changed))
+    args = SimpleNamespace(
+        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
+    )
     policy_loss, error = reference_losses(models["policy"], models["value"], rows, tokenizer, args)
     if "proposal" in models:
         both, proposal_loss = reference_loss(models["policy"], models["proposal"], reference, tokenizer, reward, args)

@@ -216,9 +216,16 @@ def _count(value: str) -> int:
 
 def _write(path: Path, report: dict[str, Any]) -> None:
     """Writes the report, or nothing: a file is there whole or not at all."""
-    from ..evaluation.tracking import _finite
-
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(_finite(report), indent=2, default=str, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """The same, with `None` for each float that is not finite."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
