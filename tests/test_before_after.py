@@ -1,5 +1,8 @@
 """The table of completions from before and after training."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -75,3 +78,15 @@ def test_prompts_that_cannot_be_used_are_refused(make, rows, words):
         dataset = dataset.add_column("label", [1])
     with pytest.raises(ValueError, match=words):
         BeforeAfterCallback(trainer, dataset)
+
+
+def test_rewards_that_draw_random_numbers_leave_those_of_training_as_they_are(make, prompts):
+    def reward(completions, **kwargs):
+        return [random.random() + np.random.rand() + torch.rand(1).item() for _ in completions]
+
+    trainer = make(reward_funcs=reward)
+    table = BeforeAfterCallback(trainer, prompts)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    table.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert len({value for _, value in table._before}) > 1
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())

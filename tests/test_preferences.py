@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_repulse import RePULSeTrainer
 from trl_repulse.cli import main
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.preferences import RewardedCompletion, preference_rows, read_rewarded, unpaired_rows
+from trl_repulse.preferences import RewardedCompletion, preference_rows, read_rewarded, unpaired_rows, write_rows
 
 from .conftest import USE_CPU, word_reward
 
@@ -206,3 +206,19 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     start = gap()
     trainer.train()
     assert gap() > start + 1
+
+
+def test_tool_calls_are_not_changed_by_parquet(tmp_path):
+    """Its columns would give the first call the second one's argument."""
+    said = [{"role": "user", "content": "?"}]
+
+    def called(**arguments):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        return [{"role": "assistant", "tool_calls": [call]}]
+
+    pool = completions((said, called(city="a"), -5.0), (said, called(number=1), 1.0))
+    rows = preference_rows(pool, -1.0)
+    with pytest.raises(ValueError, match="write a .jsonl"):
+        write_rows(tmp_path / "rows.parquet", rows)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["rejected"] == called(city="a")

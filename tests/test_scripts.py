@@ -89,7 +89,9 @@ def test_all_embedded_settings_draw_the_same_number_of_completions():
 
 def test_grpo_with_a_transform(tmp_path):
     flags = ["--reward_type", "toxicity", "--reward_transform", "exponential", "--reward_transform_alpha", "0.3"]
+    flags += ["--num_table_completions", "0"]
     results = run("grpo", tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
+    assert not (tmp_path / "completions").exists()
     assert results["method"] == "GRPO (exponential transform)"
     # The reward is a function here: log P(bad) alone is exact
     assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
@@ -237,6 +239,7 @@ def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
         (["--bad_token_ids", "9999"], "9999"),
         (["--model_name_or_path", "m", "--reward_type", "chat"], "`--dataset_name` is needed"),
         (["--prompt_column", "question"], "has no column `question`, only prompt"),
+        (["--num_table_completions", "-1"], "`num_table_completions=-1` must be at least 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

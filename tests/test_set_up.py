@@ -9,6 +9,7 @@ from transformers import AttentionInterface, GPT2ForSequenceClassification, Llam
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from benchmarks.architectures import build
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse._causal import check_causal
 from trl_repulse.generation._probe import Guard, probe
@@ -84,6 +85,13 @@ def test_compiled_models_are_probed_as_they_are_written(tokenizer, way):
         compiled(input_ids=ids)
     check_causal(compiled, "`model`")
     assert probe(compiled) == Guard()
+
+
+def test_a_mixture_of_experts_that_gives_its_routers_loss():
+    """It comes before the logits where a model's configuration asks for it."""
+    model = build("mixtral", 40)
+    model.config.output_router_logits = True
+    check_causal(model, "`model`")
 
 
 def test_looking_for_noise_seeds_no_accelerator(tokenizer, monkeypatch):

@@ -76,7 +76,10 @@ def reads_ahead(model: nn.Module) -> bool:
         states = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
         # A compiled `forward` would not run hooks
         with states, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            one, other = model(input_ids=ids, attention_mask=torch.ones_like(ids))[0].float()  # (5, V) each
+            outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+            # A mixture of experts may give a loss first
+            predicted = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+            one, other = predicted.float()  # (5, V) each
     finally:
         for module, mode in modes:
             module.training = mode

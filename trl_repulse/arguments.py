@@ -57,6 +57,8 @@ class TrainingScriptArguments(ScriptArguments):
             Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
         tracking_every (`int`, *optional*, defaults to `10`):
             Updates between two exact evaluations.
+        num_table_completions (`int`, *optional*, defaults to `10`):
+            Completions in the table of completions before and after training; 0 for no table.
         print_all_metrics (`bool`, *optional*, defaults to `False`):
             Whether to print all metrics at each log, as [`~transformers.Trainer`] does, instead of a line with the main
             ones. Trackers get all in both cases.
@@ -101,11 +103,16 @@ class TrainingScriptArguments(ScriptArguments):
         default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
     )
     tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
+    num_table_completions: int = field(
+        default=10, metadata={"help": "Completions in the table of before and after training. 0: no table."}
+    )
     print_all_metrics: bool = field(
         default=False, metadata={"help": "Whether to print all metrics at each log, not a line with the main ones."}
     )
 
     def __post_init__(self):
+        if self.num_table_completions < 0:
+            raise ValueError(f"`num_table_completions={self.num_table_completions}` must be at least 0 (no table).")
         if isinstance(self.reward_kwargs, str):
             try:
                 self.reward_kwargs = json.loads(self.reward_kwargs)

@@ -305,7 +305,8 @@ def engine_ratios(
             f"`mode={mode!r}` must be 'token' or 'sequence' and 'truncate' or 'mask', e.g. 'sequence_mask'."
         )
     difference = (log_q.detach() - engine_log_q).nan_to_num(nan=0.0).masked_fill(mask == 0, 0.0)
-    ratio = (difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference).exp()
+    log_ratio = difference.sum(dim=-1, keepdim=True) if level == "sequence" else difference
+    ratio = log_ratio.clamp(max=80.0).exp()  # finite, whatever the bounds
     low, high = -math.inf if clip_min is None else clip_min, math.inf if clip_max is None else clip_max
     return ratio.clamp(low, high) if cut == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 

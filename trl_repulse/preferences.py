@@ -164,8 +164,17 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             A `.jsonl` or a `.parquet`.
         rows (`Sequence[dict]`):
             What [`preference_rows`] or [`unpaired_rows`] gave.
+
+    Raises:
+        `ValueError`: If messages with tool calls are to be written as parquet, which would change them.
     """
     if path.suffix == ".parquet":
+        texts = [text for row in rows for text in row.values() if isinstance(text, list)]
+        if any(message.get("tool_calls") for text in texts for message in text):
+            raise ValueError(
+                f"Messages with tool calls cannot be kept as they are in `{path}`, whose columns give all calls the same arguments; "
+                "write a .jsonl."
+            )
         table = pa.Table.from_pylist(list(rows))
         write_atomically(path, lambda partial: pq.write_table(table, partial))
     else:

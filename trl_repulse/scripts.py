@@ -36,6 +36,7 @@ from .trainers._deepspeed import gathered
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
 from .trainers._rewards import all_with_checks
+from .trainers._trl_bridge import withheld_from_uploads
 
 
 logger = logging.getLogger(__name__)
@@ -204,23 +205,29 @@ def run(
         **kwargs,
     )
     tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
-    table = BeforeAfterCallback(trainer, prompts if held_out is None else held_out)
-    for callback in (table, tracking):
-        trainer.add_callback(callback)
+    trainer.add_callback(tracking)
+    table = None
+    if script_args.num_table_completions:
+        table = BeforeAfterCallback(
+            trainer, prompts if held_out is None else held_out, script_args.num_table_completions
+        )
+        trainer.add_callback(table)
     if not script_args.print_all_metrics:
         use_terse_log(trainer)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(args.output_dir)
-    if script_args.eval_dataset_name is not None:
-        trainer.evaluate()
-    if trainer.is_world_process_zero():
-        report(trainer, tracking, method)
-    if args.push_to_hub:
-        is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
-        trainer.push_to_hub(dataset_name=None if is_local else name)
-    table.write(Path(args.output_dir) / "completions" / "before_after.md")  # after uploads, which it is not for
+    with withheld_from_uploads(TrainerHooks._withheld):  # by TRL's trainers too
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(args.output_dir)
+        if script_args.eval_dataset_name is not None:
+            trainer.evaluate()
+        if trainer.is_world_process_zero():
+            report(trainer, tracking, method)
+        if args.push_to_hub:
+            is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
+            trainer.push_to_hub(dataset_name=None if is_local else name)
+    if table is not None:
+        table.write(Path(args.output_dir) / "completions" / "before_after.md")
     trainer.end()
 
 

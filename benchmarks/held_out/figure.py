@@ -55,7 +55,9 @@ def main() -> None:
             p_bad = p_bad.clip(LEAST)
             axes.plot(kl, p_bad, marker, color=colour, alpha=0.45, markersize=4, linestyle="none", markeredgewidth=0)
             means.append((kl.mean(), np.exp(np.log(p_bad).mean())))
-            print(f"{label}, KL coefficient {coefficient}: KL {means[-1][0]:.2f}, P(bad) {means[-1][1]:.1e}, {len(runs)} runs")
+            print(
+                f"{label}, KL coefficient {coefficient}: KL {means[-1][0]:.2f}, P(bad) {means[-1][1]:.1e}, {len(runs)} runs"
+            )
         axes.plot(*zip(*means, strict=True), color=colour, marker=marker, markersize=9, linewidth=1.6, label=label)
     axes.set_yscale("log")
     axes.set_xlabel("KL to the initial policy, nats")

@@ -76,8 +76,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             prompts, by a dual variable. It is what a bad completion costs, in units of reward, and begins with 1; in
             [`RePULSeTrainer`] it is `alpha`, and begins with the value that is set, unless that is 0.
         constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
-            How far the logarithm of that variable moves in an update, in nats, if there are no bad completions, or twice as
-            many as ε allows.
+            How far the logarithm of that variable moves, in nats, after the first update on each batch of generations: at most this if
+            there are no bad completions, and about this if there are twice as many as ε allows.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
             [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.
@@ -146,7 +146,10 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         },
     )
     constraint_learning_rate: float = field(
-        default=0.02, metadata={"help": "How far the logarithm of that dual variable moves in an update, in nats."}
+        default=0.02,
+        metadata={
+            "help": "How far the logarithm of that dual variable moves at most, in nats, where there are no bad completions."
+        },
     )
     reward_clip_range: tuple[float, float] | None = field(
         default=None,
@@ -195,8 +198,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         require(self, 0 <= self.cvar_schedule_ratio <= 1, "cvar_schedule_ratio", remedy)
         size = "num_generations" if self.cvar_over == "prompt" else "generation_batch_size"
         samples = getattr(self, size)
-        remedy = f"is less than one of the {samples} samples that it is a share of; raise it to {1 / samples:.3g}, or `{size}`"
-        require(self, self.cvar_level * samples >= 1, "cvar_level", remedy)
+        remedy = f"is less than one of the {samples} samples that it is a share of; raise it to {math.ceil(1000 / samples) / 1000:g}, or `{size}`"
+        require(self, self.cvar_level * samples >= 1 - 1e-6, "cvar_level", remedy)
 
     @property
     def charges_bad(self) -> bool:

@@ -1,16 +1,20 @@
 """The tail report along a training run, by sampling."""
 
+import contextlib
 import inspect
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -172,12 +176,16 @@ def draw(
     size = trainer.args.per_device_train_batch_size
     columns = dataset[chosen]
     prompts = columns.pop("prompt")
-    with unwrap_model_for_generation(
-        trainer.model_wrapped,
+    wrapped, whole = trainer.model_wrapped, contextlib.nullcontext()
+    if isinstance(wrapped, FullyShardedDataParallel):
+        whole = FullyShardedDataParallel.summon_full_params(wrapped, recurse=False)
+    unwrapped = unwrap_model_for_generation(
+        wrapped,
         accelerator,
         gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-    ) as model:
+    )
+    with unwrapped as model, whole:
         engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
         own_seed = np.random.SeedSequence([seed, accelerator.process_index]).generate_state(1)[0]
         ids = engine([prompt_ids[prompt] for prompt in chosen], int(own_seed))
@@ -193,7 +201,8 @@ def draw(
         functions[name] = partial(function, **given)
     columns = {name: values for name, values in columns.items() if name not in _GIVEN}
     loop = getattr(trainer, "async_loop", None)  # which an asynchronous reward's client is tied to
-    rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
+    with _random_states_kept(accelerator.device):
+        rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
     weights = trainer.reward_weights.tolist()
     rows = []
     for place, text, values in zip(mine, texts, zip(*rewards.values(), strict=True), strict=True):
@@ -201,6 +210,19 @@ def draw(
         rows.append((place, (text, sum(known) if known else math.nan)))
     gathered = dict(gather_object(rows))
     return [gathered[place] for place in range(total)]
+
+
+@contextlib.contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Context after which Python's, NumPy's and torch's random numbers go on as before; a reward may draw some."""
+    states = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:

@@ -18,7 +18,7 @@ _LEAST = 1e-6
 
 class Constraint:
     """
-    Lagrange multiplier of P(reward < `bad_reward_threshold`) ≤ `max_bad_probability`, moved once for each update of the policy.
+    Lagrange multiplier of P(reward < `bad_reward_threshold`) ≤ `max_bad_probability`, moved once for each batch of generations.
 
     All processes hold the same one, from what all of them have seen.
 
