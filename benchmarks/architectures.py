@@ -242,7 +242,7 @@ def measure_trainer(model: PreTrainedModel, tokenizer: Any) -> tuple[float, floa
         ids, mask = batch["completion_ids"].flatten(0, 1), batch["completion_mask"].flatten(0, 1)
         drawn = [row[m == 1].tolist() for row, m in zip(ids, mask, strict=True)]
         few = {name: x[:, :4] if name.startswith("completion_") else x for name, x in batch.items()}
-        scores = trainer._score(trainer.model, few)[0].detach().sum(dim=-1).flatten()
+        scores = trainer._score(trainer.model, few).log_p[0].detach().sum(dim=-1).flatten()
         model.eval()
         places = [i * DRAWS + j for i in range(len(PROMPTS)) for j in range(4)]
         gap = gap_of_scores(model, [prompts[i] for i in places], [drawn[i] for i in places], scores)
