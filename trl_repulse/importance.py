@@ -277,7 +277,7 @@ def engine_ratios(
     clip_max: float | None = 3.0,
 ) -> torch.Tensor:
     """
-    How much likelier samples are by the model itself than by the engine that drew them, cut as TRL's GRPO trainer (1.16) does.
+    Importance ratios between a model and the engine that drew its samples, truncated or masked as in TRL's GRPO trainer (1.16).
 
     Args:
         log_q, engine_log_q (`torch.Tensor`):

@@ -29,7 +29,7 @@ class Tempered:
     """
     Asks a scoring pass for log-probabilities of some completions at another temperature as well, and holds them afterwards.
 
-    A wrapper around a model hands it on as it is, which it does not do with every kind of object.
+    DDP, FSDP and DeepSpeed pass an object of a plain class on to the model unchanged; FSDP copies a dataclass.
 
     Args:
         temperature (`float`):
@@ -55,10 +55,10 @@ class Tempered:
 
 class _FusedHead:
     """
-    TRL's fused head of a model, over hidden states that are there already.
+    TRL's fused head at another temperature, for hidden states that are already computed.
 
-    It has one temperature, set when it is put on. This is what it is put on for another one, in the place of the model. Way out: a
-    `temperature` argument on the fused head's forward.
+    TRL (1.16) adds a head to a model with one fixed temperature. This object takes the model's place, so that a second head can be
+    added. Way out: a `temperature` argument on the fused head's forward.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):

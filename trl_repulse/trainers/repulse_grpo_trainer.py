@@ -79,8 +79,8 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
         if self.tools and not self.use_vllm and self.accelerator.num_processes > 1:
             if zero_stage(self.accelerator) == 3 or self.is_fsdp_enabled:
                 raise ValueError(
-                    "With tools or environments, processes generate different numbers of turns, and with ZeRO-3 or FSDP each waits in "
-                    "each of them for all others. Set `use_vllm=True`, or launch with DDP or ZeRO-2."
+                    "With tools or environments, processes generate different numbers of turns, and with ZeRO-3 or FSDP they would "
+                    "wait for each other. Set `use_vllm=True`, or launch with DDP or ZeRO-2."
                 )
         self._proposal_world: ProposalWorld | None = None
         if self.tools and self.args.draws_twice:
