@@ -55,7 +55,10 @@ def of_updates(name):
         (RePULSeTrainer, {"proposal": "policy"}, POLICY | NEGATIVE, UPDATE),
         (
             *(RePULSeTrainer, HOT),
-            POLICY | NEGATIVE | {"negative/p_bad"} | {f"proposal/{name}" for name in SAMPLES},
+            POLICY
+            | NEGATIVE
+            | {"negative/p_bad"}
+            | {f"proposal/{name}" for name in SAMPLES | {"distinct", "log_p_rank"}},
             UPDATE,
         ),
         (RePULSeTrainer, {"alpha": 0.0}, POLICY, UPDATE),

@@ -10,8 +10,8 @@ import torch
 from accelerate.logging import get_logger
 
 from ..importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
-from ._metrics import mean
-from ._negative_term import NegativeTerm
+from ._metrics import Moments, mean
+from ._negative_term import NEGATIVE, OWN, NegativeTerm
 
 
 logger = get_logger(__name__)
@@ -22,7 +22,7 @@ LARGEST_GAP = 3.0  # nats, mean over these batches
 
 class CollapseWatch:
     """
-    Logs how a proposal's samples compare with the policy's, and warns once if they are the worse ones.
+    Logs how a proposal's samples compare with the policy's, and warns once if a learned proposal's are the worse ones.
 
     The effective sample size cannot tell: where all samples of a prompt are the same, or all as improbable under the policy,
     their weights are equal and it is as large as can be. But the policy's own samples bound log Z from below as well, and a
@@ -38,41 +38,57 @@ class CollapseWatch:
         self._gaps: deque[float] = deque(maxlen=BATCHES)
         self._warned = False
 
-    def look(
-        self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, log_p: torch.Tensor, mask: torch.Tensor
-    ) -> None:
+    def look(self, batch: dict[str, torch.Tensor], own_log_p: torch.Tensor, log_p: torch.Tensor) -> Moments:
         """
-        Logs `distinct`, `log_z_gap` and `log_p_rank`. A collective call.
+        Logs `distinct` and `log_p_rank`. A collective call.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
-                Units with `rewards` of shape `(U, n)`, `proposal_rewards` of shape `(U, m)`, `proposal_completion_ids` of shape
-                `(U, m, T)`, and `old_log_p`, the policy's log-probabilities (nats) of its own samples, of shape `(U, n, T)` with
-                their `completion_mask`.
-            log_w (`torch.Tensor` of shape `(P, K)`):
-                Log-weights of the proposal's samples, −inf for those without a reward.
-            log_p, mask (`torch.Tensor` of shape `(P, K, T)`):
-                Log-probabilities (nats) of the proposal's samples under the policy, and their mask.
+                Units with `proposal_rewards` of shape `(U, m)`, `proposal_completion_ids` of shape `(U, m, T)`, and the masks of both
+                sets of samples.
+            own_log_p (`torch.Tensor` of shape `(U, n, T)`), log_p (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the policy of its own samples and of the others.
+
+        Returns:
+            [`Moments`]: The share of distinct completions among the others of a prompt.
         """
-        trainer = self._part.trainer
-        mode = "train" if trainer.model.training else "eval"
-        size, proposals = trainer._num_generations(mode), self._part.size(mode)
-        scored = ~trainer._to_prompts(batch["proposal_rewards"], proposals).isnan()  # (P, K)
-        known = scored.any(dim=1)  # (P,); other prompts may only fill up a batch
-        distinct = distinct_share(trainer._to_prompts(batch["proposal_completion_ids"], proposals), mask)
+        trainer, size = self._part.trainer, self._part.size(self._part.mode)
+        mask = trainer._to_prompts(batch[f"{NEGATIVE}_mask"], size)
+        known = (~trainer._to_prompts(batch["proposal_rewards"], size).isnan()).any(
+            dim=1
+        )  # others may only fill up a batch
+        distinct = distinct_share(trainer._to_prompts(batch[f"{NEGATIVE}_ids"], size), mask)
         distinct = trainer._gathered_moments(distinct[known])
         trainer._record({"proposal/distinct": mean}, distinct)
+        own = trainer._to_prompts(
+            sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), trainer._num_generations(self._part.mode)
+        )
+        rank = rank_among(sequence_log_prob(trainer._to_prompts(log_p, size), mask), own)
+        trainer._log_mean("proposal/log_p_rank", rank[known])
+        return distinct
 
-        log_potential = trainer._to_prompts(self._part.log_potential(batch["rewards"]), size)  # (P, N)
+    def compare(self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, distinct: Moments) -> None:
+        """
+        Logs `log_z_gap`, and warns once if it stays large. A collective call.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with `rewards` of shape `(U, n)` and `proposal_rewards` of shape `(U, m)`.
+            log_w (`torch.Tensor` of shape `(P, K)`):
+                Log-weights of the proposal's samples, −inf for those without a reward.
+            distinct ([`Moments`]):
+                What [`look`] returned.
+        """
+        trainer, size = self._part.trainer, self._part.size(self._part.mode)
+        scored = ~trainer._to_prompts(batch["proposal_rewards"], size).isnan()  # (P, K)
+        log_potential = self._part.log_potential(batch["rewards"])
+        log_potential = trainer._to_prompts(log_potential, trainer._num_generations(self._part.mode))  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
         gap = trainer._gathered_moments(torch.where(gap.isinf(), torch.nan, gap))
         trainer._record({"proposal/log_z_gap": mean}, gap)
-
-        others = trainer._to_prompts(sequence_log_prob(batch["old_log_p"], batch["completion_mask"]), size)
-        trainer._log_mean("proposal/log_p_rank", rank_among(sequence_log_prob(log_p, mask), others)[known])
-        if mode == "train" and gap.count:
-            self._warn(gap.mean, distinct.mean * proposals)
+        if self._part.mode == "train" and gap.count:
+            self._warn(gap.mean, distinct.mean * size)
 
     def _warn(self, gap: float, distinct: float) -> None:
         self._gaps.append(gap)

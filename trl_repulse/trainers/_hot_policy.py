@@ -13,6 +13,7 @@ import torch
 from ..generation._ahead import Ahead
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._beside import PROPOSAL_FOLDER
+from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
 from ._records import log_importance
 from ._units import UnitSampling
@@ -37,11 +38,12 @@ class HotPolicy(DrawnTerm):
         super().__init__(trainer)
         self.temperature = trainer.args.proposal_temperature
         self._ahead: Ahead | None = None
+        self._watch = CollapseWatch(self)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
-        trainer, mode = self.trainer, self._mode
+        trainer, mode = self.trainer, self.mode
         n = trainer._unit_size(mode)
         m = self.size(mode) * n // trainer._num_generations(mode)
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
@@ -94,7 +96,7 @@ class HotPolicy(DrawnTerm):
             `(U, m)`, for the policy loss.
         """
         trainer, args = self.trainer, self.trainer.args
-        sizes = trainer._num_generations(self._mode), self.size(self._mode)
+        sizes = trainer._num_generations(self.mode), self.size(self.mode)
 
         def whole(own: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
             return torch.cat([trainer._to_prompts(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
@@ -106,6 +108,7 @@ class HotPolicy(DrawnTerm):
         log_potential = log_potential.masked_fill(rewards >= args.bad_reward_threshold, -torch.inf)
         log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
 
+        self._watch.look(batch, log_p, log_p_hot)
         scored = ~rewards.isnan()
         found = (log_w > -torch.inf).any(dim=1)
         log_importance(trainer, "negative", log_w[found], scored[found])

@@ -84,7 +84,7 @@ class LearnedProposal(DrawnTerm):
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.sample`]; all but the last of `proposal_updates_per_step` updates are made here."""
         args = self.trainer.args
-        if self._mode == "train":
+        if self.mode == "train":
             for _ in range(args.proposal_updates_per_step - 1):
                 chunks = split_tensor_dict(self.draw(rows, batch), args.steps_per_generation)
                 self.update(chunks, advance_schedule=False)
@@ -104,7 +104,7 @@ class LearnedProposal(DrawnTerm):
         log_q = self.trainer._score(self.proposal.module, batch, (NEGATIVE,), gradient=False).log_p[0]
         made = {"proposal_old_log_q": log_q}  # (U, m, T)
         made |= self.weigh(batch, log_p, log_p_negative, log_q)
-        if self._mode == "train" and not self.trainer._whole(self._mode):
+        if self.mode == "train" and not self.trainer._whole(self.mode):
             made |= self._contrast(batch | made, log_p_negative, log_q, log_q)
         return made
 
@@ -162,7 +162,7 @@ class LearnedProposal(DrawnTerm):
             `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and
             `negative_coefficients` of the policy loss, each of shape `(U, m)`.
         """
-        trainer, args, size = self.trainer, self.trainer.args, self.size(self._mode)
+        trainer, args, size = self.trainer, self.trainer.args, self.size(self.mode)
         rewards = batch["proposal_rewards"]
         samples = [trainer._to_prompts(x, size) for x in (log_p, log_q, batch[f"{NEGATIVE}_mask"])]
 
@@ -174,13 +174,13 @@ class LearnedProposal(DrawnTerm):
         log_importance(trainer, PROPOSAL_FOLDER, log_w, trainer._to_prompts(~rewards.isnan(), size))
         weights = {"proposal_w": trainer._to_units(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
-            self._watch.look(batch | {"old_log_p": own_log_p}, log_w, samples[0], samples[2])
+            self._watch.compare(batch, log_w, self._watch.look(batch, own_log_p, log_p))
             negative_log_w = log_w if args.reweighting_beta is None else log_weights(args.reweighting_beta)
             returns = [None, None]
             if args.negative_loss == "reinforce":
                 returns = [
                     trainer._to_prompts(trainer._returns(batch, log_p, "proposal_"), size),
-                    trainer._to_prompts(batch["returns"], trainer._num_generations(self._mode)),
+                    trainer._to_prompts(batch["returns"], trainer._num_generations(self.mode)),
                 ]
             negative = self.coefficients(negative_log_w, *returns)
             weights[COEFFICIENTS[NEGATIVE]] = trainer._to_units(negative, rewards)
@@ -244,11 +244,11 @@ class LearnedProposal(DrawnTerm):
         if args.proposal_loss == "dpg":
             return {"proposal_coefficients": batch["proposal_w"]}
         units = (log_q, log_p, batch["proposal_w"], batch[f"{NEGATIVE}_mask"], ~rewards.isnan(), log_q_now)
-        *samples, scored, log_q_now = (trainer._to_prompts(x, self.size(self._mode)) for x in units)
+        *samples, scored, log_q_now = (trainer._to_prompts(x, self.size(self.mode)) for x in units)
         if args.proposal_loss == "sixo":
             coefficients = sixo_negative_weights(*samples, scored)
         elif args.proposal_loss == "vargrad":
-            log_potential = trainer._to_prompts(self.log_potential(rewards), self.size(self._mode))
+            log_potential = trainer._to_prompts(self.log_potential(rewards), self.size(self.mode))
             coefficients = vargrad_targets(log_q_now, samples[1], log_potential, samples[3])
         else:
             coefficients = ctl_coefficients(

@@ -104,7 +104,7 @@ class NegativeTerm:
         Returns:
             `dict[str, torch.Tensor]`: Samples, and where they are weighed now also the coefficients, with U first.
         """
-        return self.weigh(batch) if self.trainer._weighs_early(self._mode) else {}
+        return self.weigh(batch) if self.trainer._weighs_early(self.mode) else {}
 
     def learn(
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
@@ -135,7 +135,7 @@ class NegativeTerm:
     # Sampling
 
     @property
-    def _mode(self) -> str:
+    def mode(self) -> str:
         return "train" if self.trainer.model.training else "eval"
 
     def size(self, mode: str) -> int:
@@ -145,7 +145,7 @@ class NegativeTerm:
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Samples for the prompts of a generation batch, in the units of its policy samples."""
-        trainer, mode = self.trainer, self._mode
+        trainer, mode = self.trainer, self.mode
         n = trainer._unit_size(mode)
         m = self.size(mode) * n // trainer._num_generations(mode)
         if m != n:
@@ -226,7 +226,7 @@ class NegativeTerm:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)`.
         """
         trainer, rewards = self.trainer, batch["rewards"]
-        size = trainer._num_generations(self._mode)
+        size = trainer._num_generations(self.mode)
         log_w = trainer._to_prompts(self.log_potential(rewards, trainer.args.reweighting_beta), size)  # (P, N)
         scored = ~log_w.isnan()
         log_w = torch.where(scored, log_w, -torch.inf)
@@ -245,7 +245,7 @@ class DrawnTerm(NegativeTerm):
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""
-        trainer, mode = self.trainer, self._mode
+        trainer, mode = self.trainer, self.mode
         if not trainer.use_vllm:
             return contextlib.nullcontext()
         n = trainer._unit_size(mode)
@@ -256,7 +256,7 @@ class DrawnTerm(NegativeTerm):
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.sample`]."""
         trainer, drawn = self.trainer, self.draw(rows, batch)
-        if not trainer._weighs_early(self._mode):
+        if not trainer._weighs_early(self.mode):
             return drawn
         batch = batch | drawn
         tempered = self.tempered(batch)
