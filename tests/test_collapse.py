@@ -100,8 +100,8 @@ def test_a_hot_policy_of_one_output(make, monkeypatch, settings):
     }
     trainer = make(**(FROZEN | hot), max_steps=2, logging_steps=1, **settings)
     drawn = []
-    draw = type(trainer._part).draw
-    monkeypatch.setattr(type(trainer._part), "draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    draw = type(trainer._negative).draw
+    monkeypatch.setattr(type(trainer._negative), "draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     trainer.train()
     for log, batch in zip(trainer.state.log_history, drawn, strict=False):
         ids = batch["proposal_completion_ids"].masked_fill(batch["proposal_completion_mask"] == 0, -1).flatten(0, 1)
