@@ -251,16 +251,18 @@ def test_training_is_the_same(make, architecture, mode):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
-def test_compiled_models_have_separate_rows(make, request):
-    """Compiled passes over shared ones gave the policy and its reference, which are equal here, other log-probabilities."""
+@pytest.mark.parametrize("proposal", ["learned", "hot_policy"])
+def test_compiled_models_share_rows(make, request, proposal):
+    """Policy and reference, which TRL compiles before we see it, agree; and end as models that are not compiled."""
     request.addfinalizer(torch.compiler.reset)
-    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1, "beta": 0.1}
-    settings |= {} if USE_CPU else {"tf32": False}
-    compiled = train(make, "llama", "auto", **settings)
-    assert not compiled._guard.share_prompts
+    compile = {"torch_compile": True, "torch_compile_backend": "eager"} | ({} if USE_CPU else {"tf32": False})
+    settings = {"proposal": proposal, "bad_reward_threshold": -1.0, "beta": 0.1, "max_steps": 2}
+    settings |= {"target_dist_beta": None} if proposal == "hot_policy" else {}
+    compiled, plain = (train(make, "llama", share, **settings, **how) for share, how in ((True, compile), (False, {})))
+    assert compiled._guard.share_prompts and compiled._guard.repeat_cache
     assert compiled.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)
-    with pytest.raises(ValueError, match="cannot read a prompt once.*`torch_compile=True`.*`share_prompts=False`"):
-        train(make, "llama", True, **settings)
+    for p, q in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.trainer

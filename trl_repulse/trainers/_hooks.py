@@ -124,7 +124,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
             if scored is not None:
                 if self.args.disable_dropout:
                     disable_dropout(scored)
-                unwrapped = self.accelerator.unwrap_model(scored)
+                unwrapped = self.accelerator.unwrap_model(scored, keep_torch_compile=False)
                 base = base_of(unwrapped)
                 prepare_scoring(base, self.args.cast_lm_head_to_fp32)
         self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
@@ -415,7 +415,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
         return tokenized
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
-        sampled = self.accelerator.unwrap_model(self.model_wrapped)
+        sampled = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         once = prompts_read_once(sampled) if self._guard.repeat_cache else contextlib.nullcontext()
         with without_generation_defaults(sampled), without_lasting_changes(self, sampled), once:
             if not self._guard.sample_by_length:

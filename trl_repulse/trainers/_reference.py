@@ -33,7 +33,7 @@ def save_reference(trainer: Any, checkpoint: Path) -> None:
     """
     if not trainer.args.sync_ref_model or _is_flat(trainer):
         return
-    module = trainer.accelerator.unwrap_model(trainer.ref_model)
+    module = trainer.accelerator.unwrap_model(trainer.ref_model, keep_torch_compile=False)
     weights: dict[str, torch.Tensor] = {}
     with gathered(module):
         for name, p in module.named_parameters():  # those that TRL moves; tied ones once
@@ -70,7 +70,7 @@ def load_reference(trainer: Any, checkpoint: Path) -> None:
             "with FSDP's first version); resume from another, or start a new run from its models."
         )
     weights = load_file(path)
-    module = trainer.accelerator.unwrap_model(trainer.ref_model)
+    module = trainer.accelerator.unwrap_model(trainer.ref_model, keep_torch_compile=False)
     names = {name for name, _ in module.named_parameters()}
     if names != set(weights):
         raise ValueError(

@@ -72,7 +72,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     if not found[1]:
         for scored in (module, trainer.ref_model) if name == "policy" else (module,):
             if scored is not None:
-                scored = trainer.accelerator.unwrap_model(scored)
+                scored = trainer.accelerator.unwrap_model(scored, keep_torch_compile=False)
                 _use_own_head(base_of(scored), trainer.temperature)
     return replace(found[0], fused_head=found[1])
 
@@ -119,11 +119,7 @@ def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention:
             repeats = False
         elif repeats:
             repeats = reads_prompts_once(model, quiet, trainer.generation_config)
-    why = None
-    if wanted is not False and trainer.args.torch_compile:  # the checks here are of passes that are not compiled
-        why = "`torch_compile=True`, with which completions of one row got other log-probabilities"
-    elif wanted is not False:
-        why = _why_not_shared(name, model, quiet, guard, attention)
+    why = None if wanted is False else _why_not_shared(name, model, quiet, guard, attention)
     if why is not None:
         said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
         if wanted is True:

@@ -106,7 +106,7 @@ class UnitSampling(TrainerHooks):
         if ahead is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         rows, temperatures = ahead.widened(prompt_ids)
-        with rows_at(self.accelerator.unwrap_model(self.model_wrapped), temperatures):
+        with rows_at(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False), temperatures):
             return ahead.keep(rows, super()._generate_single_turn(rows, *args, **kwargs))
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
