@@ -75,7 +75,7 @@ class WithinProcess(RecordedByRow):
 
 
 ADAPTER_CLIP = 0.05
-CLASSES = {"within a process": WithinProcess, "reused": Reused, "sampled": Sampled, "sampled in bf16": Sampled}
+CLASSES = {"within a process": WithinProcess, "reused": Reused}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
     "leave one out": {},
@@ -87,6 +87,7 @@ METHODS = {
     "iterable": {},
     "evaluated": {"eval_strategy": "steps", "eval_steps": 2},
     "sampled": {"max_completion_length": 8},
+    "sampled, a prompt of one token": {"max_completion_length": 8},
     "sampled in bf16": {"max_completion_length": 8, "bf16": True},
     "checkpoints": CHECKPOINTS,
     "checkpoints in a block": {
@@ -151,8 +152,10 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     args = RePULSeConfig(**settings | METHODS[method])
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
-    dataset = Dataset.from_dict({"prompt": PROMPTS})
-    trainer = CLASSES.get(method, RecordedByRow)(
+    # Of one token: nothing of it can be read ahead, by one of two processes
+    prompts = [PROMPTS[0], PROMPTS[1].split()[0]] if method.endswith("of one token") else PROMPTS
+    dataset = Dataset.from_dict({"prompt": prompts})
+    trainer = (Sampled if method.startswith("sampled") else CLASSES.get(method, RecordedByRow))(
         model=policy,
         reward_funcs=word_reward,
         args=args,
@@ -166,6 +169,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
+    assert trainer._guard.repeat_cache
     trainer.train(resume_from_checkpoint=checkpoint)
     if "checkpoints" in method:
         trainer.save_model()

@@ -130,13 +130,17 @@ def test_two_processes_of_fsdp_equal_one(launch, batch_size, accumulation):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["sampled", "sampled, a prompt of one token"])
 @pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
-def test_models_cut_apart_draw_what_whole_ones_draw(launch, config):
-    """A process that has finished its completions goes on for the others, of both models, with its own random numbers."""
-    whole = launch(2, 4, 1, "sampled", config="cpu_ddp")
+def test_models_cut_apart_draw_what_whole_ones_draw(launch, config, method):
+    """
+    A process that has finished its completions goes on for the others, of both models, with its own random numbers; all read
+    prompts once, or none.
+    """
+    whole = launch(2, 4, 1, method, config="cpu_ddp")
     lengths = ("completions/max_length", "proposal/completions/max_length")
     assert all(log[name] == 6 for log in whole["logs"] for name in lengths)  # the first process draws two tokens
-    assert_equal(whole, launch(2, 4, 1, "sampled", config=config), (*METRICS, *lengths))
+    assert_equal(whole, launch(2, 4, 1, method, config=config), (*METRICS, *lengths))
 
 
 @pytest.mark.thorough

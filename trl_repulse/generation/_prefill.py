@@ -28,7 +28,7 @@ def generating_by(model: nn.Module, generate: Callable[..., Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def prompts_read_once(model: nn.Module) -> Iterator[None]:
+def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = bool) -> Iterator[None]:
     """
     Context in which `model.generate` reads a prompt once for all neighbouring rows of a batch that begin with it.
 
@@ -37,19 +37,21 @@ def prompts_read_once(model: nn.Module) -> Iterator[None]:
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Model whose cache can be repeated, as [`~trl_repulse.generation._probe.reads_prompts_once`] finds out. With weights
-            partitioned over processes they must all call `generate` with prompts repeated alike.
+            Model whose cache can be repeated, as [`~trl_repulse.generation._probe.reads_prompts_once`] finds out.
+        everywhere (`Callable`, *optional*, defaults to `bool`):
+            Whether something holds in all processes that call `generate`. They make the same passes if their weights are
+            partitioned.
     """
     base = base_of(model)
     generate = base.generate
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if args or ids is None or mask is None or ids.size(1) < 2 or kwargs.get("past_key_values") is not None:
+        if args or ids is None or mask is None or kwargs.get("past_key_values") is not None:
             return generate(*args, **kwargs)
         new = torch.ones_like(ids[:, 0], dtype=torch.bool)  # rows whose prompt is not that of the row before
         new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(dim=1)
-        if new.all():
+        if not everywhere(ids.size(1) > 1 and not bool(new.all())):
             return generate(**kwargs)
         cache = DynamicCache(config=base.config.get_text_config(decoder=True))
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}

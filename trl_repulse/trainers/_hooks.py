@@ -414,14 +414,22 @@ class TrainerHooks(SecondModels, PooledMetrics):
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         return tokenized
 
+    def _holds_everywhere(self, condition: bool) -> bool:
+        """Whether something holds in all processes. A collective call."""
+        held = torch.tensor(float(condition), device=self.accelerator.device)
+        return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
+
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         sampled = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        once = prompts_read_once(sampled) if self._guard.repeat_cache else contextlib.nullcontext()
+        together = is_partitioned(sampled) or self.is_fsdp_enabled
+        once = contextlib.nullcontext()
+        if self._guard.repeat_cache:
+            once = prompts_read_once(sampled, self._holds_everywhere) if together else prompts_read_once(sampled)
         with without_generation_defaults(sampled), without_lasting_changes(self, sampled), once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)
-            if len(groups) > 1 and (is_partitioned(sampled) or self.is_fsdp_enabled):
+            if len(groups) > 1 and together:
                 raise ValueError(
                     "Prompts of different lengths are sampled one length at a time, since the model generates wrongly behind "
                     "padding, and processes that share its weights cannot do so each on its own; use prompts of one length, or "

@@ -114,10 +114,7 @@ def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention:
         samples = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
         guard = probe(model, quiet, samples, trainer.generation_config if samples else None)
         repeats = samples and wanted is not False and guard.use_cache and not guard.sample_by_length
-        # Processes that share weights may not repeat prompts alike, and each pass is made by all of them
-        if is_partitioned(model) or trainer.is_fsdp_enabled:
-            repeats = False
-        elif repeats:
+        if repeats:
             repeats = reads_prompts_once(model, quiet, trainer.generation_config)
     why = None if wanted is False else _why_not_shared(name, model, quiet, guard, attention)
     if why is not None:
