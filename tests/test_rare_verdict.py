@@ -1,6 +1,7 @@
 """When importance sampling must not be called reliable, and intervals where most outputs are bad: enumerated worlds of one reward each."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -53,6 +54,75 @@ def test_a_cvar_of_a_few_deep_rewards_rests_on_them():
     # Where all four are drawn and the policy meets each, nothing speaks against it
     whole = [[*(0.5 * low / low.sum()), *[0.125] * 4], [*(0.7 * low / low.sum()), *[0.075] * 4]]
     assert cvar(draw(rewards, (policy, *whole), (400_000, 5000, 5000), 0), 0.1).reliable
+
+
+NEGLECTS = [-1.0, -1.0, 1.0], [5e-4, 5e-4, 0.999], ([0.9, 0.0, 0.1], [0.8, 0.0, 0.2])
+
+
+def test_bounds_hold_whatever_proposals_miss():
+    """Two proposals that never draw half of the bad outputs, and a policy that often draws none of it either."""
+    rewards, policy, proposals = NEGLECTS
+    within, inside, verdicts = 0, 0, set()
+    for seed in range(300):
+        estimate = prob_bad(draw(rewards, (policy, *proposals), (1000, 500, 500), seed), 0.0)
+        within += estimate.bounds[0] <= 1e-3 <= estimate.bounds[1]
+        inside += estimate.low <= 1e-3 <= estimate.high
+        verdicts.add(estimate.verdict)
+        bad = estimate.diagnostics.policy_tail_samples
+        below = sum(
+            math.comb(1000, i) * estimate.bounds[1] ** i * (1 - estimate.bounds[1]) ** (1000 - i)
+            for i in range(bad + 1)
+        )
+        assert below == pytest.approx(0.025, rel=1e-6)
+    assert within / 300 > 0.95 and inside / 300 < 0.8 and verdicts == {"bounds"}
+
+
+def test_samples_that_contradict_themselves_give_no_bounds():
+    sample = draw([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5], [0.6, 0.4]), (20_000, 500, 500), 0)
+    assert prob_bad(sample, 0.0).verdict == "reliable" and not prob_bad(sample, 0.0).next_steps
+    density = sample.log_density.clone()
+    density[..., 1] += 0.5
+    wrong = prob_bad(MixtureSample(sample.rewards, density, sample.counts), 0.0)
+    assert wrong.verdict == "unreliable" and "end tokens" in wrong.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "proposals", "counts"),
+    [
+        (
+            [1e-3, 1e-3, 0.998],
+            ([0.5, 0.4, 0.1], [0.3, 0.3, 0.4]),
+            (500, 1000, 1000),
+        ),  # the policy has drawn too little
+        ([2e-3, 2e-3, 0.996], ([0.01, 0.0002, 0.9898], [0.012, 0.0001, 0.9879]), (2000, 1000, 1000)),  # far proposals
+        ([4e-3, 4e-3, 0.992], (), (500,)),  # none
+    ],
+)
+def test_what_a_verdict_advises_makes_the_estimate_reliable(policy, proposals, counts):
+    rewards, now = [-1.0, -1.0, 1.0], counts
+    for seed in range(4):
+        estimate = prob_bad(draw(rewards, (policy, *proposals), now, seed), 0.0)
+        if estimate.reliable:
+            break
+        for step in estimate.next_steps:
+            if found := re.search(r"^Draw ([\d,]+) completions a prompt from (the policy|each proposal)", step):
+                number = int(found[1].replace(",", ""))
+                now = (number, *now[1:]) if found[2] == "the policy" else (now[0], *[number] * len(proposals))
+    assert seed > 0 and estimate.reliable and sum(now) < 200 * sum(counts)
+
+
+def test_what_to_do_where_draws_cannot_help():
+    rare = prob_bad(draw([-1.0, 1.0], ([1e-7, 1.0], [0.5, 0.5], [0.6, 0.4]), (2000, 500, 500), 0), 0.0)
+    assert rare.verdict == "bounds" and rare.bounds[1] < 2e-3
+    assert [step.split(":")[0].split(" for")[0] for step in rare.next_steps] == [
+        "Report the bounds",
+        "Train a second proposal",
+    ]
+    one = prob_bad(draw([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (20_000, 500), 0), 0.0)
+    assert one.next_steps == ("Draw from a hotter copy of the proposal too, or from a second proposal.",)
+    none = prob_bad(draw([-1.0, 1.0], ([0.0, 1.0], [0.0, 1.0]), (100, 100), 0), 0.0)
+    assert none.verdict == "bounds" and none.bounds[0] == 0 and none.next_steps[0].startswith("Train a second")
+    assert cvar(draw([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (100, 50), 0), 1e-3).verdict == "unreliable"
 
 
 def test_efficiency_and_unseen_share_of_a_cvar_by_hand():

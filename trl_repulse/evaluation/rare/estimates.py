@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from scipy.stats import beta as beta_distribution
@@ -36,21 +37,37 @@ class RareEstimate(Estimate):
             Estimated standard deviation of `value`.
         diagnostics ([`~trl_repulse.evaluation.rare.verdict.Diagnostics`]):
             What the estimate rests on.
+        bounds (`tuple[float, float]`, *optional*):
+            Of a probability, ends that hold whatever the proposals miss: the lower end of the interval, and the upper end of
+            Clopper and Pearson's interval of the policy's own draws.
     """
 
     confidence: float
     standard_error: float
     diagnostics: Diagnostics
+    bounds: tuple[float, float] | None = None
 
     @property
     def reliable(self) -> bool:
-        """The verdict: whether nothing speaks against the interval."""
+        """Whether nothing speaks against the interval."""
         return not self.reasons
+
+    @property
+    def verdict(self) -> Literal["reliable", "bounds", "unreliable"]:
+        """`"bounds"` if the interval is not reliable but `bounds` are."""
+        if self.reliable:
+            return "reliable"
+        return "unreliable" if self.bounds is None or self.diagnostics.contradicted else "bounds"
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the estimate is not reliable; empty if it is."""
         return self.diagnostics.reasons()
+
+    @property
+    def next_steps(self) -> tuple[str, ...]:
+        """What would make it reliable; empty if it is."""
+        return self.diagnostics.next_steps()
 
 
 def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) -> RareEstimate:
@@ -83,7 +100,16 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     bad = sample.rewards < threshold
     value, low, high, error, log_w = _probability(sample, bad, confidence)
     diagnostics = diagnose(sample, log_w.masked_fill(~bad, -torch.inf))
-    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
+    bounds = low, _own_bound(bad[:, : sample.counts[0]], confidence)
+    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics, bounds)
+
+
+def _own_bound(bad: torch.Tensor, confidence: float) -> float:
+    """Upper end of Clopper and Pearson's interval for the share of plain draws (P, n) that are bad; 1 without any draws."""
+    found, draws = int(bad.sum()), bad.numel()
+    if found == draws:
+        return 1.0
+    return float(beta_distribution.isf((1 - confidence) / 2, found + 1, draws - found))
 
 
 def _probability(

@@ -8,6 +8,9 @@ from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_large
 from .mixture import MixtureSample
 
 
+VERDICTS = {"reliable": "reliable", "bounds": "bounds only", "unreliable": "UNRELIABLE"}
+
+
 def rare_event_report(
     sample: MixtureSample,
     thresholds: Sequence[float] = (),
@@ -32,7 +35,7 @@ def rare_event_report(
 
     Returns:
         `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields
-        of an estimate, `reliable`, `reasons`, and `per_prompt`, the same for each prompt; with `forecast_sizes` also
+        of an estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each prompt; with `forecast_sizes` also
         `forecast`, with the `lowest` rewards, what a `back_test` says of them, `reliable` and `reasons`, or with `refused`, the reason why there is
         nothing to extrapolate.
 
@@ -86,7 +89,7 @@ def format_report(report: dict[str, Any]) -> str:
             "verdict",
         )
     ]
-    reasons = []
+    notes: list[str] = []
     for key, label in (("prob_bad", "P(r < {threshold:g})"), ("cvar", "CVaR at {level:g}")):
         for entry in report[key]:
             name, diagnostics = label.format(**entry), entry["diagnostics"]
@@ -99,13 +102,13 @@ def format_report(report: dict[str, Any]) -> str:
                     f"{diagnostics['max_weight_share']:.1%}",
                     f"up to {diagnostics['unseen_share']:.0%}",
                     f"{diagnostics['efficiency']:.2g}",
-                    "reliable" if entry["reliable"] else "UNRELIABLE",
+                    VERDICTS[entry["verdict"]],
                 )
             )
-            reasons += [f"{name}: {reason}" for reason in entry["reasons"]]
+            notes += _notes(name, entry)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    lines = [lines[0], "-" * len(lines[0]), *lines[1:], *([""] if reasons else []), *reasons]
+    lines = [lines[0], "-" * len(lines[0]), *lines[1:], *notes]
     if "refused" in report.get("forecast", {}):
         lines += ["", f"No forecast: {report['forecast']['refused']}"]
     elif "forecast" in report:
@@ -122,14 +125,29 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _notes(name: str, entry: dict[str, Any]) -> list[str]:
+    """What can be said of an estimate that is not reliable: bounds, reasons, and what to do next."""
+    if entry["reliable"]:
+        return []
+    lines = ["", name]
+    if entry["verdict"] == "bounds":
+        low, high = entry["bounds"]
+        lines[-1] += f": between {low:.4g} and {high:.4g}, whatever the proposals miss"
+    lines += [f"  why   {reason}" for reason in entry["reasons"]]
+    return lines + [f"  next  {step}" for step in entry["next_steps"]]
+
+
 def _entry(estimate: RareEstimate) -> dict[str, Any]:
     return {
         "value": estimate.value,
         "low": estimate.low,
         "high": estimate.high,
         "standard_error": estimate.standard_error,
+        "bounds": estimate.bounds,
+        "verdict": estimate.verdict,
         "reliable": estimate.reliable,
         "reasons": list(estimate.reasons),
+        "next_steps": list(estimate.next_steps),
         "diagnostics": vars(estimate.diagnostics),
     }
 

@@ -1,5 +1,6 @@
 """What an importance-sampled estimate rests on, and when it is not to be trusted."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ MAX_UNSEEN_SHARE = 0.3
 MIN_EFFICIENCY = 0.05  # asked for where the policy's own draws hold fewer bad outputs than the next
 ENOUGH_OF_THE_POLICYS = 100.0
 MAX_ERROR = 4.0  # standard errors
+AFFORDABLE = 100  # times as many draws as there were: what the next steps advise rather than training
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,18 @@ class Diagnostics:
             estimate that could be missing from the proposals and, with 95 % probability, leave no trace in them: 3 / c, at most 1,
             where c = draws of the policy × (E[v])² / E[v²] are the bad outputs to be expected among them, those that bear on a
             CVaR as deep ones do; 0 without proposals.
+        expected (`float`):
+            That c.
+        own_share (`float`):
+            Share of the variance, Σx², that the policy's own draws bear: where it is large, they found what the proposals miss.
         efficiency (`float`):
             Bad outputs drawn by the policy that a draw of the proposals is worth: those that plain sampling would have to
             draw for a variance as small, less those that the policy draws here, over the proposals' draws. The probability
             of the tail for a proposal that is the policy itself, about 1 for one that draws the policy's bad outputs in the
             policy's proportions, and more with exact weights; 0 without proposals. For a CVaR (E[v])² / E[v²] is in place of that
             probability.
-        num_proposals (`int`):
-            Components beside the policy, hotter copies among them.
+        counts (`tuple[int, ...]`):
+            Completions that each component drew for each prompt: the policy, then the proposals, hotter copies among them.
         halves (`tuple[float, float]`):
             The estimate, a probability or a CVaR of that quantile, from every other completion, and from the rest.
         halves_error (`float`):
@@ -59,53 +65,104 @@ class Diagnostics:
     max_weight_share: float
     variance_ess: float
     unseen_share: float
+    expected: float
+    own_share: float
     efficiency: float
-    num_proposals: int
+    counts: tuple[int, ...]
     halves: tuple[float, float]
     halves_error: float
     normalization_error: float
+
+    @property
+    def _distant(self) -> bool:
+        return len(self.counts) > 1 and self.efficiency < MIN_EFFICIENCY and self.expected < ENOUGH_OF_THE_POLICYS
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the samples contradict themselves, so that not even a bound can be had of them."""
+        return self.normalization_error > MAX_ERROR or self.halves_error > MAX_ERROR
 
     def reasons(self) -> tuple[str, ...]:
         """
         What speaks against the estimate.
 
         Returns:
-            `tuple[str, ...]`: one sentence a reason, with the remedy; empty if nothing does.
+            `tuple[str, ...]`: one sentence a reason; empty if nothing does.
         """
         found = []
         if self.normalization_error > MAX_ERROR:
             found.append(
-                f"The log-probabilities are not those of the models that drew the completions (E[q/m] is off by "
-                f"{self.normalization_error:.1f} standard errors): score with the same weights, temperature and end tokens."
+                f"The log-probabilities are not those of the models that drew the completions: E[q/m] is off by "
+                f"{self.normalization_error:.1f} standard errors."
             )
         if self.tail_samples == 0:
-            found.append("No completion is in the tail: only the upper end of the interval means anything.")
-            return tuple(found)
+            return (*found, "No completion is in the tail: only the upper end of the interval means anything.")
         if self.variance_ess < MIN_VARIANCE_ESS:
             found.append(
-                f"Bad completions are too few, or their weights too uneven: {self.variance_ess:.1f} effective completions are "
-                f"behind the variance, {MIN_VARIANCE_ESS:.0f} are needed (one completion makes {self.max_weight_share:.0%} of the "
-                "estimate). Draw more, or train the proposal further."
+                f"The weights are uneven: {self.variance_ess:.1f} effective completions determine the variance, and "
+                f"{MIN_VARIANCE_ESS:.0f} are needed. One completion makes up {self.max_weight_share:.0%} of the estimate."
             )
         if self.unseen_share > MAX_UNSEEN_SHARE:
             found.append(
-                f"The policy drew too few completions to tell whether the proposals miss bad outputs: up to "
-                f"{self.unseen_share:.0%} of their probability could be missing unseen. Draw more from the policy."
+                f"The proposals may miss bad outputs: about {self.expected:.2g} bad outputs are to be expected among the policy's own "
+                f"draws, and {3 / MAX_UNSEEN_SHARE:.0f} are needed. Up to {self.unseen_share:.0%} of the probability could be missing."
             )
-        if self.num_proposals and self.efficiency < MIN_EFFICIENCY and 3.0 / self.unseen_share < ENOUGH_OF_THE_POLICYS:
+        if self._distant:
             found.append(
-                f"The proposals are far from the bad outputs: a draw of theirs is worth {self.efficiency:.2g} bad outputs of the "
-                f"policy, {MIN_EFFICIENCY:g} are needed. They draw too few, with weights that are too uneven, or not all kinds "
-                "of them. Train them further, or report the interval of the policy's draws alone."
+                f"The proposals are far from the policy's bad outputs: one draw is worth {self.efficiency:.2g} of them, and "
+                f"{MIN_EFFICIENCY:g} are needed."
             )
-        if self.num_proposals == 1:
-            found.append(
-                "One proposal alone cannot be seen to neglect bad outputs, and trained ones do: draw from a hotter copy of it "
-                "too, or from a second proposal."
-            )
+        if len(self.counts) == 2:
+            found.append("There is only one proposal. It cannot show which bad outputs it neglects.")
         if self.halves_error > MAX_ERROR:
             found.append(f"The two halves of the completions disagree by {self.halves_error:.1f} standard errors.")
         return tuple(found)
+
+    def next_steps(self) -> tuple[str, ...]:
+        """
+        What to do about the reasons, with numbers of completions.
+
+        Returns:
+            `tuple[str, ...]`: one sentence a step, the cheapest first; empty if the estimate is reliable.
+        """
+        if self.normalization_error > MAX_ERROR:
+            return ("Score with the weights, temperature and end tokens that the completions were drawn with.",)
+        own, *others = self.counts
+        train = "Train a second proposal for this policy, with another seed, and pass both"
+        if self.tail_samples == 0:
+            return (f"{train}." if others else "Train a proposal for this policy and pass it.",)
+
+        def draws(expected: float) -> float:
+            return _round_up(own * expected / self.expected) if own and self.expected > 1e-12 else math.inf
+
+        steps, enough = [], 3 / MAX_UNSEEN_SHARE
+        if self.unseen_share > MAX_UNSEEN_SHARE or self._distant or (len(self.counts) == 2 and self.own_share > 0.5):
+            alone, beside = draws(ENOUGH_OF_THE_POLICYS if self._distant else enough), draws(enough)
+            if alone <= AFFORDABLE * own:
+                steps.append(f"Draw {alone:,} completions a prompt from the policy ({own:,} now).")
+                train = f"Or: {train[0].lower()}{train[1:]}"
+            if own < beside <= AFFORDABLE * own:
+                train += f"; draw {beside:,} completions a prompt from the policy"
+            elif beside > own:
+                steps.append("Report the bounds: the policy draws too few bad outputs to confirm the estimate.")
+            steps.append(f"{train}.")
+        elif len(self.counts) == 2:
+            steps.append("Draw from a hotter copy of the proposal too, or from a second proposal.")
+        if self.variance_ess < MIN_VARIANCE_ESS and (self.own_share <= 0.5 or not others):
+            more = max(others, default=own)
+            steps.append(
+                f"Draw {_round_up(more * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0))):,} completions a prompt from "
+                f"{'each proposal' if others else 'the policy'} ({more:,} now)."
+            )
+        if self.halves_error > MAX_ERROR:
+            steps.append("Draw again with another seed, and twice as many.")
+        return tuple(dict.fromkeys(steps))
+
+
+def _round_up(number: float) -> int:
+    """To two digits."""
+    scale = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    return math.ceil(number / scale) * scale
 
 
 def diagnose(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
@@ -145,8 +202,10 @@ def diagnose(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor
         max_weight_share=float(x.max()) / total if total else 0.0,
         variance_ess=squares**2 / float(x.pow(4).sum()) if squares else 0.0,
         unseen_share=unseen,
+        expected=audit,
+        own_share=float(x[:, : sample.counts[0]].square().sum()) / squares if squares else 0.0,
         efficiency=max(0.0, mean**2 / variance - audit) / drawn if drawn and variance else 0.0,
-        num_proposals=len(sample.counts) - 1,
+        counts=sample.counts,
         halves=(one * scale, other * scale),
         # The difference of two halves has four times the variance of the mean of both
         halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
