@@ -84,13 +84,7 @@ tags:
 
 
 def amend_model_card(trainer: Any) -> None:
-    """
-    Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer whose card lies in `output_dir`.
-    """
+    """Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version."""
     args, path = trainer.args, Path(trainer.args.output_dir) / "README.md"
     card = ModelCard.load(path)
     added = ""
@@ -115,18 +109,6 @@ def amend_model_card(trainer: Any) -> None:
 
 
 def write_proposal_card(directory: Path, policy: str, potential: str, beta: float) -> None:
-    """
-    Writes the card that warns of a proposal into its folder.
-
-    Args:
-        directory (`Path`):
-            Folder of the proposal.
-        policy (`str`):
-            Name of the policy it was trained beside.
-        potential (`str`):
-            The run's `potential`.
-        beta (`float`):
-            The run's `target_dist_beta`.
-    """
+    """Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside."""
     text = _PROPOSAL_CARD.format(policy=policy, potential=potential, beta=beta, version=version("trl-repulse"))
     (directory / "README.md").write_text(text, encoding="utf-8")

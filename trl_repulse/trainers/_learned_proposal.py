@@ -189,15 +189,7 @@ class LearnedProposal(DrawnTerm):
     # Learning
 
     def update(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
-        """
-        One update on samples already drawn, against the policy as it is now.
-
-        Args:
-            chunks (`list[dict[str, torch.Tensor]]`):
-                Micro-batches of proposal samples, each of whole prompts.
-            advance_schedule (`bool`, *optional*, defaults to `True`):
-                Whether the proposal's learning rate moves on, as it does once for each update of the policy.
-        """
+        """As [`RePULSeHooks.update_proposal`]."""
         trainer = self.trainer
         for i, chunk in enumerate(chunks):
             with self.proposal.gradient_sync(i == len(chunks) - 1):

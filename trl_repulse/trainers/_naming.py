@@ -16,19 +16,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
     """
-    Refuses models, by name, whose configuration or weights cannot be found, the reference among them.
+    Refuses models, by name, whose configuration or weights cannot be found, the reference that a KL penalty needs among them.
 
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            The trainer's configuration; a KL penalty needs a reference.
-        peft_config (`peft.PeftConfig`, *optional*):
-            Configuration of the policy's adapter, whose base is the reference.
-        **models:
-            Models as they were passed, or lists of them, by the names of their arguments, `model` first. What is no text
-            passes.
-
-    Raises:
-        `ValueError`: If one cannot be loaded.
+    `models` are as they were passed, or lists of them, by the names of their arguments, `model` first. What is no text passes.
     """
     policy = models["model"]
     options = args.model_init_kwargs or {}

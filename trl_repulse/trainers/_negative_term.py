@@ -42,18 +42,9 @@ COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficien
 
 def own_prompts(samples: Samples, batch: dict[str, torch.Tensor], m: int) -> dict[str, torch.Tensor]:
     """
-    Prompts of samples, where they are not those of their units: an environment may begin otherwise each time.
+    `prompt_ids` and `prompt_mask` of samples, m for each unit, one row a sample; nothing where they are those of the units.
 
-    Args:
-        samples ([`Samples`]):
-            m samples for each unit.
-        batch (`dict[str, torch.Tensor]`):
-            Units.
-        m (`int`):
-            Samples of a unit.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `prompt_ids` and `prompt_mask`, one row a sample; empty where all are those of the units.
+    An environment may begin otherwise each time.
     """
     length = max(samples.prompt_ids.size(1), batch["prompt_ids"].size(1))
 

@@ -201,14 +201,8 @@ class PooledMetrics:
 
     def _weigh_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """
-        Weighted rewards of all processes, which are logged.
-
-        Args:
-            rewards_per_func (`torch.Tensor` of shape `(B_all, F)`):
-                The functions' rewards, NaN where there is none.
-
-        Returns:
-            `torch.Tensor` of shape `(B_all,)`: NaN where no function gave a reward; that is not a reward of 0.
+        Weighted rewards of all processes, (B_all,), from the functions' (B_all, F), which are logged: NaN where no function gave one,
+        which is not a reward of 0.
         """
         rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
         rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan

@@ -39,20 +39,7 @@ def shares_base(
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
-    """
-    Whether policy and proposal can be two adapters over one base; says why if adapters cannot.
-
-    Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The policy as it was passed.
-        args ([`NegativeTermConfig`], *optional*):
-            The run's configuration.
-        peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
-            Configurations of the two adapters.
-
-    Returns:
-        `bool`: `False` without adapters too.
-    """
+    """Whether policy and proposal, as they were passed, can be two adapters over one base; says why if adapters cannot."""
     is_adapter = not isinstance(model, str) and is_peft_model(model)
     policy_config = model.peft_config["default"] if is_adapter else peft_config
     if policy_config is None:
@@ -90,14 +77,8 @@ def lends_reference(
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
     """
-    Whether the base of the proposal's adapter is the initial policy, and so the reference of a policy trained whole.
-
-    Args:
-        model, args, peft_config, proposal_peft_config:
-            As for [`shares_base`], where no `proposal_model` is given.
-
-    Returns:
-        `bool`: `False` too where no reference is needed, or a moving one.
+    Whether the base of the proposal's adapter, where no `proposal_model` is given, is the initial policy, and so the reference of a
+    policy trained whole; not where no reference is needed, or a moving one.
     """
     if args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
         return False
@@ -116,17 +97,8 @@ def starting_point(
     proposal_peft_config: "PeftConfig | None",
 ) -> str | PreTrainedModel | None:
     """
-    What the proposal starts from, taken before TRL wraps or patches the policy.
-
-    Args:
-        proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            The proposal as it was passed.
-        model, args, peft_config, proposal_peft_config:
-            As for [`shares_base`].
-
-    Returns:
-        `str`, [`~transformers.PreTrainedModel`] or `None`: For [`build_proposal`]: what was passed, or a copy of the
-        policy, or `None` where there is no proposal or it is a second adapter over the policy's base.
+    What the proposal starts from, taken before TRL wraps or patches the policy: what was passed, or a copy of the policy, or `None`
+    where there is no proposal or it is a second adapter over the policy's base.
 
     Raises:
         `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
@@ -180,22 +152,10 @@ def build_proposal(
     quantization_config: Any = None,
 ) -> SecondModel:
     """
-    Makes the second model of a trainer whose policy is in place.
+    Makes the second model of a trainer whose policy is in place, from what [`starting_point`] gave.
 
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Where the proposal starts from. A path or id is loaded with the trainer's `model_init_kwargs`; a folder
-            that holds an adapter over the policy's base joins it there. If `None`, the proposal is a second adapter
-            over the policy's base.
-        trainer ([`TrainerHooks`]):
-            Trainer with its policy in place.
-        peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
-            Configurations of the policy's adapter and of the proposal's; the policy's serves both if it is alone.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Quantization to load a path or id with.
-
-    Returns:
-        [`SecondModel`]: The proposal.
+    A path or id is loaded with the trainer's `model_init_kwargs`; a folder that holds an adapter over the policy's base joins it
+    there. The policy's `peft_config` serves both models if it is alone.
 
     Raises:
         `ValueError`: If its tokens are not the policy's, it is not causal, or cannot be trained.
@@ -220,16 +180,7 @@ def build_proposal(
 
 
 def adapter_config(model: Any) -> "PeftConfig | None":
-    """
-    Configuration of a saved adapter.
-
-    Args:
-        model:
-            Folder of the adapter; anything else is no adapter.
-
-    Returns:
-        `peft.PeftConfig` or `None`
-    """
+    """Configuration of the adapter that a folder holds; `None` of anything else."""
     if not isinstance(model, str) or not (Path(model) / "adapter_config.json").is_file():
         return None
     from peft import PeftConfig
@@ -302,15 +253,7 @@ def _ready(
 
 
 def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
-    """
-    Lets the vLLM engine, or a server of its own, sample from the proposal too.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer with its engine in place.
-        proposal ([`SecondModel`]):
-            The proposal.
-    """
+    """Lets the vLLM engine, or a server of its own, sample from the proposal too."""
     module, args, server = proposal.module, trainer.args, {}
     if args.proposal_vllm_server_base_url is not None:
         server["server_base_url"] = args.proposal_vllm_server_base_url

@@ -111,15 +111,9 @@ _SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epoch
 
 class ResumedSampler(Sampler[int]):
     """
-    TRL's sampler, in the order of the epoch that the trainer is in.
+    TRL's sampler, in the order of the epoch that the trainer is in; `epoch` gives the number of the one that begins, or goes on.
 
     TRL's (1.16) draws each epoch's order from one generator: a resumed run would begin with the first epoch's again.
-
-    Args:
-        sampler ([`~trl.trainer.utils.RepeatSampler`]):
-            TRL's sampler.
-        epoch (`Callable[[], int]`):
-            Gives the number of the epoch that begins, or goes on.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
@@ -140,15 +134,6 @@ class ResumedSampler(Sampler[int]):
 def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
     """
     The checkpoint to go on from: the one that is named, or the last in `output_dir` that was written to its end.
-
-    Args:
-        resume_from_checkpoint (`str`, `Path` or `bool`):
-            As for [`~transformers.Trainer.train`]; not empty.
-        output_dir (`str`):
-            The run's folder.
-
-    Returns:
-        `str`: Folder of the checkpoint.
 
     Raises:
         `ValueError`: If there is none, or it was not written to its end.
@@ -183,17 +168,10 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
 
 def incomplete(checkpoint: Path) -> str | None:
     """
-    Why a checkpoint cannot be resumed from.
+    Why a checkpoint cannot be resumed from; `None` if nothing is missing.
 
     The Trainer writes its state last, so that what comes before is whole where the state is; other processes' random
     states are looked at one by one.
-
-    Args:
-        checkpoint (`Path`):
-            Its folder.
-
-    Returns:
-        `str` or `None`: What is missing; `None` if nothing is.
     """
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
@@ -212,12 +190,6 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
     Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
     out of it: `save_only_model=True` writes none in its place. All processes must call it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that writes.
-        checkpoint (`Path`):
-            Folder to write to.
     """
     if trainer.args.should_save:
         (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -228,15 +200,7 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def save_position(trainer: Any, checkpoint: Path) -> None:
-    """
-    Writes where in its data and its generations a process is. All processes must call it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer between two updates.
-        checkpoint (`Path`):
-            Folder to write to; created if missing.
-    """
+    """Writes where in its data and its generations a process is, between two updates. All processes must call it."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     rank = trainer.accelerator.process_index
     tensors: dict[str, torch.Tensor] = {}
@@ -264,16 +228,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
 
 
 def load_position(trainer: Any, checkpoint: Path) -> None:
-    """
-    Takes up what [`save_position`] wrote, and cuts off the negative data that came after it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that is about to train.
-        checkpoint (`Path`):
-            Folder of the checkpoint.
-
-    """
+    """Takes up what [`save_position`] wrote, and cuts off the negative data that came after it."""
     rank = trainer.accelerator.process_index
     path = checkpoint / f"position-{rank}.json"
     if not any(checkpoint.glob("position-*.json")):
@@ -360,15 +315,8 @@ def _as_model(trainer: Any) -> str:
 
 def check_settings(trainer: Any, checkpoint: Path) -> None:
     """
-    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed.
-
-    What a checkpoint does not know, since it was written by an earlier version, is not compared.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that has loaded nothing yet.
-        checkpoint (`Path`):
-            Folder of the checkpoint.
+    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed. Nothing must have
+    been loaded yet. What a checkpoint does not know, since an earlier version wrote it, is not compared.
 
     Raises:
         `ValueError`: If the run's settings would not go on with the run that wrote it.

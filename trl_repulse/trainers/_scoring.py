@@ -59,14 +59,6 @@ class _FusedHead:
 
     TRL (1.16) adds a head to a model with one fixed temperature. This object takes the model's place, so that a second head can be
     added. Way out: a `temperature` argument on the fused head's forward.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model whose head and configuration are used.
-        temperature (`float`):
-            What logits are divided by.
-        cast_lm_head_to_fp32 (`bool`):
-            As for TRL's `add_fused_lm_head`.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool):
@@ -83,10 +75,11 @@ class _FusedHead:
 
 
 def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) -> None:
-    """Readies a model for passes over rows of a [`Layout`], whether it has TRL's fused head or another one.
+    """
+    Readies a model with a head, not wrapped by PEFT, for passes over rows of a [`Layout`], by hooks on it and on its backbone.
 
     Three things are put right on scoring passes, which are told by a `layout`, and the first on all of the fused head
-    (`fused_lm_head=True`):
+    (`fused_lm_head=True`), which was added with the same `cast_lm_head_to_fp32`:
 
     - Positions count from the first token that is not padding, as in generation. TRL (1.16) scores left-padded rows
       without `position_ids`; models with absolute positions (GPT-2) then give log-probabilities that depend on the
@@ -97,12 +90,6 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
       keeps the mask of real tokens, over which a mixture-of-experts model takes its load-balancing loss.
 
     Way out: TRL passing `position_ids`, and its fused head skipping ignored positions on every device.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with a head, not wrapped by PEFT. Hooks are registered on it and on its backbone.
-        cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
-            As its fused head was added with.
     """
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions, takes_last, caches = (
@@ -167,7 +154,8 @@ def token_log_probs(
     temperature: float | None = None,
     wanted: torch.Tensor | None = None,
 ) -> Scores:
-    """Log-probabilities of the completions of rows, in one pass.
+    """
+    Log-probabilities of the completions of rows, in one pass, and for a mixture-of-experts model its load-balancing loss if asked for.
 
     Args:
         model (`torch.nn.Module`):
@@ -175,11 +163,7 @@ def token_log_probs(
         accelerator ([`~accelerate.Accelerator`]):
             Gives the autocast context.
         input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
-            Left-padded prompts followed by right-padded completions.
-        layout ([`Layout`]):
-            How rows are laid out.
-        compute_aux_loss (`bool`, *optional*, defaults to `False`):
-            Whether to ask a mixture-of-experts model for its load-balancing loss.
+            Left-padded prompts followed by right-padded completions, as `layout` says.
         temperature (`float`, *optional*):
             Another temperature at which to have log-probabilities as well, without gradient.
         wanted (`torch.Tensor` of shape `(R·k,)`, *optional*):
@@ -216,14 +200,9 @@ def tempered_log_probs(
     layout: Layout,
     temperature: float,
 ) -> torch.Tensor:
-    """Log-probabilities at another temperature, from the logits of a model that TRL's fused head does not fit.
-
-    Args:
-        model, accelerator, input_ids, attention_mask, layout, temperature:
-            As for [`token_log_probs`].
-
-    Returns:
-        `torch.Tensor` of shape `(R·k, T)`: 0 where masked.
+    """
+    Log-probabilities at another temperature, (R·k, T) and 0 where masked, from the logits of a model that TRL's fused head does not
+    fit; arguments as for [`token_log_probs`].
     """
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():

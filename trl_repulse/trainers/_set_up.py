@@ -37,18 +37,8 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     The first process does, and the others take over what it found: with FSDP it may be the only one that has the weights. With
     ZeRO-3 all make the same passes, in which one layer at a time is whole.
 
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that samples from the model or scores with it.
-        name (`str`):
-            What the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from.
-        model ([`~transformers.PreTrainedModel`], `peft.PeftModel` or [`AdapterView`]):
-            The model.
-        quiet (`bool`):
-            Whether dropout is meant to be off; two passes in training mode must then agree.
-
-    Returns:
-        [`~trl_repulse.generation._probe.Guard`]
+    `name` is what the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from. If it is
+    `quiet`, dropout is meant to be off, and two passes in training mode must agree.
 
     Raises:
         `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
@@ -84,12 +74,6 @@ def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
 
     With FSDP and DeepSpeed models are on the CPU until training begins, and FlashAttention has no kernel there; nor has it
     one for float32, which weights are in that run under autocast.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that will wrap the model.
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model.
     """
     base = base_of(model)
     chosen = base.config._attn_implementation
@@ -231,13 +215,8 @@ def _tokens(model: nn.Module) -> torch.Tensor:
 
 def check_noise(model: nn.Module, name: str) -> None:
     """
-    Refuses a model whose passes in training mode differ from one another though its dropout is off.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model. Mode, random states and gradients are left as they are.
-        name (`str`):
-            What it is to the trainer, for the message.
+    Refuses a model whose passes in training mode differ from one another though its dropout is off. `name` is what the message calls
+    it. Mode, random states and gradients are left as they are.
 
     Raises:
         `ValueError`: If two passes differ; names the settings that make them so.

@@ -161,11 +161,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
 
 
 def pinned_changes() -> list[str]:
-    """What [`PINNED`] relies on and the installed packages no longer have.
-
-    Returns:
-        `list[str]`: One line each, with package, version and name; empty if all is in place.
-    """
+    """What [`PINNED`] relies on and the installed packages no longer have, one line each with package, version and name."""
     changes = []
     for method, expected in PINNED.items():
         package, name = method.__module__.partition(".")[0], method.__qualname__
@@ -182,11 +178,7 @@ def pinned_changes() -> list[str]:
 
 
 def require_pinned() -> None:
-    """Refuses to go on with a TRL or transformers that this version of the package was not made for.
-
-    Raises:
-        `RuntimeError`: If anything in [`PINNED`] has moved.
-    """
+    """Raises a `RuntimeError` with a TRL or transformers in which anything of [`PINNED`] has moved."""
     changes = pinned_changes()
     if changes:
         raise RuntimeError(
@@ -199,14 +191,11 @@ def require_pinned() -> None:
 
 @contextlib.contextmanager
 def use_reference(model: Any) -> Iterator[None]:
-    """Makes an adapter's model the reference: TRL's frozen adapter `ref` if there is one, else the base model.
+    """
+    Makes an adapter's model, unwrapped, the reference: TRL's frozen adapter `ref` if there is one, else the base model.
 
     TRL (1.16) adds `ref` to a PEFT model passed as it is. Way out: a method of TRL's trainer that scores with the
     reference.
-
-    Args:
-        model (`peft.PeftModel`):
-            The policy, unwrapped.
     """
     with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
@@ -266,16 +255,11 @@ def sampling_from(
 
 @contextlib.contextmanager
 def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[None]:
-    """Sampling inside the context leaves the model in its mode and precision.
+    """
+    Sampling inside the context leaves the model, unwrapped, in its mode and precision.
 
     With continuous batching TRL (1.16) casts the model to half precision for good, and so what the optimizer updates, and
     leaves it in training mode, in evaluation too. Way out: TRL putting both back.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer that samples inside the context.
-        model (`torch.nn.Module`):
-            Model to sample from, unwrapped.
     """
     if not trainer.use_transformers_continuous_batching:
         yield
@@ -297,15 +281,12 @@ def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[
 
 @contextlib.contextmanager
 def without_kl(owner: GRPOTrainer | TrainingArguments) -> Iterator[None]:
-    """A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
+    """
+    A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
 
     TRL (1.16) loads the reference unless `args.beta` is 0 when a trainer is built, and reads `trainer.beta` in the loss. PPO
     pays its KL penalty in the token rewards; a proposal's base can be the reference. Way out: an argument that says where the
     penalty goes, and one for the model, as TRL's DPO trainer has.
-
-    Args:
-        owner ([`~trl.GRPOTrainer`] or [`~trl.GRPOConfig`]):
-            What has the KL coefficient, as it was outside of the context.
     """
     beta, owner.beta = owner.beta, 0.0
     try:
@@ -333,17 +314,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:
-    """A copy of a model without the forward that an earlier trainer may have put on it.
+    """
+    A copy of a model whose forward is its class's own, not one that an earlier trainer put on it; a path or id comes back as it is.
 
     `add_fused_lm_head` (TRL 1.16) and accelerate set `model.forward`, closed over the forward of the very model they
     patch: a copy with that attribute would run the original's weights without a word. Way out: TRL patching classes.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            Model to copy; a path or id comes back as it is.
-
-    Returns:
-        [`~transformers.PreTrainedModel`] or `str`: The copy, whose forward is its class's own.
     """
     if isinstance(model, str):
         return model
@@ -372,15 +347,12 @@ class _WithholdingApi:
 
 @contextlib.contextmanager
 def withheld_from_uploads(patterns: Sequence[str]) -> Iterator[None]:
-    """Keeps files out of every folder the Trainer uploads inside the context.
+    """
+    Keeps files that match glob patterns, relative to the folder, out of what the Trainer uploads inside the context; `*` crosses folders.
 
     transformers (5.23) uploads `output_dir` and, with the `checkpoint` and `all_checkpoints` strategies, checkpoints,
     through `transformers.trainer.hf_api`. Way out: an `ignore_patterns` argument of `Trainer.push_to_hub`. If the name
     moves, this raises before anything is uploaded.
-
-    Args:
-        patterns (`Sequence[str]`):
-            Glob patterns of paths relative to the uploaded folder; `*` crosses folders.
     """
     original = transformers.trainer.hf_api
     transformers.trainer.hf_api = lambda: _WithholdingApi(original(), patterns)

@@ -163,12 +163,6 @@ def check_value_model(value: PreTrainedModel, policy: PreTrainedModel) -> None:
     """
     Refuses a value model that cannot read the policy's tokens, or that reads tokens still to come.
 
-    Args:
-        value ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The value model.
-        policy ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The policy.
-
     Raises:
         `ValueError`: If the vocabularies differ in size, or the value at a token depends on the tokens after it.
     """
@@ -196,20 +190,10 @@ def token_values(
     layout: Layout,
 ) -> torch.Tensor:
     """
-    V(s_t), the value before each token of the completions of rows.
+    V(s_t), the value before each token of the completions of rows, of shape `(R·k, T)` and in float32; gradient flows to the model.
 
-    Args:
-        model (`torch.nn.Module`):
-            The value model, that [`~trl_repulse.trainers._scoring.prepare_scoring`] readied, wrapped or not.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gives the autocast context.
-        input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
-            Left-padded prompts followed by right-padded completions.
-        layout ([`Layout`]):
-            How rows are laid out.
-
-    Returns:
-        `torch.Tensor`: Values of shape `(R·k, T)`, in float32. Gradient flows to the model.
+    Args as for [`~trl_repulse.trainers._scoring.token_log_probs`]; [`~trl_repulse.trainers._scoring.prepare_scoring`] must have
+    readied the model.
     """
     with accelerator.autocast():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits  # (R·k, T + 1, 1)

@@ -78,13 +78,7 @@ class Adapter(AdapterView):
             yield
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """
-        Writes this adapter alone as an ordinary PEFT adapter.
-
-        Args:
-            save_directory (`str` or `Path`):
-                Folder to write to; created if missing.
-        """
+        """Writes this adapter alone, as an ordinary PEFT adapter, to a folder that is created if missing."""
         from peft import get_peft_model_state_dict
 
         folder = Path(save_directory)
@@ -97,11 +91,7 @@ class Adapter(AdapterView):
 
     def load(self, directory: str | Path) -> None:
         """
-        Reads the weights that [`save_pretrained`] wrote.
-
-        Args:
-            directory (`str` or `Path`):
-                Folder of the adapter.
+        Reads the weights that [`save_pretrained`] wrote to a folder.
 
         Raises:
             `ValueError`: If the folder holds no adapter, or one of other layers.
