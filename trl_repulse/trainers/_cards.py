@@ -27,36 +27,13 @@ REPULSE_PAPER = {
 _VERSIONS = "### Framework versions\n\n"
 # TRL's words about a policy that started from a local folder
 _NO_BASE = "[None](https://huggingface.co/None)"
-_SHOWN = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_completion_length",
-    "value_learning_rate",
-    "beta",
-    "alpha",
-    "alpha_normalization",
-    "target_dist_beta",
-    "potential",
-    "proposal",
-    "proposal_temperature",
-    "proposal_loss",
-    "proposal_learning_rate",
-    "num_generations",
-    "num_proposal_generations",
-    "logprob_reduction",
-    "baseline",
-    "gae_lambda",
-    "gamma",
-    "value_clip",
-    "whiten_advantages",
-    "reward_transform",
-    "reward_transform_alpha",
-    "reward_transform_beta",
-    "reward_transform_threshold",
-    "seed",
-)
+_SHOWN = """
+    learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
+    value_learning_rate beta alpha alpha_normalization target_dist_beta potential proposal proposal_temperature
+    proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
+    gae_lambda gamma value_clip whiten_advantages reward_transform reward_transform_alpha reward_transform_beta
+    reward_transform_threshold seed
+""".split()
 
 _PROPOSAL_CARD = """\
 ---

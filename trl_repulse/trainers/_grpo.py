@@ -25,7 +25,7 @@ from ._layout import Layout
 from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
 from ._records import append_negatives
-from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
+from ._rewards import RewardFunc, check_separate_rewards, load_reward_models, with_checks
 from ._scoring import Scores, token_log_probs
 from ._trl_bridge import require_pinned
 
@@ -113,7 +113,10 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         self._take_engine()
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
             self._check_templates(train_dataset, eval_dataset)
-        self._check_reward_functions()
+        self.reward_funcs = [  # now a list
+            function if isinstance(function, torch.nn.Module) else with_checks(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
         self._prepare_scoring()
 
     def _check_turns(self, **given: Any) -> None:

@@ -129,17 +129,16 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor) -> None:
+def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
     """
-    Fills the latest generation batch's advantages into the policy's completions table. `rows` are the places of the samples among this
-    process's rows of the batch, `advantages` of the same shape.
+    Fills the latest generation batch's advantages into the policy's completions table. `rows` are the places of the samples among the
+    `local` rows of the batch in this process, `advantages` of the same shape.
     """
     if not trainer.log_completions:
         return
     rows = trainer.accelerator.gather(rows.flatten()).view(trainer.accelerator.num_processes, -1)
     advantages = trainer.accelerator.gather(advantages.flatten()).view_as(rows)
     column = trainer._logs["advantages"]
-    local = trainer._local_batch_rows
     start = len(column) - trainer._real_rows(local)
     for process in range(trainer.accelerator.num_processes):
         for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):

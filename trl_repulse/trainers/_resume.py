@@ -28,85 +28,50 @@ logger = get_logger(__name__)
 # What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
 # which is withheld too, nothing can be resumed.
 RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
-# Another value would give other batches than those that are left to be trained on.
-_LAYOUT = (
-    *(
-        "num_generations",
-        "num_proposal_generations",
-        "steps_per_generation",
-        "num_iterations",
-        "proposal_updates_per_step",
-    ),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "shuffle_dataset", "seed"),
-)
+# Fields of configurations. Another value would give other batches than those that are left to be trained on.
+_LAYOUT = """
+    num_generations num_proposal_generations steps_per_generation num_iterations proposal_updates_per_step
+    per_device_train_batch_size gradient_accumulation_steps shuffle_dataset seed
+""".split()
 # Another value would go on towards something else.
-_OBJECTIVE = (
-    *("alpha", "alpha_start", "alpha_normalization", "target_dist_beta", "target_dist_beta_start", "potential"),
-    *("target_class", "reward_cap", "negative_loss", "negative_baseline", "reweighting_beta", "uniform_weights"),
-    *(
-        "proposal",
-        "proposal_temperature",
-        "proposal_loss",
-        "proposal_parameterization",
-        "proposal_update_order",
-    ),
-    *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
-    *("cvar_level", "cvar_over", "cvar_schedule_ratio", "max_bad_probability", "constraint_learning_rate"),
-    *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
-    *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
-    *(
-        "gae_lambda",
-        "gamma",
-        "value_clip",
-        "whiten_advantages",
-        "value_warmup_steps",
-        "delta",
-        "use_bias_correction_kl",
-    ),
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
-    *("disable_dropout", "sync_ref_model", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
-    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "scale_rewards"),
-    *("importance_sampling_level", "off_policy_mask_threshold", "multi_objective_aggregation"),
-    *(
-        "sapo_temperature_neg",
-        "sapo_temperature_pos",
-        "vespo_k_pos",
-        "vespo_lambda_pos",
-        "vespo_k_neg",
-        "vespo_lambda_neg",
-    ),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
-    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
-)
+_OBJECTIVE = """
+    alpha alpha_start alpha_normalization target_dist_beta target_dist_beta_start potential target_class reward_cap
+    negative_loss negative_baseline reweighting_beta uniform_weights proposal proposal_temperature proposal_loss
+    proposal_parameterization proposal_update_order baseline baseline_constant logprob_reduction normalize_advantages
+    beta epsilon epsilon_high cvar_level cvar_over cvar_schedule_ratio max_bad_probability constraint_learning_rate
+    reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold reward_weights
+    reward_clip_range max_completion_length mask_truncated_completions loss_type gae_lambda gamma value_clip
+    whiten_advantages value_warmup_steps delta use_bias_correction_kl temperature top_k top_p min_p repetition_penalty
+    generation_kwargs chat_template_kwargs disable_dropout sync_ref_model top_entropy_quantile entropy_coef
+    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target scale_rewards
+    importance_sampling_level off_policy_mask_threshold multi_objective_aggregation sapo_temperature_neg
+    sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_cap
+""".split()
 # Another value is not taken up, or only in part, and may be meant.
-_REPORTED = (
-    *(
-        "learning_rate",
-        "proposal_learning_rate",
-        "value_learning_rate",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "max_steps",
-    ),
-    *("num_train_epochs", "max_grad_norm", "weight_decay", "optim", "optim_args", "lr_scheduler_kwargs"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon"),
-)
+_REPORTED = """
+    learning_rate proposal_learning_rate value_learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs
+    max_grad_norm weight_decay optim optim_args lr_scheduler_kwargs adam_beta1 adam_beta2 adam_epsilon
+""".split()
 # Compared too, and said; not fields of a configuration. Rewards have names alone, which a moved folder changes.
 _REPORTED_OF_MODELS = {
     "model": "a new reference is loaded from a new `model`",
     "reward functions": "the run goes on with the rewards that are given here",
 }
+# Schedules, also those of `alpha`, `target_dist_beta` and the level of CVaR, are made anew.
+_CONSEQUENCES = _REPORTED_OF_MODELS | dict.fromkeys(
+    ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; set it to that "
+    "for a run like one that was not interrupted",
+)
 _ADAPTERS = ("adapter", "second adapter", "third adapter")
 # Of an adapter's configuration: where it came from and how it began, not what it computes.
-_IGNORED_ADAPTER_FIELDS = (
-    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
-    *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "fan_in_fan_out"),
-    *("megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
-)
-
-
-# Of these, what schedules are made of anew, also those of `alpha`, `target_dist_beta` and the level of CVaR.
-_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
+_IGNORED_ADAPTER_FIELDS = """
+    base_model_name_or_path revision inference_mode peft_version auto_mapping task_type init_lora_weights eva_config
+    corda_config loftq_config lora_ga_config fan_in_fan_out megatron_config megatron_core runtime_config
+    ensure_weight_tying
+""".split()
 
 
 class ResumedSampler(Sampler[int]):
@@ -205,7 +170,8 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
     rank = trainer.accelerator.process_index
     tensors: dict[str, torch.Tensor] = {}
     rest: list[dict[str, Any]] | None = None
-    if trainer._buffered_inputs is not None and trainer._step % _generate_every(trainer):
+    generates_every = trainer.args.steps_per_generation * trainer.num_iterations
+    if trainer._buffered_inputs is not None and trainer._step % generates_every:
         rest = []
         for i, batch in enumerate(trainer._buffered_inputs):
             is_tensor = {name: isinstance(value, torch.Tensor) for name, value in batch.items()}
@@ -268,10 +234,6 @@ def _first_row(path: Path) -> str:
     with path.open("rb") as file:
         row = file.readline()
     return hashlib.sha256(row).hexdigest() if row else ""
-
-
-def _generate_every(trainer: Any) -> int:
-    return trainer.args.steps_per_generation * trainer.num_iterations
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
@@ -345,11 +307,5 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
             f"or start a new run with {_as_model(trainer)}."
         )
     for name in changed:
-        if name in _SCHEDULES:
-            consequence = (
-                "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; "
-                "set it to that for a run like one that was not interrupted"
-            )
-        else:
-            consequence = _REPORTED_OF_MODELS.get(name, "the optimizer goes on as it was")
+        consequence = _CONSEQUENCES.get(name, "the optimizer goes on as it was")
         logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))

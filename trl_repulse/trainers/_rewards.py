@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
 
@@ -68,25 +67,6 @@ def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: b
         if isinstance(reward, nn.Module):
             remedy = "load the reward model by itself."
             check_separate(reward, f"`reward_funcs[{i}]`", model, label, (False, trained), remedy)
-
-
-def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:
-    """
-    A trainer's reward functions, each as [`with_checks`] makes it; reward models are left as they are.
-
-    Args:
-        functions (`list`):
-            Reward functions and models, as TRL's trainers keep them.
-        names (`list[str]`):
-            Their names in the metrics.
-
-    Returns:
-        `list`: One of each.
-    """
-    return [
-        function if isinstance(function, torch.nn.Module) else with_checks(function, name)
-        for function, name in zip(functions, names, strict=True)
-    ]
 
 
 def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:

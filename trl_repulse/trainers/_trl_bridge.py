@@ -37,7 +37,6 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
-from ..generation._defaults import without_generation_defaults
 from ._deepspeed import gathered
 from ._peft_bridge import AdapterView, trainable_kept
 
@@ -61,7 +60,6 @@ __all__ = [
     "use_reference",
     "validate_quantization_for_training",
     "withheld_from_uploads",
-    "without_generation_defaults",
     "without_kl",
     "without_lasting_changes",
 ]

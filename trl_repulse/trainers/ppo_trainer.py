@@ -24,14 +24,12 @@ from ._layout import Layout
 from ._metrics import Moments, Pooled, mean, share_explained
 from ._peft_bridge import keep_gradients
 from ._proposal import adapter_config
+from ._records import record_advantages
 from ._resume import RESUME_STATE
 from ._rewards import RewardFunc, check_separate_rewards
 from ._scoring import prepare_scoring
 from ._set_up import VALUE_MODEL, as_trained
-from ._trl_bridge import (
-    disable_gradient_checkpointing,
-    without_kl,
-)
+from ._trl_bridge import disable_gradient_checkpointing, without_kl
 from ._value import build_value_model, check_value_model, token_values
 from .second_model import SecondModel
 
@@ -217,7 +215,8 @@ class PPOTrainer(GRPOBase):
         self._log_values(values, returns, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum_over_processes)
-        self._show_advantages(advantages, mask)
+        means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # in the place of GRPO's, which are of groups
+        record_advantages(self, torch.arange(len(mask), device=mask.device), means, len(mask))
         return {
             "advantages": advantages,
             "returns": returns,
@@ -298,27 +297,14 @@ class PPOTrainer(GRPOBase):
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         targets, errors = (self._gathered_moments(x[mask != 0]) for x in (returns, returns - values))
-        explained = Pooled(share_explained, targets, errors)
-        self._metrics["train" if self.model.training else "eval"][f"{VALUE_FOLDER}/explained_variance"].append(
-            explained
-        )
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics[f"{VALUE_FOLDER}/explained_variance"].append(Pooled(share_explained, targets, errors))
         self._record({f"{VALUE_FOLDER}/mean": mean}, self._gathered_moments(values[mask != 0]))
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
         average = self.accelerator.gather(share.detach().view(1)).mean().item()
         self._record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
-
-    def _show_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Replaces the group advantages that GRPO put into the completions table by the means over tokens."""
-        if not self.log_completions:
-            return
-        means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        means = means[: self._real_rows(len(mask))]
-        column = self._logs["advantages"]
-        shown = min(len(means), len(column))
-        for i in range(1, shown + 1):
-            column[-i] = means[-i]
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
