@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from ._peft_bridge import AdapterView
 
-def check_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
+
+def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> None:
     """
     Refuses ways of FSDP that a second model cannot follow.
 
@@ -35,7 +37,7 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
             "A second model is not trained with the first version of FSDP; set `fsdp_version: 2` in the launcher's "
             "configuration."
         )
-    if is_peft_model(module):
+    if is_peft_model(module) or isinstance(module, AdapterView):
         raise ValueError(
             "A second model that is an adapter is not trained with FSDP; leave out `peft_config`, or launch with "
             "DeepSpeed ZeRO (`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."

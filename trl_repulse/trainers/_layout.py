@@ -13,9 +13,8 @@ from transformers.masking_utils import create_masks_for_generate
 
 
 MASKED = ("eager", "sdpa")  # implementations of attention that take a mask of pairs of tokens
-_WORTH = (
-    0.9  # of the cost of separate rows: below what the count of multiplications may be wrong by, nothing is shared
-)
+# Of the cost of separate rows: below what the count of multiplications may be wrong by, nothing is shared
+_WORTH = 0.9
 
 
 def longest_row(config: PreTrainedConfig) -> float:

@@ -29,20 +29,6 @@ from ._units import UnitSampling
 from .second_model import SecondModel
 
 
-# What a proposal update needs of a batch of its samples; everything else follows from the models.
-_DRAWN = (
-    "prompt_ids",
-    "prompt_mask",
-    "proposal_completion_ids",
-    "proposal_completion_mask",
-    "proposal_completion_attended",
-    "proposal_completion_prompt_ids",
-    "proposal_completion_prompt_mask",
-    "proposal_rewards",
-    "proposal_old_log_q",
-)
-
-
 class _UpdateAfterPolicy(TrainerCallback):
     """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
 
@@ -130,7 +116,9 @@ class LearnedProposal(DrawnTerm):
                     batch |= self._contrast(batch, log_p_negative, log_q, log_q_now.detach())
                 self._accumulate(batch, log_q_now, log_p_negative, trainer.current_gradient_accumulation_steps)
         if trainer.model.training and not learns:
-            self.pending.append({key: inputs[key] for key in _DRAWN if key in inputs})
+            # What an update needs of its samples; the policy's own are for its loss
+            drawn = {name: x for name, x in inputs.items() if name.startswith(("prompt_", "proposal_"))}
+            self.pending.append(drawn)
         return made
 
     def end_of_micro_batch(self) -> None:

@@ -134,14 +134,19 @@ class NegativeTerm:
         configured = self.trainer.args.num_proposal_generations
         return configured if mode == "train" and configured is not None else self.trainer._num_generations(mode)
 
+    @property
+    def unit_sizes(self) -> tuple[int, int]:
+        """n and m: how many of the policy's samples and of the others a unit has."""
+        n = self.trainer._unit_size(self.mode)
+        return n, self.size(self.mode) * n // self.trainer._num_generations(self.mode)
+
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Samples for the prompts of a generation batch, in the units of its policy samples."""
-        trainer, mode = self.trainer, self.mode
-        n = trainer._unit_size(mode)
-        m = self.size(mode) * n // trainer._num_generations(mode)
+        trainer = self.trainer
+        n, m = self.unit_sizes
         if m != n:
             rows = [row for row in rows[::n] for _ in range(m)]
-        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(mode), self.temperature):
+        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(self.mode), self.temperature):
             with trainer._acting(rows) as rows:
                 samples = trainer._draw(rows)
         record_samples(trainer, samples, self.logs, "proposal")
@@ -236,13 +241,10 @@ class DrawnTerm(NegativeTerm):
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""
-        trainer, mode = self.trainer, self.mode
-        if not trainer.use_vllm:
+        if not self.trainer.use_vllm:
             return contextlib.nullcontext()
-        n = trainer._unit_size(mode)
-        rows = n, self.size(mode) * n // trainer._num_generations(mode)
         name = "policy" if self.engine is None else PROPOSAL_FOLDER
-        return trainer.vllm_generation.together(name, rows, self.temperature)
+        return self.trainer.vllm_generation.together(name, self.unit_sizes, self.temperature)
 
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.sample`]."""

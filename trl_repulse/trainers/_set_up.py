@@ -250,35 +250,25 @@ def check_noise(model: nn.Module, name: str) -> None:
 
 def _noisy_fields(model: nn.Module, is_noisy: Callable[[], bool]) -> list[str]:
     """The settings that make noise, each on its own."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    configs = [config for config in configs if isinstance(config, PretrainedConfig)]
+    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PretrainedConfig)]
     settings = [
-        (owner, field)
-        for owner in {id(each): each for module in model.modules() for each in _configs(module)}.values()
+        (owner, field, value)
+        for owner in {id(config): config for config in configs}.values()
         for field, value in vars(owner).items()
         if any(word in field for word in _NOISE) and isinstance(value, float) and value
     ]
-    with contextlib.ExitStack() as stack:
-        values = [stack.enter_context(_zeroed(*setting)) for setting in settings]
-        found = []
-        for (owner, field), value in zip(settings, values, strict=True):
+    found = []
+    try:
+        for owner, field, _ in settings:
+            setattr(owner, field, 0.0)
+        for owner, field, value in settings:
             setattr(owner, field, value)
             if is_noisy():
                 found.append(field)
             setattr(owner, field, 0.0)
         return [] if is_noisy() else list(dict.fromkeys(found))
-
-
-def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
-    config = vars(module).get("config")
-    if isinstance(config, PretrainedConfig):
-        yield config
-        yield from (part for part in vars(config).values() if isinstance(part, PretrainedConfig))
-
-
-@contextlib.contextmanager
-def _zeroed(owner: Any, field: str) -> Iterator[float]:
-    value = getattr(owner, field)
-    setattr(owner, field, 0.0)
-    try:
-        yield value
     finally:
-        setattr(owner, field, value)
+        for owner, field, value in settings:
+            setattr(owner, field, value)

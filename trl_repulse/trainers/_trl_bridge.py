@@ -9,7 +9,6 @@ one fails there and not in somebody's run. The trainers compare them too, when t
 import contextlib
 import copy
 import inspect
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -38,6 +37,7 @@ from trl.trainer.utils import (
 )
 
 from ._deepspeed import gathered
+from ._metrics import logged_apart
 from ._peft_bridge import AdapterView, trainable_kept
 
 
@@ -223,14 +223,15 @@ def sampling_from(
             What the trainer's own temperature is multiplied with.
     """
     mode = "train" if trainer.model.training else "eval"
-    policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
+    policy = trainer.model_wrapped
     config = None if trainer.use_vllm else trainer.generation_config
     own_temperature = None if config is None else config.temperature
     is_adapter = isinstance(engine, AdapterView)
     other = engine is not None and not is_adapter
-    trainer.model_wrapped, trainer._metrics[mode] = engine if other else policy, defaultdict(list)
+    trainer.model_wrapped = engine if other else policy
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(logged_apart(trainer._metrics, mode, lambda key, value: (f"{name}/{key}", value)))
             if is_adapter:
                 stack.enter_context(engine.active())
             if config is None:
@@ -242,13 +243,7 @@ def sampling_from(
     finally:
         if config is not None:
             config.temperature = own_temperature
-        inner = trainer._metrics[mode]
-        trainer.model_wrapped, trainer._metrics[mode] = policy, metrics
-        # A running total over both models, not a mean: it keeps its own name.
-        if "num_tokens" in inner:
-            metrics["num_tokens"] = inner.pop("num_tokens")
-        for metric, values in inner.items():
-            metrics[f"{name}/{metric}"].extend(values)
+        trainer.model_wrapped = policy
 
 
 @contextlib.contextmanager

@@ -123,16 +123,13 @@ class UnitSampling(TrainerHooks):
         rewards = self._weigh_rewards(rewards_per_func)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-            values = (self._tokenizer.pad_token_id, 0)
-            ids = pad([torch.tensor(row, dtype=torch.long) for row in rows], values[0], side, self.pad_to_multiple_of)
-            position = torch.arange(ids.size(1)) if side == "right" else torch.arange(ids.size(1) - 1, -1, -1)
-            mask = (position < torch.tensor([len(row) for row in rows]).unsqueeze(1)).long()
-            both = [ids.to(device), mask.to(device)]
-            if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
-                both = [
-                    self.accelerator.pad_across_processes(x, dim=1, pad_index=value)
-                    for x, value in zip(both, values, strict=True)
-                ]
+            ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+            both = []
+            for each, value in ((ids, self._tokenizer.pad_token_id), ([torch.ones_like(row) for row in ids], 0)):
+                x = pad(each, value, side, self.pad_to_multiple_of).to(device)
+                if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
+                    x = self.accelerator.pad_across_processes(x, dim=1, pad_index=value)
+                both.append(x)
             return both[0], both[1]
 
         samples = Samples(

@@ -20,6 +20,7 @@ from transformers import (
 
 from .._adapters import base_of
 from .._causal import reads_ahead
+from .._vocabulary import check_vocabulary_size
 from ._deepspeed import gathered, gathered_by_layer
 from ._layout import Layout
 from ._proposal import adapter_config
@@ -166,12 +167,7 @@ def check_value_model(value: PreTrainedModel, policy: PreTrainedModel) -> None:
     Raises:
         `ValueError`: If the vocabularies differ in size, or the value at a token depends on the tokens after it.
     """
-    size, policy_size = (model.config.get_text_config().vocab_size for model in (value, policy))
-    if size != policy_size:
-        raise ValueError(
-            f"`value_model` has a vocabulary of {size} tokens and the policy one of {policy_size}; it reads the policy's "
-            "tokens: start it from a model of the policy's family."
-        )
+    check_vocabulary_size(value, "`value_model`", policy)
     backbone = base_of(value).base_model
     with gathered_by_layer(backbone):
         ahead = value.config.is_encoder_decoder or reads_ahead(backbone)

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer
@@ -46,11 +45,6 @@ class Adapter(AdapterView):
     def __init__(self, model: "PeftModel", name: str, weights: dict[str, nn.Parameter]):
         super().__init__(model, adapter_layers(model), name)
         self._weights = weights
-
-    def to(self, *args: Any, **kwargs: Any) -> "Adapter":
-        """Moves the whole model."""
-        self.model.to(*args, **kwargs)
-        return self
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this adapter, by their names in the whole model."""
@@ -202,11 +196,6 @@ class SecondAdapter(SecondModel):
     name = "proposal"
 
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
-        if accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError(
-                "With FSDP policy and proposal cannot be adapters; leave out `peft_config`, or launch with DeepSpeed ZeRO "
-                "(`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
-            )
         super().__init__(module, accelerator, learning_rate)
         self._deepspeed = False  # the adapter has no engine
         self._policy_engine: nn.Module | None = None  # DeepSpeed's
