@@ -81,13 +81,8 @@ class HotPolicy(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
-        What the policy makes of the bad ones among its samples and the hot ones.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with their rewards, and the log-probabilities of their samples at the higher temperature.
-            log_p (`torch.Tensor` of shape `(U, n, T)`), log_p_hot (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) of samples and hot samples under the sampling-time policy, detached.
+        What the policy makes of the bad ones among its samples and the hot ones, `log_p` and `log_p_hot` being their log-probabilities
+        (nats) under the sampling-time policy, detached, and those at the higher temperature in the batch.
 
         Returns:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape

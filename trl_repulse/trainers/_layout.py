@@ -76,14 +76,8 @@ class Layout:
 
     def rows(self, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
         """
-        Rows of the units of a batch.
-
-        Args:
-            prompts (`torch.Tensor` of shape `(C, L)`), completions (`torch.Tensor` of shape `(C, n, T)`):
-                Tokens, or masks. With `count=1` there may be a prompt for each completion, `(C·n, L)`.
-
-        Returns:
-            `torch.Tensor` of shape `(R, S)`: A unit's n / k rows, one after the other.
+        Rows (R, S) of the units of a batch, a unit's n / k rows one after the other, from prompts (C, L) and completions (C, n, T): tokens, or
+        masks. With `count=1` there may be a prompt for each completion, (C·n, L).
         """
         parts = completions.reshape(-1, self.count * self.width)
         return torch.cat([prompts.repeat_interleave(len(parts) // len(prompts), 0), parts], dim=1)

@@ -242,18 +242,13 @@ class LearnedProposal(DrawnTerm):
 
     def _loss(self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
         """
-        The proposal's loss on one micro-batch of its samples.
+        The proposal's loss on one micro-batch of its samples, a mean over them.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
                 Units with `proposal_w` of shape `(U, m)` and the `proposal_coefficients` of [`_contrast`].
-            log_q_now (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the proposal, carrying gradient.
-            log_p (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the sampling-time policy.
-
-        Returns:
-            `torch.Tensor`: Scalar, a mean over the samples.
+            log_q_now, log_p (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the proposal, carrying gradient, and under the sampling-time policy.
         """
         args, mask = self.trainer.args, batch[f"{NEGATIVE}_mask"]
         if "proposal_engine_ratio" in batch:

@@ -16,13 +16,7 @@ import torch
 @dataclass(frozen=True)
 class Moments:
     """
-    What is kept of some values; two add up to that of all of them.
-
-    Args:
-        count (`float`, *optional*, defaults to `0.0`): How many values there are.
-        mean (`float`, *optional*, defaults to `0.0`): Their mean.
-        squares (`float`, *optional*, defaults to `0.0`): Sum of their squared distances from the mean.
-        low, high (`float`, *optional*): The smallest and the largest of them.
+    What is kept of some values: their number, mean, sum of squared distances from it, smallest and largest. Two add up to that of all.
     """
 
     count: float = 0.0
@@ -86,13 +80,7 @@ def share_explained(targets: Moments, errors: Moments) -> float:
 
 
 class Pooled(float):
-    """
-    A metric of one batch, as a number, which knows how to become that of several.
-
-    Args:
-        statistic (`Callable`): What makes the number of moments.
-        *moments ([`Moments`]): Of the batch.
-    """
+    """A metric of one batch, as a number that `statistic` makes of moments, which knows how to become that of several batches."""
 
     def __new__(cls, statistic: Callable[..., float], *moments: Moments):
         metric = super().__new__(cls, statistic(*moments))

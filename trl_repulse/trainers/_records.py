@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,6 @@ logger = get_logger(__name__)
 NEGATIVES = "negatives.jsonl"
 # Those of earlier runs in the same folder
 EARLIER_NEGATIVES = "negatives-*.jsonl"
-
-
-def new_logs(size: int) -> dict[str, Any]:
-    """Empty columns of a completions table that keeps the latest `size` rows, as TRL lays them out."""
-    return {
-        "prompt": deque(maxlen=size),
-        "completion": deque(maxlen=size),
-        "rewards": defaultdict(lambda: deque(maxlen=size)),
-        "advantages": deque(maxlen=size),
-        "extra": defaultdict(lambda: deque(maxlen=size)),
-    }
 
 
 def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:

@@ -27,17 +27,10 @@ class Scores(NamedTuple):
 
 class Tempered:
     """
-    Asks a scoring pass for log-probabilities of some completions at another temperature as well, and holds them afterwards.
+    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) at another temperature as well, and holds them
+    afterwards. `labels` (R·k, T + 1) are their tokens, −100 where they do not count.
 
     DDP, FSDP and DeepSpeed pass an object of a plain class on to the model unchanged; FSDP copies a dataclass.
-
-    Args:
-        temperature (`float`):
-            What logits are divided by.
-        labels (`torch.Tensor` of shape `(R·k, T + 1)`):
-            Tokens, −100 where they do not count.
-        wanted (`torch.Tensor` of shape `(R·k,)`):
-            Of which completions.
     """
 
     def __init__(self, temperature: float, labels: torch.Tensor, wanted: torch.Tensor):

@@ -203,7 +203,8 @@ def use_reference(model: Any) -> Iterator[None]:
 def sampling_from(
     trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
 ) -> Iterator[None]:
-    """Lets TRL's generation and reward hooks work on another model, with its name before their metrics.
+    """
+    Lets TRL's generation and reward hooks work on another model, with its `name` before their metrics: `"proposal/..."`.
 
     TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
     `trainer._metrics[mode]`. All are swapped inside the context and restored whatever happens; an adapter of the trainer's
@@ -215,8 +216,6 @@ def sampling_from(
             Trainer whose hooks are called inside the context.
         engine (`torch.nn.Module` or [`AdapterView`], *optional*):
             Model to sample from, wrapped as it was prepared. If `None`, the policy.
-        name (`str`):
-            Name of the model, e.g. `"proposal"`; metrics logged inside are called `"proposal/..."`.
         num_generations (`int`):
             Completions a prompt that are drawn inside.
         temperature (`float`, *optional*, defaults to `1.0`):

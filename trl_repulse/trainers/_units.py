@@ -69,22 +69,12 @@ class Samples:
 
 
 class SetScores(NamedTuple):
-    """
-    What a model makes of sets of completions, of n completions of T tokens each in units.
+    """What a model makes of sets of completions, of n completions of T tokens each in units."""
 
-    Args:
-        log_p (`list[torch.Tensor]`): Log-probabilities (nats) of each set, `(U, n, T)`, of all tokens that are attended to.
-        entropy (`torch.Tensor` of shape `(U, n, T)`, *optional*): Entropies (nats) of the first set's tokens, which a pass with
-            gradient through the policy gives.
-        aux_loss (`torch.Tensor`, *optional*): Auxiliary loss of a mixture-of-experts model.
-        tempered (`dict[str, torch.Tensor]`): Log-probabilities at another temperature as `{name}_tempered`, detached; empty where
-            none were asked for.
-    """
-
-    log_p: list[torch.Tensor]
-    entropy: torch.Tensor | None
-    aux_loss: torch.Tensor | None
-    tempered: dict[str, torch.Tensor]
+    log_p: list[torch.Tensor]  # (U, n, T) of each set: log-probabilities (nats) of all tokens that are attended to
+    entropy: torch.Tensor | None  # (U, n, T), nats: of the first set's tokens, with gradient through the policy alone
+    aux_loss: torch.Tensor | None  # of a mixture-of-experts model
+    tempered: dict[str, torch.Tensor]  # `{name}_tempered`: log-probabilities at another temperature, detached
 
 
 class UnitSampling(TrainerHooks):

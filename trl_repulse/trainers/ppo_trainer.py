@@ -182,13 +182,7 @@ class PPOTrainer(GRPOBase):
 
     def _credit(self, batch: dict[str, torch.Tensor], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        What the losses need of a generation batch beside its tokens.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                What TRL sampled and scored.
-            rewards (`torch.Tensor` of shape `(B,)`):
-                Rewards of this process's completions, NaN where there is none.
+        What the losses need of a generation batch that TRL sampled and scored, from its rewards (B,), NaN where there is none.
 
         Returns:
             `dict[str, torch.Tensor]`: `advantages`, `returns`, `old_values` and `credit_mask` (1 at the tokens that take

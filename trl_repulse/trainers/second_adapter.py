@@ -264,10 +264,7 @@ class SecondAdapter(SecondModel):
 
     def step(self) -> float:
         """
-        Averages the accumulated gradient over processes, clips it by norm, updates the adapter and clears the gradient.
-
-        Returns:
-            `float`: The gradient's norm before clipping.
+        As [`SecondModel.step`], of the gradient averaged over processes.
 
         Raises:
             `ValueError`: If nothing has a gradient.
