@@ -26,7 +26,7 @@ from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
 from ._records import append_negatives
 from ._rewards import RewardFunc, check_separate_rewards, load_reward_models, with_checks
-from ._scoring import Scores, token_log_probs
+from ._scoring import Scores, in_chunks, token_log_probs
 from ._trl_bridge import require_pinned
 
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from peft import PeftConfig, PeftModel
 
+Datasets = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
 # Losses that are sums over a batch's tokens; the others are means over its completions
 _OVER_TOKENS = ("dapo", "cispo", "vespo", "bnpo")
 
@@ -58,12 +59,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: Any = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
+        eval_dataset: Datasets = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -165,13 +161,13 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
             return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
 
+        def in_rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return self._in_rows(log_probs, ids, mask, logits_to_keep)
+
         size = options.get("batch_size") or len(input_ids)
-        chunks = zip(input_ids.split(size), attention_mask.split(size), strict=True)
-        parts = [self._in_rows(log_probs, *chunk, logits_to_keep) for chunk in chunks]
-        log_p, entropies, aux_losses, _ = zip(*parts, strict=True)
-        self._scored_log_p = torch.cat(log_p).detach()
-        entropy = torch.cat(entropies) if options.get("compute_entropy") else None
-        return torch.cat(log_p), entropy, torch.stack(aux_losses).mean() if aux_loss else None
+        log_p, entropy, router_loss, _ = in_chunks(in_rows, size, input_ids, attention_mask)
+        self._scored_log_p = log_p.detach()
+        return log_p, entropy if options.get("compute_entropy") else None, router_loss if aux_loss else None
 
     # Logging
 

@@ -69,11 +69,6 @@ class Layout:
         best = min(counts, key=cost, default=1)
         return cls(prompt, width, best if cost(best) <= _WORTH * cost(1) else 1)
 
-    @property
-    def tokens(self) -> int:
-        """S."""
-        return self.prompt + self.count * self.width
-
     def rows(self, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
         """
         Rows (R, S) of the units of a batch, a unit's n / k rows one after the other, from prompts (C, L) and completions (C, n, T): tokens, or

@@ -4,6 +4,7 @@ It stands on TRL's fused head; other dependencies on TRL are in `_trl_bridge.py`
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -182,6 +183,17 @@ def token_log_probs(
             **extra if tempered is None else extra | {"tempered": tempered},
         )
     return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, tempered and tempered.log_p)
+
+
+def in_chunks(
+    score: Callable[..., tuple[torch.Tensor | None, ...]], size: int, *rows: torch.Tensor
+) -> tuple[Any, ...]:
+    """What `score` makes of rows, of which it is given `size` at a time: tensors with as many rows, means over them, or `None`."""
+    parts = zip(*(score(*chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)), strict=True)
+    return tuple(
+        None if values[0] is None else torch.cat(values) if values[0].dim() else torch.stack(values).mean()
+        for values in parts
+    )
 
 
 @torch.no_grad()

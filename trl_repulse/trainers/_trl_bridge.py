@@ -41,29 +41,6 @@ from ._metrics import logged_apart
 from ._peft_bridge import AdapterView, trainable_kept
 
 
-__all__ = [
-    "PINNED",
-    "FusedCausalLMOutput",
-    "add_fused_lm_head",
-    "copy_unpatched",
-    "create_model_from_path",
-    "disable_dropout",
-    "disable_gradient_checkpointing",
-    "get_config_model_id",
-    "is_async_callable",
-    "pad",
-    "require_pinned",
-    "print_prompt_completions_sample",
-    "sampling_from",
-    "split_tensor_dict",
-    "unwrap_model_for_generation",
-    "use_reference",
-    "validate_quantization_for_training",
-    "withheld_from_uploads",
-    "without_kl",
-    "without_lasting_changes",
-]
-
 # Method -> parameters we rely on, in order. Way out for most of GRPO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
     # Called: draws completions for a list of prompts, one each. Overridden around `super()`: the lengths it logs are

@@ -11,6 +11,7 @@ only the passes over models read it. Where an environment began otherwise than f
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ._hooks import TrainerHooks
 from ._layout import Layout
-from ._scoring import Scores, tempered_log_probs, token_log_probs
+from ._scoring import Scores, in_chunks, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
 
@@ -214,10 +215,8 @@ class UnitSampling(TrainerHooks):
         prompts = [
             self._prompts_of(batch, names, *kind) for kind in (("ids", self._tokenizer.pad_token_id), ("mask", 0))
         ]
-        if len(prompts[0]) == len(ids):
-            layout = self._layout(prompts[0].size(1), width, n)
-        else:  # a prompt for each completion
-            layout = Layout(prompts[0].size(1), width, 1)
+        length, shared = prompts[0].size(1), len(prompts[0]) == len(ids)  # or a prompt for each completion
+        layout = self._layout(length, width, n) if shared else Layout(length, width, 1)
         rows = [layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)]  # (R, S) each
         if tempered is not None:
             rows.append(torch.cat([tempered[1][name] for name in names], dim=1).view(-1, layout.count))  # (R, k)
@@ -241,21 +240,16 @@ class UnitSampling(TrainerHooks):
             if self._guard.share_prompts:  # whole units, so that all processes make as many passes
                 size = max(1, size // n) * (n // layout.count)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                chunks = [
-                    self._by_length(log_probs, *chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)
-                ]
-            log_p, entropy, aux_loss = torch.cat([chunk[0] for chunk in chunks]), None, None
-            other_log_p = None if tempered is None else torch.cat([chunk[3] for chunk in chunks])
+                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, log_probs), size, *rows)
+            entropy = aux_loss = None
 
         def by_set(scores: torch.Tensor) -> list[torch.Tensor]:
             parts = scores.view(-1, n, width).split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
             return [part[..., : batch[f"{name}_ids"].size(2)] for part, name in zip(parts, names, strict=True)]
 
-        others = (
-            {}
-            if other_log_p is None
-            else {f"{name}_tempered": x for name, x in zip(names, by_set(other_log_p), strict=True)}
-        )
+        others = {}
+        if other_log_p is not None:
+            others = {f"{name}_tempered": x for name, x in zip(names, by_set(other_log_p), strict=True)}
         return SetScores(by_set(log_p), None if entropy is None else by_set(entropy)[0], aux_loss, others)
 
     def _prompts_of(
