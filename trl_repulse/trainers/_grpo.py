@@ -19,13 +19,13 @@ from .._checks import (
     check_rows,
 )
 from .._model_checks import check_language_model
-from ._deepspeed import connect
+from ..models._deepspeed import connect
+from ..models._layout import Layout
 from ._hooks import TrainerHooks
-from ._layout import Layout
 from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
 from ._records import append_negatives
-from ._rewards import RewardFunc, check_separate_rewards, load_reward_models, with_checks
+from ._rewards import RewardFunc, all_with_checks, check_separate_rewards, load_reward_models
 from ._scoring import Scores, in_chunks, token_log_probs
 from ._trl_bridge import require_pinned
 
@@ -109,10 +109,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         self._take_engine()
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
             self._check_templates(train_dataset, eval_dataset)
-        self.reward_funcs = [  # now a list
-            function if isinstance(function, torch.nn.Module) else with_checks(function, name)
-            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
         self._prepare_scoring()
 
     def _check_turns(self, **given: Any) -> None:

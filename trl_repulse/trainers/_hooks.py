@@ -23,14 +23,14 @@ from ..generation._defaults import without_generation_defaults
 from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
+from ..models import _fsdp
+from ..models._deepspeed import gathered_by_layer, is_partitioned
+from ..models._layout import Layout
+from ..models._peft_bridge import adapters_kept, keep_gradients
 from ..rewards.transforms import transform_rewards
-from . import _fsdp
 from ._beside import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
 from ._cards import amend_model_card
-from ._deepspeed import gathered_by_layer, is_partitioned
-from ._layout import Layout
 from ._metrics import highest, mean
-from ._peft_bridge import adapters_kept, keep_gradients
 from ._pooling import PooledMetrics
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference

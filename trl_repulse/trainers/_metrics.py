@@ -3,10 +3,8 @@
 TRL logs the mean over batches of what each batch gave, in which a sample of a small batch counts more than others.
 """
 
-import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,29 +98,6 @@ def pool_all(metrics: dict[str, list[Any]]) -> None:
     for name, values in metrics.items():
         if values and all(isinstance(value, Pooled) for value in values):
             metrics[name] = [pool(values)]
-
-
-@contextlib.contextmanager
-def logged_apart(
-    tables: dict[str, dict[str, list[Any]]], mode: str, joined: Callable[[str, Any], tuple[str, Any]]
-) -> Iterator[dict[str, list[Any]]]:
-    """
-    Context in which what TRL logs goes to a table of its own, which it gives, and afterwards joins the others.
-
-    `joined` makes of each name and value those under which they do. The running total of tokens is no mean, and stays what it is.
-    """
-    metrics, inner = tables[mode], defaultdict(list)
-    tables[mode] = inner
-    try:
-        yield inner
-    finally:
-        tables[mode] = metrics
-        if "num_tokens" in inner:
-            metrics["num_tokens"] = inner.pop("num_tokens")
-        for old_name, values in inner.items():
-            for value in values:
-                name, value = joined(old_name, value)
-                metrics[name].append(value)
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:

@@ -17,7 +17,6 @@ from ._metrics import (
     Pooled,
     drop_batch_means,
     highest,
-    logged_apart,
     lowest,
     mean,
     pool,
@@ -25,6 +24,7 @@ from ._metrics import (
     std,
     weighted,
 )
+from ._trl_bridge import logged_apart
 
 
 @dataclass

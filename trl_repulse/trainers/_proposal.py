@@ -11,8 +11,8 @@ from .._adapters import base_of
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
 from .._vocabulary import check_same_tokens, check_vocabulary_size
-from ._deepspeed import gathered_by_layer, zero_stage
-from ._peft_bridge import keep_gradients
+from ..models._deepspeed import gathered_by_layer, zero_stage
+from ..models._peft_bridge import keep_gradients
 from ._scoring import prepare_scoring
 from ._set_up import as_trained
 from ._trl_bridge import (

@@ -9,8 +9,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from . import _fsdp
-from ._deepspeed import gathered
+from ..models import _fsdp
+from ..models._deepspeed import gathered
 
 
 logger = get_logger(__name__)

@@ -9,6 +9,7 @@ import torch
 
 from .._checks import check_arguments
 from ..configs import NegativeTermConfig
+from ..models._peft_bridge import BaseView
 from ._acting import refuse_acting
 from ._beside import PROPOSAL_FOLDER
 from ._cards import REPULSE_PAPER, write_proposal_card
@@ -17,7 +18,6 @@ from ._hot_policy import HotPolicy
 from ._hub import ProposalUploads
 from ._learned_proposal import LearnedProposal
 from ._negative_term import NegativeTerm
-from ._peft_bridge import BaseView
 from ._proposal import (
     adapter_config,
     build_proposal,

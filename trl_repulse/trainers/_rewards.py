@@ -69,6 +69,12 @@ def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: b
             check_separate(reward, f"`reward_funcs[{i}]`", model, label, (False, trained), remedy)
 
 
+def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:
+    """Reward functions as [`with_checks`] makes them, by their names in the metrics; models are left as they are."""
+    named = zip(functions, names, strict=True)
+    return [each if isinstance(each, nn.Module) else with_checks(each, name) for each, name in named]
+
+
 def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """
     A reward function whose errors name it, as it is called in the metrics; asynchronous if it was.

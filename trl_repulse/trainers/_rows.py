@@ -10,9 +10,9 @@ import torch
 
 from ..importance import engine_ratios
 from ..losses import scale_gradient
+from ..models._peft_bridge import trainable_kept
 from ._beside import PROPOSAL_FOLDER
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN
-from ._peft_bridge import trainable_kept
 from ._repulse_hooks import RePULSeHooks
 from ._units import UnitSampling
 from .second_adapter import SecondAdapter

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ._layout import Layout
+from ..models._layout import Layout
 from ._trl_bridge import add_fused_lm_head
 
 

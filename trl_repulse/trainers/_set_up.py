@@ -17,9 +17,9 @@ from transformers.utils import logging
 from .._adapters import base_of
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
-from ._deepspeed import gathered_by_layer, is_partitioned
-from ._layout import MASKED, Layout, longest_row
-from ._peft_bridge import AdapterView
+from ..models._deepspeed import gathered_by_layer, is_partitioned
+from ..models._layout import MASKED, Layout, longest_row
+from ..models._peft_bridge import AdapterView
 from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 

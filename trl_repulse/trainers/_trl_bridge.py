@@ -3,13 +3,14 @@
 Each entry says what it relies on, since which version, why, and what would let it go. `PINNED` lists the methods the
 trainers override or call; a test compares their signatures with the installed packages, so that an upgrade which moves
 one fails there and not in somebody's run. The trainers compare them too, when they are built. PEFT's are in
-`_peft_bridge.py`.
+`models/_peft_bridge.py`.
 """
 
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -36,9 +37,8 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
-from ._deepspeed import gathered
-from ._metrics import logged_apart
-from ._peft_bridge import AdapterView, trainable_kept
+from ..models._deepspeed import gathered
+from ..models._peft_bridge import AdapterView, trainable_kept
 
 
 # Method -> parameters we rely on, in order. Way out for most of GRPO's: a public "sample and score" hook in TRL.
@@ -174,6 +174,29 @@ def use_reference(model: Any) -> Iterator[None]:
     """
     with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
+
+
+@contextlib.contextmanager
+def logged_apart(
+    tables: dict[str, dict[str, list[Any]]], mode: str, joined: Callable[[str, Any], tuple[str, Any]]
+) -> Iterator[dict[str, list[Any]]]:
+    """
+    Context in which what TRL logs goes to a table of its own, which it gives, and afterwards joins the others.
+
+    `joined` makes of each name and value those under which they do. The running total of tokens is no mean, and stays what it is.
+    """
+    metrics, inner = tables[mode], defaultdict(list)
+    tables[mode] = inner
+    try:
+        yield inner
+    finally:
+        tables[mode] = metrics
+        if "num_tokens" in inner:
+            metrics["num_tokens"] = inner.pop("num_tokens")
+        for old_name, values in inner.items():
+            for value in values:
+                name, value = joined(old_name, value)
+                metrics[name].append(value)
 
 
 @contextlib.contextmanager

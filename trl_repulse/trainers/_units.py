@@ -22,8 +22,8 @@ from .._checks import check_rows
 from ..generation._ahead import Ahead, rows_at
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
+from ..models._layout import Layout
 from ._hooks import TrainerHooks
-from ._layout import Layout
 from ._scoring import Scores, in_chunks, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 

@@ -21,8 +21,8 @@ from transformers import (
 from .._adapters import base_of
 from .._causal import reads_ahead
 from .._vocabulary import check_vocabulary_size
-from ._deepspeed import gathered, gathered_by_layer
-from ._layout import Layout
+from ..models._deepspeed import gathered, gathered_by_layer
+from ..models._layout import Layout
 from ._proposal import adapter_config
 from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 

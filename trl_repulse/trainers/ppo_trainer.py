@@ -15,14 +15,14 @@ from .._adapters import base_of
 from .._model_checks import check_separate
 from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
+from ..models._deepspeed import zero_stage
+from ..models._layout import Layout
+from ..models._peft_bridge import keep_gradients
 from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._beside import VALUE_FOLDER
-from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
-from ._layout import Layout
 from ._metrics import Moments, Pooled, mean, share_explained
-from ._peft_bridge import keep_gradients
 from ._proposal import adapter_config
 from ._records import record_advantages
 from ._resume import RESUME_STATE

@@ -5,8 +5,8 @@ from typing import Any
 
 from ..configs import RePULSeGRPOConfig
 from ..generation._probe import Guard
+from ..models._deepspeed import zero_stage
 from ._acting import Factory, ProposalWorld, check_acting
-from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
 from ._rows import RowsWithNegativeTerm
 

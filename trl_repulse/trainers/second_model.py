@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
-from . import _fsdp
-from ._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
+from ..models import _fsdp
+from ..models._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
 
 
 _TENSORS = "optimizer.safetensors"
