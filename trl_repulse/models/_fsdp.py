@@ -32,15 +32,15 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> Non
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
-    if not accelerator.is_fsdp2:
-        raise ValueError(
-            "A second model is not trained with the first version of FSDP; set `fsdp_version: 2` in the launcher's "
-            "configuration."
-        )
     if is_peft_model(module) or isinstance(module, AdapterView):
         raise ValueError(
             "A second model that is an adapter is not trained with FSDP; leave out `peft_config`, or launch with "
             "DeepSpeed ZeRO (`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
+        )
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "A second model is not trained with the first version of FSDP; set `fsdp_version: 2` in the launcher's "
+            "configuration."
         )
 
 

@@ -123,8 +123,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
             if scored is not None:
                 if self.args.disable_dropout:
                     disable_dropout(scored)
-                unwrapped = self.accelerator.unwrap_model(scored)
-                base = base_of(unwrapped)
+                base = base_of(self.accelerator.unwrap_model(scored))
                 prepare_scoring(base, self.args.cast_lm_head_to_fp32)
         self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
 
