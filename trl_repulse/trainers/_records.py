@@ -150,15 +150,8 @@ def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
             trainer.num_completions_to_print,
             extra={"model": [name.split("_")[0]] * len(logs["prompt"]), **logs["extra"]},
         )
-    table = pd.DataFrame(
-        {
-            "step": [step] * len(logs["prompt"]),
-            "prompt": logs["prompt"],
-            "completion": logs["completion"],
-            **logs["rewards"],
-            **logs["extra"],
-        }
-    )
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
+    table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
     if trainer.log_unique_prompts:
         table = table[~table["prompt"].astype(str).duplicated()]
     report_to = trainer.args.report_to or []

@@ -270,14 +270,8 @@ class PPOTrainer(GRPOBase):
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
             (values,) = self._values(engine, width, input_ids, attention_mask)
-            loss, clipped = value_loss(
-                values,
-                inputs["old_values"],
-                inputs["returns"],
-                inputs["credit_mask"],
-                self.args.value_clip,
-                denominator,
-            )
+            targets = (inputs[name] for name in ("old_values", "returns", "credit_mask"))
+            loss, clipped = value_loss(values, *targets, self.args.value_clip, denominator)
             if learn:
                 self.value.backward(loss / self.current_gradient_accumulation_steps)
         self._log_share(f"{VALUE_FOLDER}/loss", loss, inputs)
