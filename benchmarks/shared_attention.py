@@ -23,7 +23,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trl_repulse.trainers._layout import Layout
+from trl_repulse.models._layout import Layout
 
 
 LAYERS = {
@@ -43,7 +43,9 @@ def block_mask(layout: Layout, rows: int):
         own = (query - layout.prompt) // layout.width == (key - layout.prompt) // layout.width
         return (query >= key) & ((key < layout.prompt) | own)
 
-    return torch.compile(create_block_mask)(sees, rows, None, layout.tokens, layout.tokens, device=str(DEVICE))
+    return torch.compile(create_block_mask)(
+        sees, rows, None, *[layout.prompt + layout.count * layout.width] * 2, device=str(DEVICE)
+    )
 
 
 def causal(module, query, key, value, attention_mask, **kwargs):
@@ -121,7 +123,7 @@ def main() -> None:
     for shape in options.shapes:
         rows, prompt, width, count = map(int, shape.split(","))
         layout = Layout(prompt, width, count)
-        ids = torch.randint(4, 1024, (rows, layout.tokens), device=DEVICE)
+        ids = torch.randint(4, 1024, (rows, layout.prompt + layout.count * layout.width), device=DEVICE)
         found = ways(model, ids, layout)
         seconds: dict[str, list[float]] = {name: [] for name in found}
         peaks, states = {}, {}

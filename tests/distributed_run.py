@@ -9,7 +9,7 @@ from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.trainers._peft_bridge import adapter_layers
+from trl_repulse.models._peft_bridge import adapter_layers
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .conftest import build_model, build_tokenizer, word_reward

@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, GradScalerKwargs
 from torch.distributed.fsdp import FSDPModule
 
-from trl_repulse.trainers._deepspeed import gathered
-from trl_repulse.trainers._fsdp import whole
+from trl_repulse.models._deepspeed import gathered
+from trl_repulse.models._fsdp import whole
 
 
 STEPS = 5

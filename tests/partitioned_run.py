@@ -10,7 +10,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from tests.distributed_support import free_port
 from trl_repulse._causal import check_causal
-from trl_repulse.trainers._deepspeed import gathered_by_layer, is_partitioned
+from trl_repulse.models._deepspeed import gathered_by_layer, is_partitioned
 
 
 def main(causal: str, bidirectional: str) -> None:

@@ -1,4 +1,6 @@
-"""Two updates of RePULSe on PPO and GRPO on recorded completions, one for each row, for `test_rows`; launched by it in two processes too.
+"""Two updates of RePULSe on PPO and GRPO on recorded completions, one for each row, for `test_rows`.
+
+It is launched in one process and in two, which DDP, DeepSpeed or FSDP2 brings together.
 
 Usage: `python -m tests.rows_run FOLDER ROWS_A_PROCESS`
 """
@@ -11,8 +13,11 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer, RePULSePPOConfig, RePULSePPOTrainer
+from trl_repulse.models._deepspeed import gathered
+from trl_repulse.models._fsdp import whole
 
 from .conftest import build_model, build_tokenizer, word_reward
+from .distributed_support import engine_name, leave, start
 from .test_ppo_math import build_reward_model
 from .test_trainer_math import POLICY, PROPOSAL
 
@@ -49,7 +54,7 @@ class RecordedGRPO(Recorded, RePULSeGRPOTrainer):
 
 
 def train(folder, rows, method):
-    """Parameters of all models after two updates, the last log, and the number of processes."""
+    """Parameters of all models after two updates, the last log, the number of processes, and what cuts models apart."""
     config_cls, settings = METHODS[method]
     args = config_cls(
         output_dir=str(folder / "out"),
@@ -88,13 +93,19 @@ def train(folder, rows, method):
     )
     policy = trainer.model
     trainer.train()
-    modules = [policy, *(vars(trainer)[name].module for name in ("proposal", "value") if vars(trainer).get(name))]
-    parameters = [p.detach().clone() for module in modules for p in module.parameters()]
-    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes
+    beside = [vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)]
+    parameters = []
+    for module in (policy, *(model.module for model in beside)):
+        with gathered(module):
+            parameters += [whole(p.detach()).clone() for p in module.parameters()]
+    engines = {engine_name(engine) for engine in (trainer.model_wrapped, *(model.engine for model in beside))}
+    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes, engines
 
 
 if __name__ == "__main__":
+    start()
     torch.set_num_threads(1)
     found = {method: train(Path(sys.argv[1]), int(sys.argv[2]), method) for method in METHODS}
     if PartialState().is_main_process:
         torch.save(found, Path(sys.argv[1]) / "found.pt")
+    leave()

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPTNeoConfig, GPTNeoForCausalLM, HfArgument
 from benchmarks.architectures import build
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.generation._prefill import prompts_read_once
+from trl_repulse.models._layout import Layout, longest_row
 from trl_repulse.trainers import _trl_bridge as bridge
-from trl_repulse.trainers._layout import Layout, longest_row
 from trl_repulse.trainers._scoring import prepare_scoring, token_log_probs
 
 from .conftest import DEVICE, USE_CPU, build_accelerator, build_tokenizer

@@ -155,7 +155,14 @@ def imports_of(package):
     return graph
 
 
-@pytest.mark.parametrize("package", ["configs", "trainers"])
+def test_models_know_no_trainer():
+    """What is done to models imports neither trainers nor configurations, for types neither."""
+    for path in (PACKAGE / "models").glob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+        assert not [node.module for node in nodes if node.level > 1], path.name
+
+
+@pytest.mark.parametrize("package", ["configs", "models", "trainers"])
 def test_imports_go_one_way(package):
     graph = imports_of(package)
     assert any(graph.values())

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from trl_repulse import PPOConfig, PPOTrainer, embedded
-from trl_repulse.trainers._layout import Layout
+from trl_repulse.models._layout import Layout
 from trl_repulse.trainers._scoring import prepare_scoring
 from trl_repulse.trainers._value import build_value_model, check_value_model, token_values
 

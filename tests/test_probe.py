@@ -31,7 +31,7 @@ from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, probe
-from trl_repulse.trainers._layout import Layout
+from trl_repulse.models._layout import Layout
 from trl_repulse.trainers._scoring import token_log_probs
 
 from .conftest import build_model

@@ -5,7 +5,7 @@ import torch
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from trl_repulse import PPOTrainer
-from trl_repulse.trainers._peft_bridge import keep_gradients
+from trl_repulse.models._peft_bridge import keep_gradients
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .test_adapters_math import lora

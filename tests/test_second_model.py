@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
-from trl_repulse.trainers._fsdp import keep_precision
+from trl_repulse.models._fsdp import keep_precision
 from trl_repulse.trainers.second_model import SecondModel
 
 from .conftest import DEVICE, USE_CPU, build_accelerator, build_model

@@ -11,8 +11,8 @@ import transformers.trainer
 from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
+from trl_repulse.models._layout import Layout
 from trl_repulse.trainers import _trl_bridge as bridge
-from trl_repulse.trainers._layout import Layout
 from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
 
 from .conftest import DEVICE, build_accelerator, build_model

@@ -56,6 +56,27 @@ def check_reference(
         )
 
 
+def check_vocabulary_size(model: PreTrainedModel, label: str, policy: PreTrainedModel) -> None:
+    """
+    Refuses a second model that has more or fewer tokens than the policy.
+
+    Args:
+        model, policy ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The models.
+        label (`str`):
+            What the message calls the second one.
+
+    Raises:
+        `ValueError`: If the sizes of their vocabularies differ.
+    """
+    size, own = vocab_size(model), vocab_size(policy)
+    if size != own:
+        raise ValueError(
+            f"{label} has a vocabulary of {size} tokens and the policy one of {own}, but both read the same completions; pass a "
+            "model of the policy's family."
+        )
+
+
 def check_same_tokens(
     name: str, label: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> None:

@@ -29,10 +29,10 @@ from .evaluation.tracking import (
     tokenize_prompts,
     write_results,
 )
+from .models._deepspeed import gathered
 from .plots import plot_training
 from .rewards.loading import load_reward
 from .terse_log import use_terse_log
-from .trainers._deepspeed import gathered
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
 from .trainers._rewards import all_with_checks

@@ -25,11 +25,11 @@ from transformers.utils import logging
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model
 from .._prompts import render
-from ..generation._defaults import end_tokens, until_end
+from ..generation._defaults import end_tokens, until_end, without_generation_defaults
 from ..generation._padding import batches, padding_token
 from ..generation._probe import probe
 from ..trainers._rewards import with_checks
-from ..trainers._trl_bridge import is_async_callable, without_generation_defaults
+from ..trainers._trl_bridge import is_async_callable
 from .exact import _evaluating, _reward_of_model
 
 

@@ -13,7 +13,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
 from ..configs import NegativeTermConfig
-from ..trainers._deepspeed import is_partitioned
+from ..models._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
 from .exact import ExactEvaluator, _reward_of_model
 

@@ -25,18 +25,7 @@ _BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", 
 
 
 def refuse_acting(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
-    """
-    Refuses what writes into completions beside a negative term.
-
-    Args:
-        args ([`~trl_repulse.configs.NegativeTermConfig`], *optional*):
-            The trainer's configuration.
-        given (`dict`):
-            Its other arguments by name.
-
-    Raises:
-        `ValueError`: If `tools`, a `rollout_func` or an `environment_factory` is given and `alpha` is above 0.
-    """
+    """Refuses, among a trainer's other arguments by name, what writes into completions, unless `alpha` is 0."""
     for name in ("tools", "rollout_func", "environment_factory"):
         if given.get(name) and (args is None or args.alpha > 0):
             raise ValueError(
@@ -46,19 +35,11 @@ def refuse_acting(args: NegativeTermConfig | None, given: dict[str, Any]) -> Non
 
 def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory: Any) -> None:
     """
-    Refuses to let a proposal act unless its user says so.
-
-    Args:
-        args ([`RePULSeGRPOConfig`], *optional*):
-            The trainer's configuration.
-        given (`dict`):
-            Its other arguments by name.
-        factory:
-            Its `proposal_environment_factory`.
+    Refuses to let a proposal, or the hot policy, act unless its user says so. `given` are the trainer's other arguments by name.
 
     Raises:
-        `ValueError`: If a proposal, or the hot policy, would act with tools or in environments that it was not given by name, or
-            would be drawn by a user's `rollout_func`; or if a factory has no use.
+        `ValueError`: If it would act with tools or in environments that it was not given by name, or would be drawn by a user's
+            `rollout_func`; or if a factory has no use.
     """
     own = given.get("environment_factory")
     draws = args is None or args.draws_twice
@@ -130,14 +111,8 @@ class ProposalWorld:
     @contextlib.contextmanager
     def acting(self, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """
-        Context in which the trainer's hooks for generation and rewards act in these environments, which are reset.
-
-        Args:
-            rows (`list[dict]`):
-                Rows of the data set, one a completion.
-
-        Returns:
-            `list[dict]`: The rows, with the prompts as their environments begin them.
+        Context in which the trainer's hooks for generation and rewards act in these environments, which are reset for each row. It gives
+        the rows, one a completion, with the prompts as their environments begin them.
         """
         trainer = self._trainer
         before = {name: value for name, value in vars(trainer).items() if name in _BATCH_ATTRIBUTES}

@@ -27,36 +27,13 @@ REPULSE_PAPER = {
 _VERSIONS = "### Framework versions\n\n"
 # TRL's words about a policy that started from a local folder
 _NO_BASE = "[None](https://huggingface.co/None)"
-_SHOWN = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_completion_length",
-    "value_learning_rate",
-    "beta",
-    "alpha",
-    "alpha_normalization",
-    "target_dist_beta",
-    "potential",
-    "proposal",
-    "proposal_temperature",
-    "proposal_loss",
-    "proposal_learning_rate",
-    "num_generations",
-    "num_proposal_generations",
-    "logprob_reduction",
-    "baseline",
-    "gae_lambda",
-    "gamma",
-    "value_clip",
-    "whiten_advantages",
-    "reward_transform",
-    "reward_transform_alpha",
-    "reward_transform_beta",
-    "reward_transform_threshold",
-    "seed",
-)
+_SHOWN = """
+    learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
+    value_learning_rate beta alpha alpha_normalization target_dist_beta potential proposal proposal_temperature
+    proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
+    gae_lambda gamma value_clip whiten_advantages reward_transform reward_transform_alpha reward_transform_beta
+    reward_transform_threshold seed
+""".split()
 
 _PROPOSAL_CARD = """\
 ---
@@ -84,13 +61,7 @@ tags:
 
 
 def amend_model_card(trainer: Any) -> None:
-    """
-    Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer whose card lies in `output_dir`.
-    """
+    """Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version."""
     args, path = trainer.args, Path(trainer.args.output_dir) / "README.md"
     card = ModelCard.load(path)
     added = ""
@@ -115,18 +86,6 @@ def amend_model_card(trainer: Any) -> None:
 
 
 def write_proposal_card(directory: Path, policy: str, potential: str, beta: float) -> None:
-    """
-    Writes the card that warns of a proposal into its folder.
-
-    Args:
-        directory (`Path`):
-            Folder of the proposal.
-        policy (`str`):
-            Name of the policy it was trained beside.
-        potential (`str`):
-            The run's `potential`.
-        beta (`float`):
-            The run's `target_dist_beta`.
-    """
+    """Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside."""
     text = _PROPOSAL_CARD.format(policy=policy, potential=potential, beta=beta, version=version("trl-repulse"))
     (directory / "README.md").write_text(text, encoding="utf-8")

@@ -40,7 +40,7 @@ class CollapseWatch:
 
     def look(self, batch: dict[str, torch.Tensor], own_log_p: torch.Tensor, log_p: torch.Tensor) -> Moments:
         """
-        Logs `distinct` and `log_p_rank`. A collective call.
+        Logs `distinct` and `log_p_rank`, and returns the moments of the first. A collective call.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
@@ -48,9 +48,6 @@ class CollapseWatch:
                 sets of samples.
             own_log_p (`torch.Tensor` of shape `(U, n, T)`), log_p (`torch.Tensor` of shape `(U, m, T)`):
                 Log-probabilities (nats) under the policy of its own samples and of the others.
-
-        Returns:
-            [`Moments`]: The share of distinct completions among the others of a prompt.
         """
         trainer, size = self._part.trainer, self._part.size(self._part.mode)
         mask = trainer._to_prompts(batch[f"{NEGATIVE}_mask"], size)
@@ -71,13 +68,7 @@ class CollapseWatch:
         """
         Logs `log_z_gap`, and warns once if it stays large. A collective call.
 
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with `rewards` of shape `(U, n)` and `proposal_rewards` of shape `(U, m)`.
-            log_w (`torch.Tensor` of shape `(P, K)`):
-                Log-weights of the proposal's samples, −inf for those without a reward.
-            distinct ([`Moments`]):
-                What [`look`] returned.
+        `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `distinct` is what [`look`] returned.
         """
         trainer, size = self._part.trainer, self._part.size(self._part.mode)
         scored = ~trainer._to_prompts(batch["proposal_rewards"], size).isnan()  # (P, K)

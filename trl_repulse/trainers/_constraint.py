@@ -40,11 +40,8 @@ class Constraint:
         """
         Takes note of samples or prompts that this process trains on.
 
-        Args:
-            bad (`torch.Tensor`):
-                Of any shape, each the probability that a completion is bad, or 1 if it is and 0 if not; NaN is left out.
-            resolution (`float`):
-                What one bad sample adds to such a value: 1 of a single sample, 0 of an estimate that tells smaller ones.
+        Each value of `bad` is the probability that a completion is bad, or 1 if it is and 0 if not; NaN is left out. `resolution` is what
+        one bad sample adds to it: 1 of a single sample, 0 of an estimate that tells smaller ones.
         """
         if self._trainer.model.training:
             self._seen += Moments.of(bad)

@@ -19,14 +19,14 @@ from .._checks import (
     check_rows,
 )
 from .._model_checks import check_language_model
-from ._deepspeed import connect
+from ..models._deepspeed import connect
+from ..models._layout import Layout
 from ._hooks import TrainerHooks
-from ._layout import Layout
 from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
 from ._records import append_negatives
-from ._rewards import RewardFunc, check_separate_rewards, load_reward_models
-from ._scoring import Scores, token_log_probs
+from ._rewards import RewardFunc, all_with_checks, check_separate_rewards, load_reward_models
+from ._scoring import Scores, in_chunks, token_log_probs
 from ._trl_bridge import require_pinned
 
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from peft import PeftConfig, PeftModel
 
+Datasets = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
 # Losses that are sums over a batch's tokens; the others are means over its completions
 _OVER_TOKENS = ("dapo", "cispo", "vespo", "bnpo")
 
@@ -58,12 +59,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: Any = None,
         train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset
-        | IterableDataset
-        | DatasetDict
-        | IterableDatasetDict
-        | dict[str, Dataset | IterableDataset]
-        | None = None,
+        eval_dataset: Datasets = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -113,7 +109,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         self._take_engine()
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
             self._check_templates(train_dataset, eval_dataset)
-        self._check_reward_functions()
+        self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
         self._prepare_scoring()
 
     def _check_turns(self, **given: Any) -> None:
@@ -162,13 +158,13 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
             return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
 
+        def in_rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return self._in_rows(log_probs, ids, mask, logits_to_keep)
+
         size = options.get("batch_size") or len(input_ids)
-        chunks = zip(input_ids.split(size), attention_mask.split(size), strict=True)
-        parts = [self._in_rows(log_probs, *chunk, logits_to_keep) for chunk in chunks]
-        log_p, entropies, aux_losses, _ = zip(*parts, strict=True)
-        self._scored_log_p = torch.cat(log_p).detach()
-        entropy = torch.cat(entropies) if options.get("compute_entropy") else None
-        return torch.cat(log_p), entropy, torch.stack(aux_losses).mean() if aux_loss else None
+        log_p, entropy, router_loss, _ = in_chunks(in_rows, size, input_ids, attention_mask)
+        self._scored_log_p = log_p.detach()
+        return log_p, entropy if options.get("compute_entropy") else None, router_loss if aux_loss else None
 
     # Logging
 

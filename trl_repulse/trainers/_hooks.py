@@ -19,17 +19,18 @@ from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
+from ..generation._defaults import without_generation_defaults
 from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
+from ..models import _fsdp
+from ..models._deepspeed import gathered_by_layer, is_partitioned
+from ..models._layout import Layout
+from ..models._peft_bridge import adapters_kept, keep_gradients
 from ..rewards.transforms import transform_rewards
-from . import _fsdp
 from ._beside import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
 from ._cards import amend_model_card
-from ._deepspeed import gathered_by_layer, is_partitioned
-from ._layout import Layout
 from ._metrics import highest, mean
-from ._peft_bridge import adapters_kept, keep_gradients
 from ._pooling import PooledMetrics
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE, load_reference, save_reference
@@ -41,14 +42,12 @@ from ._resume import (
     load_position,
     save_position,
 )
-from ._rewards import all_with_checks
 from ._scoring import prepare_scoring
 from ._set_up import as_trained, guard_model
 from ._trl_bridge import (
     disable_dropout,
     get_config_model_id,
     withheld_from_uploads,
-    without_generation_defaults,
     without_lasting_changes,
 )
 
@@ -124,8 +123,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
             if scored is not None:
                 if self.args.disable_dropout:
                     disable_dropout(scored)
-                unwrapped = self.accelerator.unwrap_model(scored, keep_torch_compile=False)
-                base = base_of(unwrapped)
+                base = base_of(self.accelerator.unwrap_model(scored, keep_torch_compile=False))
                 prepare_scoring(base, self.args.cast_lm_head_to_fp32)
         self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
 
@@ -215,10 +213,6 @@ class TrainerHooks(SecondModels, PooledMetrics):
                     of_reward = f"{where}, as the reward model '{reward}' reads it,"
                     render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
 
-    def _check_reward_functions(self) -> None:
-        """Lets faults of the reward functions be named, once TRL has made a list of them; models are left as they are."""
-        self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
-
     @property
     def transforms_rewards(self) -> bool:
         """Whether the policy maximises something else than the reward."""
@@ -291,16 +285,13 @@ class TrainerHooks(SecondModels, PooledMetrics):
         return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        _fsdp.start_scaler(self.accelerator)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             load_position(self, Path(resume_from_checkpoint))
             load_reference(self, Path(resume_from_checkpoint))
             self._has_begun = True
         return prepared
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        _fsdp.start_scaler(self.accelerator)
-        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with adapters_kept(self.model if model is None else model):  # a second model's is not the policy's

@@ -43,14 +43,12 @@ class HotPolicy(DrawnTerm):
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
-        trainer, mode = self.trainer, self.mode
-        n = trainer._unit_size(mode)
-        m = self.size(mode) * n // trainer._num_generations(mode)
+        trainer = self.trainer
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
         apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
         # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
         apart = apart or trainer.environment_factories is not None
-        self._ahead = None if trainer.use_vllm or apart else Ahead(n, m, self.temperature)
+        self._ahead = None if trainer.use_vllm or apart else Ahead(*self.unit_sizes, self.temperature)
         trainer._ahead = self._ahead
         try:
             with super().drawing():
@@ -83,13 +81,8 @@ class HotPolicy(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
-        What the policy makes of the bad ones among its samples and the hot ones.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with their rewards, and the log-probabilities of their samples at the higher temperature.
-            log_p (`torch.Tensor` of shape `(U, n, T)`), log_p_hot (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) of samples and hot samples under the sampling-time policy, detached.
+        What the policy makes of the bad ones among its samples and the hot ones, `log_p` and `log_p_hot` being their log-probabilities
+        (nats) under the sampling-time policy, detached, and those at the higher temperature in the batch.
 
         Returns:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape

@@ -68,9 +68,6 @@ class ProposalUploads:
             commit_message, blocking, token, revision, private, kwargs:
                 As for [`~transformers.Trainer.push_to_hub`]; `blocking`, `revision` and `private` are about the policy.
 
-        Returns:
-            What [`~transformers.Trainer.push_to_hub`] returns of the policy's upload.
-
         Raises:
             `ValueError`: If the proposal's repository is not private, or a tracker would take the proposal's completions
                 along.

@@ -29,20 +29,6 @@ from ._units import UnitSampling
 from .second_model import SecondModel
 
 
-# What a proposal update needs of a batch of its samples; everything else follows from the models.
-_DRAWN = (
-    "prompt_ids",
-    "prompt_mask",
-    "proposal_completion_ids",
-    "proposal_completion_mask",
-    "proposal_completion_attended",
-    "proposal_completion_prompt_ids",
-    "proposal_completion_prompt_mask",
-    "proposal_rewards",
-    "proposal_old_log_q",
-)
-
-
 class _UpdateAfterPolicy(TrainerCallback):
     """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
 
@@ -130,7 +116,9 @@ class LearnedProposal(DrawnTerm):
                     batch |= self._contrast(batch, log_p_negative, log_q, log_q_now.detach())
                 self._accumulate(batch, log_q_now, log_p_negative, trainer.current_gradient_accumulation_steps)
         if trainer.model.training and not learns:
-            self.pending.append({key: inputs[key] for key in _DRAWN if key in inputs})
+            # What an update needs of its samples; the policy's own are for its loss
+            drawn = {name: x for name, x in inputs.items() if name.startswith(("prompt_", "proposal_"))}
+            self.pending.append(drawn)
         return made
 
     def end_of_micro_batch(self) -> None:
@@ -189,15 +177,7 @@ class LearnedProposal(DrawnTerm):
     # Learning
 
     def update(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
-        """
-        One update on samples already drawn, against the policy as it is now.
-
-        Args:
-            chunks (`list[dict[str, torch.Tensor]]`):
-                Micro-batches of proposal samples, each of whole prompts.
-            advance_schedule (`bool`, *optional*, defaults to `True`):
-                Whether the proposal's learning rate moves on, as it does once for each update of the policy.
-        """
+        """As [`RePULSeHooks.update_proposal`]."""
         trainer = self.trainer
         for i, chunk in enumerate(chunks):
             with self.proposal.gradient_sync(i == len(chunks) - 1):
@@ -262,18 +242,13 @@ class LearnedProposal(DrawnTerm):
 
     def _loss(self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
         """
-        The proposal's loss on one micro-batch of its samples.
+        The proposal's loss on one micro-batch of its samples, a mean over them.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
                 Units with `proposal_w` of shape `(U, m)` and the `proposal_coefficients` of [`_contrast`].
-            log_q_now (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the proposal, carrying gradient.
-            log_p (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the sampling-time policy.
-
-        Returns:
-            `torch.Tensor`: Scalar, a mean over the samples.
+            log_q_now, log_p (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the proposal, carrying gradient, and under the sampling-time policy.
         """
         args, mask = self.trainer.args, batch[f"{NEGATIVE}_mask"]
         if "proposal_engine_ratio" in batch:

@@ -14,13 +14,7 @@ import torch
 @dataclass(frozen=True)
 class Moments:
     """
-    What is kept of some values; two add up to that of all of them.
-
-    Args:
-        count (`float`, *optional*, defaults to `0.0`): How many values there are.
-        mean (`float`, *optional*, defaults to `0.0`): Their mean.
-        squares (`float`, *optional*, defaults to `0.0`): Sum of their squared distances from the mean.
-        low, high (`float`, *optional*): The smallest and the largest of them.
+    What is kept of some values: their number, mean, sum of squared distances from it, smallest and largest. Two add up to that of all.
     """
 
     count: float = 0.0
@@ -84,13 +78,7 @@ def share_explained(targets: Moments, errors: Moments) -> float:
 
 
 class Pooled(float):
-    """
-    A metric of one batch, as a number, which knows how to become that of several.
-
-    Args:
-        statistic (`Callable`): What makes the number of moments.
-        *moments ([`Moments`]): Of the batch.
-    """
+    """A metric of one batch, as a number that `statistic` makes of moments, which knows how to become that of several batches."""
 
     def __new__(cls, statistic: Callable[..., float], *moments: Moments):
         metric = super().__new__(cls, statistic(*moments))
@@ -99,63 +87,27 @@ class Pooled(float):
 
 
 def pool(metrics: Iterable[Pooled]) -> float:
-    """
-    One metric of all batches.
-
-    Args:
-        metrics (`Iterable` of [`Pooled`]):
-            The metric of each batch, at least one.
-
-    Returns:
-        `float`: The metric of all their values together.
-    """
+    """One metric of all batches, at least one, over all their values together."""
     metrics = list(metrics)
     totals = [sum(batches[1:], batches[0]) for batches in zip(*(metric.moments for metric in metrics), strict=True)]
     return metrics[0].statistic(*totals)
 
 
 def pool_all(metrics: dict[str, list[Any]]) -> None:
-    """
-    Leaves one value of each metric that is [`Pooled`]; what is not stays as it is, for TRL's mean over batches.
-
-    Args:
-        metrics (`dict`):
-            TRL's lists of values since the last log, changed in place.
-    """
+    """Leaves one value, in place, of each metric that is [`Pooled`]; what is not stays as it is, for TRL's mean over batches."""
     for name, values in metrics.items():
         if values and all(isinstance(value, Pooled) for value in values):
             metrics[name] = [pool(values)]
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:
-    """
-    Takes TRL's values out of metrics, which are of one batch, whatever it is filled up with.
-
-    Args:
-        metrics (`dict`):
-            Lists of values, changed in place.
-        *prefixes (`str`):
-            What the names of these metrics begin with.
-    """
+    """Takes TRL's values, of one batch whatever it is filled up with, out of the metrics with these beginnings, in place."""
     for name in metrics:
         if name.startswith(prefixes):
             metrics[name] = [value for value in metrics[name] if isinstance(value, Pooled)]
 
 
 def weighted(name: str, value: float, count: float) -> Pooled:
-    """
-    A metric that TRL has taken of one batch.
-
-    Args:
-        name (`str`):
-            Its name; one that ends with `min` or `max` is a smallest or largest value.
-        value (`float`):
-            Its value.
-        count (`float`):
-            How many samples or tokens of all processes it is of.
-
-    Returns:
-        [`Pooled`]
-    """
+    """A metric that TRL has taken of one batch, of `count` samples or tokens of all processes; its name tells minima and maxima."""
     statistic = lowest if name.endswith("min") else highest if name.endswith("max") else mean
     return value if isinstance(value, Pooled) else Pooled(statistic, Moments.alike(value, count))

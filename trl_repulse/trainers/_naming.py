@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from transformers import AutoConfig
-from transformers.utils import is_peft_available
 
 from ._trl_bridge import get_config_model_id
 
@@ -16,19 +16,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
     """
-    Refuses models, by name, whose configuration or weights cannot be found, the reference among them.
+    Refuses models, by name, whose configuration or weights cannot be found, the reference that a KL penalty needs among them.
 
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            The trainer's configuration; a KL penalty needs a reference.
-        peft_config (`peft.PeftConfig`, *optional*):
-            Configuration of the policy's adapter, whose base is the reference.
-        **models:
-            Models as they were passed, or lists of them, by the names of their arguments, `model` first. What is no text
-            passes.
-
-    Raises:
-        `ValueError`: If one cannot be loaded.
+    `models` are as they were passed, or lists of them, by the names of their arguments, `model` first. What is no text passes.
     """
     policy = models["model"]
     options = args.model_init_kwargs or {}
@@ -40,18 +30,10 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
                 own = {"revision": revision} if name == policy else {}
                 flag = f" (`--{_FLAGS[argument]}` on the command line)" if argument in _FLAGS else ""
                 _check(name, f"`{argument}={name!r}`{flag}", **loading, **own)
-    if not isinstance(policy, str) and args.beta != 0 and peft_config is None and not _is_adapter(policy):
+    if not isinstance(policy, str) and args.beta != 0 and peft_config is None and not is_peft_model(policy):
         name = get_config_model_id(policy.config)
         what = f"The reference model that `beta={args.beta:g}` needs, `{name}` by the policy's `name_or_path`,"
         _check(name, what, "save the policy and pass its path as `model`, or set `beta=0`", **loading)
-
-
-def _is_adapter(policy: Any) -> bool:
-    if not is_peft_available():
-        return False
-    from peft import PeftModel
-
-    return isinstance(policy, PeftModel)
 
 
 def _check(

@@ -16,6 +16,7 @@ Axis letters: U units of n policy samples and m others, P prompts, N policy samp
 """
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._beside import PROPOSAL_FOLDER
-from ._records import log_importance, new_logs, record_samples
+from ._records import log_importance, record_samples
 from ._trl_bridge import sampling_from
 from ._units import Samples, UnitSampling
 
@@ -42,26 +43,14 @@ COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficien
 
 def own_prompts(samples: Samples, batch: dict[str, torch.Tensor], m: int) -> dict[str, torch.Tensor]:
     """
-    Prompts of samples, where they are not those of their units: an environment may begin otherwise each time.
+    `prompt_ids` and `prompt_mask` of samples, m for each unit, one row a sample; nothing where they are those of the units.
 
-    Args:
-        samples ([`Samples`]):
-            m samples for each unit.
-        batch (`dict[str, torch.Tensor]`):
-            Units.
-        m (`int`):
-            Samples of a unit.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `prompt_ids` and `prompt_mask`, one row a sample; empty where all are those of the units.
+    An environment may begin otherwise each time.
     """
-    length = max(samples.prompt_ids.size(1), batch["prompt_ids"].size(1))
-
-    def tokens(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1)
-
-    theirs = tokens(batch["prompt_ids"], batch["prompt_mask"]).repeat_interleave(m, 0)
-    if torch.equal(tokens(samples.prompt_ids, samples.prompt_mask), theirs):
+    found = [(samples.prompt_ids, samples.prompt_mask), (batch["prompt_ids"], batch["prompt_mask"])]
+    length = max(ids.size(1) for ids, _ in found)
+    own, units = (F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1) for ids, mask in found)
+    if torch.equal(own, units.repeat_interleave(m, 0)):
         return {}
     return {"prompt_ids": samples.prompt_ids, "prompt_mask": samples.prompt_mask}
 
@@ -81,7 +70,7 @@ class NegativeTerm:
 
     def __init__(self, trainer: UnitSampling):
         self.trainer = trainer
-        self.logs = new_logs(trainer.args.generation_batch_size)
+        self.logs = copy.deepcopy(trainer._logs)  # a completions table of its own, empty as TRL's is at first
 
     # The calls of a trainer
 
@@ -143,14 +132,19 @@ class NegativeTerm:
         configured = self.trainer.args.num_proposal_generations
         return configured if mode == "train" and configured is not None else self.trainer._num_generations(mode)
 
+    @property
+    def unit_sizes(self) -> tuple[int, int]:
+        """n and m: how many of the policy's samples and of the others a unit has."""
+        n = self.trainer._unit_size(self.mode)
+        return n, self.size(self.mode) * n // self.trainer._num_generations(self.mode)
+
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Samples for the prompts of a generation batch, in the units of its policy samples."""
-        trainer, mode = self.trainer, self.mode
-        n = trainer._unit_size(mode)
-        m = self.size(mode) * n // trainer._num_generations(mode)
+        trainer = self.trainer
+        n, m = self.unit_sizes
         if m != n:
             rows = [row for row in rows[::n] for _ in range(m)]
-        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(mode), self.temperature):
+        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(self.mode), self.temperature):
             with trainer._acting(rows) as rows:
                 samples = trainer._draw(rows)
         record_samples(trainer, samples, self.logs, "proposal")
@@ -185,16 +179,13 @@ class NegativeTerm:
         self, log_w: torch.Tensor, returns_negative: torch.Tensor | None, returns: torch.Tensor | None
     ) -> torch.Tensor:
         """
-        What the log-probabilities of weighted samples are multiplied with in the policy loss.
+        What the log-probabilities of weighted samples are multiplied with in the policy loss, of shape `(P, K)`.
 
         Args:
             log_w (`torch.Tensor` of shape `(P, K)`):
                 Log-weights, −inf for samples without a reward.
             returns_negative, returns (`torch.Tensor` of shape `(P, K)` and `(P, N)`, *optional*):
                 Returns of these samples and of the policy's, which `negative_loss="reinforce"` needs.
-
-        Returns:
-            `torch.Tensor` of shape `(P, K)`.
         """
         args, alpha = self.trainer.args, self.scheduled("alpha")
         if args.uniform_weights:
@@ -214,13 +205,11 @@ class NegativeTerm:
         log_p_negative: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """
-        What the policy makes of the bad ones among its samples.
+        What the policy makes of the bad ones among its samples, whose log-probabilities are not needed here.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
                 Units with `rewards` of shape `(U, n)` and, for `negative_loss="reinforce"`, `returns` of the same shape.
-            log_p, log_p_negative:
-                As for [`learn`]; not needed here.
 
         Returns:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)`.
@@ -245,13 +234,10 @@ class DrawnTerm(NegativeTerm):
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""
-        trainer, mode = self.trainer, self.mode
-        if not trainer.use_vllm:
+        if not self.trainer.use_vllm:
             return contextlib.nullcontext()
-        n = trainer._unit_size(mode)
-        rows = n, self.size(mode) * n // trainer._num_generations(mode)
         name = "policy" if self.engine is None else PROPOSAL_FOLDER
-        return trainer.vllm_generation.together(name, rows, self.temperature)
+        return self.trainer.vllm_generation.together(name, self.unit_sizes, self.temperature)
 
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.sample`]."""

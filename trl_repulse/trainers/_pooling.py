@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,19 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import gather_object
 
 from .._checks import check_eval_batch, check_rewards
-from ._metrics import Moments, Pooled, drop_batch_means, highest, lowest, mean, pool, pool_all, std, weighted
+from ._metrics import (
+    Moments,
+    Pooled,
+    drop_batch_means,
+    highest,
+    lowest,
+    mean,
+    pool,
+    pool_all,
+    std,
+    weighted,
+)
+from ._trl_bridge import logged_apart
 
 
 @dataclass
@@ -143,21 +154,10 @@ class PooledMetrics:
         total, tokens = self.accelerator.reduce(torch.stack([total.detach(), tokens.to(total.dtype)])).tolist()
         self._record({name: mean}, Moments.alike(total / max(tokens, 1), tokens))
 
-    @contextlib.contextmanager
-    def _weighing(self, count: float) -> Iterator[dict[str, list]]:
+    def _weighing(self, count: float) -> contextlib.AbstractContextManager[dict[str, list]]:
         """Context in which what TRL logs, which it gives, is of `count` samples or tokens of all processes."""
         mode = "train" if self.model.training else "eval"
-        metrics, inner = self._metrics[mode], defaultdict(list)
-        self._metrics[mode] = inner
-        try:
-            yield inner
-        finally:
-            self._metrics[mode] = metrics
-            if "num_tokens" in inner:  # a running total
-                metrics["num_tokens"] = inner.pop("num_tokens")
-            for name, values in inner.items():
-                if values:
-                    metrics[name].extend(weighted(name, value, count) for value in values)
+        return logged_apart(self._metrics, mode, lambda name, value: (name, weighted(name, value, count)))
 
     # What TRL logs of batches, filled up as they are
 
@@ -172,10 +172,10 @@ class PooledMetrics:
                 metrics["tools/failure_frequency"].append(Pooled(mean, Moments.alike(failed, calls)))
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         truncated = torch.tensor([ids[-1] not in ends for ids in generated[1]], device=real.device)
-        written = (
-            generated[1] if generated[2] is None else generated[2]
-        )  # tokens, or marks: 1 where the model wrote, not a tool
-        lengths = [len(ids) if generated[2] is None else sum(ids) for ids in written]
+        # Of tokens, or of marks: 1 where the model wrote, not a tool
+        lengths = (
+            [len(ids) for ids in generated[1]] if generated[2] is None else [sum(marks) for marks in generated[2]]
+        )
         lengths = torch.tensor(lengths, dtype=torch.float32, device=real.device)
         self._log_mean("completions/clipped_ratio", truncated[real].float())
         for kind, counted in (("length", real), ("terminated_length", real & ~truncated)):
@@ -201,14 +201,8 @@ class PooledMetrics:
 
     def _weigh_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """
-        Weighted rewards of all processes, which are logged.
-
-        Args:
-            rewards_per_func (`torch.Tensor` of shape `(B_all, F)`):
-                The functions' rewards, NaN where there is none.
-
-        Returns:
-            `torch.Tensor` of shape `(B_all,)`: NaN where no function gave a reward; that is not a reward of 0.
+        Weighted rewards of all processes, (B_all,), from the functions' (B_all, F), which are logged: NaN where no function gave one,
+        which is not a reward of 0.
         """
         rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
         rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan

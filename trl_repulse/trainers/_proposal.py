@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from .._adapters import base_of
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
-from .._vocabulary import check_same_tokens
-from ._deepspeed import gathered_by_layer, zero_stage
-from ._peft_bridge import keep_gradients
+from .._vocabulary import check_same_tokens, check_vocabulary_size
+from ..models._deepspeed import gathered_by_layer, zero_stage
+from ..models._peft_bridge import keep_gradients
 from ._scoring import prepare_scoring
 from ._set_up import as_trained
 from ._trl_bridge import (
@@ -33,28 +33,22 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+def policy_adapter(
+    model: "str | PreTrainedModel | PeftModel", peft_config: "PeftConfig | None"
+) -> "PeftConfig | None":
+    """Configuration of the adapter that a policy has, or is given; `None` without."""
+    is_adapter = not isinstance(model, str) and is_peft_model(model)
+    return model.peft_config.get(POLICY_ADAPTER) if is_adapter else peft_config
+
+
 def shares_base(
     model: "str | PreTrainedModel | PeftModel",
     args: Any,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
-    """
-    Whether policy and proposal can be two adapters over one base; says why if adapters cannot.
-
-    Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The policy as it was passed.
-        args ([`NegativeTermConfig`], *optional*):
-            The run's configuration.
-        peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
-            Configurations of the two adapters.
-
-    Returns:
-        `bool`: `False` without adapters too.
-    """
-    is_adapter = not isinstance(model, str) and is_peft_model(model)
-    policy_config = model.peft_config["default"] if is_adapter else peft_config
+    """Whether policy and proposal, as they were passed, can be two adapters over one base; says why if adapters cannot."""
+    policy_config = policy_adapter(model, peft_config)
     if policy_config is None:
         return False
     own_config = policy_config if proposal_peft_config is None else proposal_peft_config
@@ -90,22 +84,14 @@ def lends_reference(
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
     """
-    Whether the base of the proposal's adapter is the initial policy, and so the reference of a policy trained whole.
-
-    Args:
-        model, args, peft_config, proposal_peft_config:
-            As for [`shares_base`], where no `proposal_model` is given.
-
-    Returns:
-        `bool`: `False` too where no reference is needed, or a moving one.
+    Whether the base of the proposal's adapter, where no `proposal_model` is given, is the initial policy, and so the reference of a
+    policy trained whole; not where no reference is needed, or a moving one.
     """
     if args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
         return False
-    if peft_config is not None or proposal_peft_config is None or adapter_config(model) is not None:
+    if policy_adapter(model, peft_config) is not None or adapter_config(model) is not None:
         return False
-    if not isinstance(model, str) and is_peft_model(model):
-        return False
-    return _change_of_base(proposal_peft_config) is None
+    return proposal_peft_config is not None and _change_of_base(proposal_peft_config) is None
 
 
 def starting_point(
@@ -116,44 +102,27 @@ def starting_point(
     proposal_peft_config: "PeftConfig | None",
 ) -> str | PreTrainedModel | None:
     """
-    What the proposal starts from, taken before TRL wraps or patches the policy.
-
-    Args:
-        proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            The proposal as it was passed.
-        model, args, peft_config, proposal_peft_config:
-            As for [`shares_base`].
-
-    Returns:
-        `str`, [`~transformers.PreTrainedModel`] or `None`: For [`build_proposal`]: what was passed, or a copy of the
-        policy, or `None` where there is no proposal or it is a second adapter over the policy's base.
+    What the proposal starts from, taken before TRL wraps or patches the policy: what was passed, or a copy of the policy, or `None`
+    where there is no proposal or it is a second adapter over the policy's base.
 
     Raises:
         `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
             it or is no language model, or if the policy's adapter has another name than PEFT's `default`.
     """
-    has_proposal = args.has_proposal
-    if proposal_peft_config is not None and not has_proposal:
-        raise ValueError(
-            "`proposal_peft_config` is given, but the configuration builds no proposal; set `alpha` above 0 and "
-            "`proposal='learned'`, or leave `proposal_peft_config` out."
-        )
-    if (
-        has_proposal
-        and not isinstance(model, str)
-        and is_peft_model(model)
-        and POLICY_ADAPTER not in model.peft_config
-    ):
+    if not args.has_proposal:
+        for name, given in {"proposal_peft_config": proposal_peft_config, "proposal_model": proposal_model}.items():
+            if given is not None:
+                raise ValueError(
+                    f"`{name}` is given, but the configuration builds no proposal; set `alpha` above 0 and "
+                    f"`proposal='learned'`, or leave `{name}` out."
+                )
+        return None
+    if not isinstance(model, str) and is_peft_model(model) and POLICY_ADAPTER not in model.peft_config:
         raise ValueError(
             f"The policy's adapter is named {', '.join(map(repr, model.peft_config))}; load it under PEFT's name, "
             f"{POLICY_ADAPTER!r}."
         )
     if proposal_model is not None:
-        if not has_proposal:
-            raise ValueError(
-                "`proposal_model` is given, but the configuration builds no proposal; set `alpha` above 0 and "
-                "`proposal='learned'`, or leave `proposal_model` out."
-            )
         if proposal_model is model and not isinstance(model, str):
             raise ValueError(
                 "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
@@ -167,9 +136,7 @@ def starting_point(
                 remedy="pass `copy.deepcopy` of it, made before either has an adapter, or leave it out to have a proposal made.",
             )
         return proposal_model
-    if not has_proposal or shares_base(model, args, peft_config, proposal_peft_config):
-        return None
-    return copy_unpatched(model)
+    return None if shares_base(model, args, peft_config, proposal_peft_config) else copy_unpatched(model)
 
 
 def build_proposal(
@@ -180,22 +147,10 @@ def build_proposal(
     quantization_config: Any = None,
 ) -> SecondModel:
     """
-    Makes the second model of a trainer whose policy is in place.
+    Makes the second model of a trainer whose policy is in place, from what [`starting_point`] gave.
 
-    Args:
-        model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Where the proposal starts from. A path or id is loaded with the trainer's `model_init_kwargs`; a folder
-            that holds an adapter over the policy's base joins it there. If `None`, the proposal is a second adapter
-            over the policy's base.
-        trainer ([`TrainerHooks`]):
-            Trainer with its policy in place.
-        peft_config, proposal_peft_config (`peft.PeftConfig`, *optional*):
-            Configurations of the policy's adapter and of the proposal's; the policy's serves both if it is alone.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
-            Quantization to load a path or id with.
-
-    Returns:
-        [`SecondModel`]: The proposal.
+    A path or id is loaded with the trainer's `model_init_kwargs`; a folder that holds an adapter over the policy's base joins it
+    there. The policy's `peft_config` serves both models if it is alone.
 
     Raises:
         `ValueError`: If its tokens are not the policy's, it is not causal, or cannot be trained.
@@ -204,8 +159,9 @@ def build_proposal(
     if isinstance(model, str) and model != trainer.model.config._name_or_path:
         check_same_tokens(model, "`proposal_model`", trainer._tokenizer, args.trust_remote_code)
     learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
-    saved = adapter_config(model)
-    if model is None or (saved is not None and _has_base(trainer.model, saved)):
+    saved, own = adapter_config(model), policy_adapter(trainer.model, None)
+    joins = saved is not None and own is not None and saved.base_model_name_or_path == own.base_model_name_or_path
+    if model is None or joins:
         if saved is None or shares_base(trainer.model, args, None, saved):
             adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
             if saved is not None:
@@ -220,28 +176,12 @@ def build_proposal(
 
 
 def adapter_config(model: Any) -> "PeftConfig | None":
-    """
-    Configuration of a saved adapter.
-
-    Args:
-        model:
-            Folder of the adapter; anything else is no adapter.
-
-    Returns:
-        `peft.PeftConfig` or `None`
-    """
+    """Configuration of the adapter that a folder holds; `None` of anything else."""
     if not isinstance(model, str) or not (Path(model) / "adapter_config.json").is_file():
         return None
     from peft import PeftConfig
 
     return PeftConfig.from_pretrained(model)
-
-
-def _has_base(policy: Any, config: "PeftConfig") -> bool:
-    """Whether a policy is an adapter over the base that a configuration names."""
-    if not is_peft_model(policy):
-        return False
-    return policy.peft_config["default"].base_model_name_or_path == config.base_model_name_or_path
 
 
 def _ready(
@@ -268,13 +208,7 @@ def _ready(
 
             base = create_model_from_path(saved.base_model_name_or_path, **init_kwargs)
             model = PeftModel.from_pretrained(base, model, is_trainable=True)
-    policy_size = trainer.model.config.get_text_config().vocab_size
-    size = model.config.get_text_config().vocab_size
-    if size != policy_size:
-        raise ValueError(
-            f"`proposal_model` has a vocabulary of {size} tokens and the policy one of {policy_size}; importance "
-            "weights need one vocabulary: start the proposal from a model of the policy's family."
-        )
+    check_vocabulary_size(model, "`proposal_model`", trainer.model)
     model.config.get_text_config().pad_token_id = trainer._tokenizer.pad_token_id
     model.generation_config.pad_token_id = trainer._tokenizer.pad_token_id
     if peft_config is not None and not is_peft_model(model):
@@ -302,20 +236,10 @@ def _ready(
 
 
 def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
-    """
-    Lets the vLLM engine, or a server of its own, sample from the proposal too.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer with its engine in place.
-        proposal ([`SecondModel`]):
-            The proposal.
-    """
+    """Lets the vLLM engine, or a server of its own, sample from the proposal too."""
     module, args, server = proposal.module, trainer.args, {}
     if args.proposal_vllm_server_base_url is not None:
         server["server_base_url"] = args.proposal_vllm_server_base_url
         server["group_port"] = args.proposal_vllm_group_port
-    if isinstance(module, Adapter):
-        trainer.vllm_generation.add("proposal", module.model, module.name, **server)
-    else:
-        trainer.vllm_generation.add("proposal", module, **server)
+    served = (module.model, module.name) if isinstance(module, Adapter) else (module,)
+    trainer.vllm_generation.add("proposal", *served, **server)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,12 @@ NEGATIVES = "negatives.jsonl"
 EARLIER_NEGATIVES = "negatives-*.jsonl"
 
 
-def new_logs(size: int) -> dict[str, Any]:
-    """Empty columns of a completions table that keeps the latest `size` rows, as TRL lays them out."""
-    return {
-        "prompt": deque(maxlen=size),
-        "completion": deque(maxlen=size),
-        "rewards": defaultdict(lambda: deque(maxlen=size)),
-        "advantages": deque(maxlen=size),
-        "extra": defaultdict(lambda: deque(maxlen=size)),
-    }
-
-
 def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:
     """
     Appends samples of all processes to a completions table and, if asked for, the bad ones to the negative data.
 
-    Args:
-        trainer ([`UnitSampling`]):
-            Trainer that drew the samples; the columns that its reward functions logged of them are flushed.
-        samples ([`Samples`]):
-            This process's samples.
-        logs (`dict`):
-            Table to append to. Its advantages are filled in later, by [`record_advantages`].
-        source (`str`):
-            `"policy"` or `"proposal"`: the model the samples were drawn from.
+    The columns that reward functions logged of these samples are flushed; [`record_advantages`] fills advantages in later. `source`
+    is the model that they were drawn from, `"policy"` or `"proposal"`.
     """
     real = trainer._real_rows(len(samples.prompts))
     prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
@@ -84,10 +65,8 @@ def log_importance(trainer: Any, prefix: str, log_w: torch.Tensor, scored: torch
             Trainer whose metrics they join.
         prefix (`str`):
             What their names begin with: `"proposal"`, or `"negative"` for the policy as its own proposal.
-        log_w (`torch.Tensor` of shape `(P, N)`):
-            Log-weights, −inf for samples without a reward.
-        scored (`torch.Tensor` of shape `(P, N)`):
-            Which samples have a reward.
+        log_w, scored (`torch.Tensor` of shape `(P, N)`):
+            Log-weights, −inf for samples without a reward, and which samples have one.
     """
     known = scored.any(dim=1)  # (P,)
     ess = trainer._gathered_moments(effective_sample_size(log_w)[known])
@@ -98,13 +77,7 @@ def log_importance(trainer: Any, prefix: str, log_w: torch.Tensor, scored: torch
 
 
 def set_negatives_aside(output_dir: str) -> None:
-    """
-    Gives negative data of an earlier run another name, with a warning; for the main process alone.
-
-    Args:
-        output_dir (`str`):
-            The folder of a run that begins.
-    """
+    """Gives negative data of an earlier run another name, with a warning; for the main process alone."""
     path = Path(output_dir) / NEGATIVES
     if not path.is_file() or not path.stat().st_size:
         return
@@ -120,17 +93,9 @@ def set_negatives_aside(output_dir: str) -> None:
 
 def append_negatives(trainer: Any, source: str, prompts: list, completions: list, rewards: torch.Tensor) -> None:
     """
-    Appends the bad ones among completions of all processes to the negative data.
+    Appends the bad ones among completions of all processes to the negative data; only the main process does anything.
 
-    Args:
-        trainer ([`TrainerHooks`]):
-            Gives the threshold, the folder and the transform; only its main process does anything.
-        source (`str`):
-            As for [`record_samples`].
-        prompts, completions (`list`):
-            One of each a sample.
-        rewards (`torch.Tensor` of shape `(B_all,)`):
-            Their rewards, of which NaN is not bad. Transformed ones, where there are some, are written beside them.
+    `rewards` (B_all,) may hold NaN, which is not bad. Transformed rewards, where there are some, are written beside them.
     """
     if not trainer.accelerator.is_main_process:
         return
@@ -152,24 +117,16 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor) -> None:
+def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
     """
-    Fills the latest generation batch's advantages into the policy's completions table.
-
-    Args:
-        trainer ([`UnitSampling`]):
-            Trainer whose table is completed.
-        rows (`torch.Tensor`):
-            Places of the samples among this process's rows of the generation batch.
-        advantages (`torch.Tensor` of the same shape):
-            Their advantages.
+    Fills the latest generation batch's advantages into the policy's completions table. `rows` are the places of the samples among the
+    `local` rows of the batch in this process, `advantages` of the same shape.
     """
     if not trainer.log_completions:
         return
     rows = trainer.accelerator.gather(rows.flatten()).view(trainer.accelerator.num_processes, -1)
     advantages = trainer.accelerator.gather(advantages.flatten()).view_as(rows)
     column = trainer._logs["advantages"]
-    local = trainer._local_batch_rows
     start = len(column) - trainer._real_rows(local)
     for process in range(trainer.accelerator.num_processes):
         for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
@@ -179,17 +136,7 @@ def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor
 
 
 def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
-    """
-    Prints a completions table and sends it to wandb and trackio where the run reports to them, as TRL does.
-
-    Args:
-        trainer ([`UnitSampling`]):
-            Trainer that logs; only its main process does anything.
-        logs (`dict`):
-            The table.
-        name (`str`):
-            Name of the table at the tracker.
-    """
+    """Prints a completions table and sends it, by `name`, to wandb and trackio where the run reports to them, as TRL does."""
     if not (trainer.accelerator.is_main_process and trainer.log_completions) or not logs["prompt"]:
         return
     step = trainer.state.global_step
@@ -203,15 +150,8 @@ def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
             trainer.num_completions_to_print,
             extra={"model": [name.split("_")[0]] * len(logs["prompt"]), **logs["extra"]},
         )
-    table = pd.DataFrame(
-        {
-            "step": [step] * len(logs["prompt"]),
-            "prompt": logs["prompt"],
-            "completion": logs["completion"],
-            **logs["rewards"],
-            **logs["extra"],
-        }
-    )
+    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
+    table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
     if trainer.log_unique_prompts:
         table = table[~table["prompt"].astype(str).duplicated()]
     report_to = trainer.args.report_to or []

@@ -9,8 +9,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from . import _fsdp
-from ._deepspeed import gathered
+from ..models import _fsdp
+from ..models._deepspeed import gathered
 
 
 logger = get_logger(__name__)
@@ -24,12 +24,6 @@ def save_reference(trainer: Any, checkpoint: Path) -> None:
     Writes the reference's parameters, if it moves. All processes must call it.
 
     With FSDP's first version, whose parameters are flat, nothing is written.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer between two updates.
-        checkpoint (`Path`):
-            Folder to write to; created if missing.
     """
     if not trainer.args.sync_ref_model or _is_flat(trainer):
         return
@@ -48,12 +42,6 @@ def save_reference(trainer: Any, checkpoint: Path) -> None:
 def load_reference(trainer: Any, checkpoint: Path) -> None:
     """
     Takes up what [`save_reference`] wrote, if the reference moves. All processes must call it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that is about to train.
-        checkpoint (`Path`):
-            Folder of the checkpoint.
 
     Raises:
         `ValueError`: If the checkpoint holds no reference, or that of another model.

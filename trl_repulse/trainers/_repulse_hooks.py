@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 
 from .._checks import check_arguments
 from ..configs import NegativeTermConfig
+from ..models._peft_bridge import BaseView
 from ._acting import refuse_acting
 from ._beside import PROPOSAL_FOLDER
 from ._cards import REPULSE_PAPER, write_proposal_card
@@ -18,11 +18,11 @@ from ._hot_policy import HotPolicy
 from ._hub import ProposalUploads
 from ._learned_proposal import LearnedProposal
 from ._negative_term import NegativeTerm
-from ._peft_bridge import BaseView
 from ._proposal import (
     adapter_config,
     build_proposal,
     lends_reference,
+    policy_adapter,
     serve_proposal,
     starting_point,
 )
@@ -31,7 +31,7 @@ from ._resume import RESUME_STATE
 from ._rewards import check_separate_rewards
 from ._trl_bridge import without_kl
 from ._units import UnitSampling
-from .second_adapter import POLICY_ADAPTER, SecondAdapter
+from .second_adapter import SecondAdapter
 from .second_model import SecondModel
 
 
@@ -71,10 +71,7 @@ class RePULSeHooks(ProposalUploads):
         check_separate_rewards(reward_funcs, proposal_model, "`proposal_model`", trained)
         self._more_adapters = [proposal_peft_config, adapter_config(proposal_model)]
         if proposal_model is None and proposal_peft_config is None and args.has_proposal:
-            own = peft_config  # of the policy, and once more of a proposal over its base
-            if own is None and not isinstance(model, str) and is_peft_model(model):
-                own = model.peft_config[POLICY_ADAPTER]
-            self._more_adapters.append(own)
+            self._more_adapters.append(policy_adapter(model, peft_config))  # once more, of a proposal over its base
         with without_kl(args) if lends_base else contextlib.nullcontext():
             super().__init__(model, reward_funcs, args, *rest, **options)
 

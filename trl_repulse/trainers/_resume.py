@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
-from ._peft_bridge import AdapterView
+from ..models._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE
 
@@ -28,98 +28,57 @@ logger = get_logger(__name__)
 # What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
 # which is withheld too, nothing can be resumed.
 RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
-# Another value would give other batches than those that are left to be trained on.
-_LAYOUT = (
-    *(
-        "num_generations",
-        "num_proposal_generations",
-        "steps_per_generation",
-        "num_iterations",
-        "proposal_updates_per_step",
-    ),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "shuffle_dataset", "seed"),
-)
+# Fields of configurations. Another value would give other batches than those that are left to be trained on.
+_LAYOUT = """
+    num_generations num_proposal_generations steps_per_generation num_iterations proposal_updates_per_step
+    per_device_train_batch_size gradient_accumulation_steps shuffle_dataset seed
+""".split()
 # Another value would go on towards something else.
-_OBJECTIVE = (
-    *("alpha", "alpha_start", "alpha_normalization", "target_dist_beta", "target_dist_beta_start", "potential"),
-    *("target_class", "reward_cap", "negative_loss", "negative_baseline", "reweighting_beta", "uniform_weights"),
-    *(
-        "proposal",
-        "proposal_temperature",
-        "proposal_loss",
-        "proposal_parameterization",
-        "proposal_update_order",
-    ),
-    *("baseline", "baseline_constant", "logprob_reduction", "normalize_advantages", "beta", "epsilon", "epsilon_high"),
-    *("cvar_level", "cvar_over", "cvar_schedule_ratio", "max_bad_probability", "constraint_learning_rate"),
-    *("reward_transform", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"),
-    *("reward_weights", "reward_clip_range", "max_completion_length", "mask_truncated_completions", "loss_type"),
-    *(
-        "gae_lambda",
-        "gamma",
-        "value_clip",
-        "whiten_advantages",
-        "value_warmup_steps",
-        "delta",
-        "use_bias_correction_kl",
-    ),
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
-    *("disable_dropout", "sync_ref_model", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
-    *("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "scale_rewards"),
-    *("importance_sampling_level", "off_policy_mask_threshold", "multi_objective_aggregation"),
-    *(
-        "sapo_temperature_neg",
-        "sapo_temperature_pos",
-        "vespo_k_pos",
-        "vespo_lambda_pos",
-        "vespo_k_neg",
-        "vespo_lambda_neg",
-    ),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"),
-    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
-)
+_OBJECTIVE = """
+    alpha alpha_start alpha_normalization target_dist_beta target_dist_beta_start potential target_class reward_cap
+    negative_loss negative_baseline reweighting_beta uniform_weights proposal proposal_temperature proposal_loss
+    proposal_parameterization proposal_update_order baseline baseline_constant logprob_reduction normalize_advantages
+    beta epsilon epsilon_high cvar_level cvar_over cvar_schedule_ratio max_bad_probability constraint_learning_rate
+    reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold reward_weights
+    reward_clip_range max_completion_length mask_truncated_completions loss_type gae_lambda gamma value_clip
+    whiten_advantages value_warmup_steps delta use_bias_correction_kl temperature top_k top_p min_p repetition_penalty
+    generation_kwargs chat_template_kwargs disable_dropout sync_ref_model top_entropy_quantile entropy_coef
+    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target scale_rewards
+    importance_sampling_level off_policy_mask_threshold multi_objective_aggregation sapo_temperature_neg
+    sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_cap
+""".split()
 # Another value is not taken up, or only in part, and may be meant.
-_REPORTED = (
-    *(
-        "learning_rate",
-        "proposal_learning_rate",
-        "value_learning_rate",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "max_steps",
-    ),
-    *("num_train_epochs", "max_grad_norm", "weight_decay", "optim", "optim_args", "lr_scheduler_kwargs"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon"),
-)
+_REPORTED = """
+    learning_rate proposal_learning_rate value_learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs
+    max_grad_norm weight_decay optim optim_args lr_scheduler_kwargs adam_beta1 adam_beta2 adam_epsilon
+""".split()
 # Compared too, and said; not fields of a configuration. Rewards have names alone, which a moved folder changes.
 _REPORTED_OF_MODELS = {
     "model": "a new reference is loaded from a new `model`",
     "reward functions": "the run goes on with the rewards that are given here",
 }
+# Schedules, also those of `alpha`, `target_dist_beta` and the level of CVaR, are made anew.
+_CONSEQUENCES = _REPORTED_OF_MODELS | dict.fromkeys(
+    ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; set it to that "
+    "for a run like one that was not interrupted",
+)
 _ADAPTERS = ("adapter", "second adapter", "third adapter")
 # Of an adapter's configuration: where it came from and how it began, not what it computes.
-_IGNORED_ADAPTER_FIELDS = (
-    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
-    *("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "fan_in_fan_out"),
-    *("megatron_config", "megatron_core", "runtime_config", "ensure_weight_tying"),
-)
-
-
-# Of these, what schedules are made of anew, also those of `alpha`, `target_dist_beta` and the level of CVaR.
-_SCHEDULES = ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs")
+_IGNORED_ADAPTER_FIELDS = """
+    base_model_name_or_path revision inference_mode peft_version auto_mapping task_type init_lora_weights eva_config
+    corda_config loftq_config lora_ga_config fan_in_fan_out megatron_config megatron_core runtime_config
+    ensure_weight_tying
+""".split()
 
 
 class ResumedSampler(Sampler[int]):
     """
-    TRL's sampler, in the order of the epoch that the trainer is in.
+    TRL's sampler, in the order of the epoch that the trainer is in; `epoch` gives the number of the one that begins, or goes on.
 
     TRL's (1.16) draws each epoch's order from one generator: a resumed run would begin with the first epoch's again.
-
-    Args:
-        sampler ([`~trl.trainer.utils.RepeatSampler`]):
-            TRL's sampler.
-        epoch (`Callable[[], int]`):
-            Gives the number of the epoch that begins, or goes on.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
@@ -140,15 +99,6 @@ class ResumedSampler(Sampler[int]):
 def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
     """
     The checkpoint to go on from: the one that is named, or the last in `output_dir` that was written to its end.
-
-    Args:
-        resume_from_checkpoint (`str`, `Path` or `bool`):
-            As for [`~transformers.Trainer.train`]; not empty.
-        output_dir (`str`):
-            The run's folder.
-
-    Returns:
-        `str`: Folder of the checkpoint.
 
     Raises:
         `ValueError`: If there is none, or it was not written to its end.
@@ -183,17 +133,10 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
 
 def incomplete(checkpoint: Path) -> str | None:
     """
-    Why a checkpoint cannot be resumed from.
+    Why a checkpoint cannot be resumed from; `None` if nothing is missing.
 
     The Trainer writes its state last, so that what comes before is whole where the state is; other processes' random
     states are looked at one by one.
-
-    Args:
-        checkpoint (`Path`):
-            Its folder.
-
-    Returns:
-        `str` or `None`: What is missing; `None` if nothing is.
     """
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
@@ -212,12 +155,6 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
     Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
     out of it: `save_only_model=True` writes none in its place. All processes must call it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that writes.
-        checkpoint (`Path`):
-            Folder to write to.
     """
     if trainer.args.should_save:
         (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -228,20 +165,13 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def save_position(trainer: Any, checkpoint: Path) -> None:
-    """
-    Writes where in its data and its generations a process is. All processes must call it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer between two updates.
-        checkpoint (`Path`):
-            Folder to write to; created if missing.
-    """
+    """Writes where in its data and its generations a process is, between two updates. All processes must call it."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     rank = trainer.accelerator.process_index
     tensors: dict[str, torch.Tensor] = {}
     rest: list[dict[str, Any]] | None = None
-    if trainer._buffered_inputs is not None and trainer._step % _generate_every(trainer):
+    generates_every = trainer.args.steps_per_generation * trainer.num_iterations
+    if trainer._buffered_inputs is not None and trainer._step % generates_every:
         rest = []
         for i, batch in enumerate(trainer._buffered_inputs):
             is_tensor = {name: isinstance(value, torch.Tensor) for name, value in batch.items()}
@@ -264,16 +194,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
 
 
 def load_position(trainer: Any, checkpoint: Path) -> None:
-    """
-    Takes up what [`save_position`] wrote, and cuts off the negative data that came after it.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that is about to train.
-        checkpoint (`Path`):
-            Folder of the checkpoint.
-
-    """
+    """Takes up what [`save_position`] wrote, and cuts off the negative data that came after it."""
     rank = trainer.accelerator.process_index
     path = checkpoint / f"position-{rank}.json"
     if not any(checkpoint.glob("position-*.json")):
@@ -313,10 +234,6 @@ def _first_row(path: Path) -> str:
     with path.open("rb") as file:
         row = file.readline()
     return hashlib.sha256(row).hexdigest() if row else ""
-
-
-def _generate_every(trainer: Any) -> int:
-    return trainer.args.steps_per_generation * trainer.num_iterations
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
@@ -360,15 +277,8 @@ def _as_model(trainer: Any) -> str:
 
 def check_settings(trainer: Any, checkpoint: Path) -> None:
     """
-    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed.
-
-    What a checkpoint does not know, since it was written by an earlier version, is not compared.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that has loaded nothing yet.
-        checkpoint (`Path`):
-            Folder of the checkpoint.
+    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed. Nothing must have
+    been loaded yet. What a checkpoint does not know, since an earlier version wrote it, is not compared.
 
     Raises:
         `ValueError`: If the run's settings would not go on with the run that wrote it.
@@ -397,11 +307,5 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
             f"or start a new run with {_as_model(trainer)}."
         )
     for name in changed:
-        if name in _SCHEDULES:
-            consequence = (
-                "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; "
-                "set it to that for a run like one that was not interrupted"
-            )
-        else:
-            consequence = _REPORTED_OF_MODELS.get(name, "the optimizer goes on as it was")
+        consequence = _CONSEQUENCES.get(name, "the optimizer goes on as it was")
         logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))

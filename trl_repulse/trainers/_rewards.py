@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
 
@@ -27,14 +26,8 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
     TRL itself goes on where a checkpoint has no weights for the head: it is then filled with random numbers, for which the
     policy would be trained.
 
-    Args:
-        reward_funcs, tokenizers:
-            A trainer's arguments `reward_funcs` and `reward_processing_classes`.
-        args ([`~transformers.TrainingArguments`]):
-            The trainer's configuration.
-
     Returns:
-        Both as lists, with models and their tokenizers in the place of paths.
+        `reward_funcs` and `reward_processing_classes` as lists, with models and their tokenizers in the place of paths.
 
     Raises:
         `ValueError`: If a reward model cannot be loaded, lacks weights, or is none of one label.
@@ -64,20 +57,9 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
 
 def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: bool) -> None:
     """
-    Refuses reward models that would change as a model is trained.
+    Refuses reward models that share layers or trained weights with a model that is trained.
 
-    Args:
-        reward_funcs:
-            A trainer's argument.
-        model:
-            The model that is trained; a path or `None` shares nothing.
-        label (`str`):
-            What the message calls it.
-        trained (`bool`):
-            Whether it is trained itself, and not an adapter that is yet to be made.
-
-    Raises:
-        `ValueError`: If one shares layers or trained weights with it.
+    The model is called by its `label`; a path or `None` shares nothing. It may be `trained` itself, or by an adapter yet to be made.
     """
     if not isinstance(model, nn.Module):
         return
@@ -88,40 +70,18 @@ def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: b
 
 
 def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:
-    """
-    A trainer's reward functions, each as [`with_checks`] makes it; reward models are left as they are.
-
-    Args:
-        functions (`list`):
-            Reward functions and models, as TRL's trainers keep them.
-        names (`list[str]`):
-            Their names in the metrics.
-
-    Returns:
-        `list`: One of each.
-    """
-    return [
-        function if isinstance(function, torch.nn.Module) else with_checks(function, name)
-        for function, name in zip(functions, names, strict=True)
-    ]
+    """Reward functions as [`with_checks`] makes them, by their names in the metrics; models are left as they are."""
+    named = zip(functions, names, strict=True)
+    return [each if isinstance(each, nn.Module) else with_checks(each, name) for each, name in named]
 
 
 def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """
-    A reward function whose errors name it.
+    A reward function whose errors name it, as it is called in the metrics; asynchronous if it was.
 
     TRL (1.16) turns `None` into NaN and takes NaN for `None` from there on: a division by zero inside a reward function
-    would silently leave samples out, or count as 0 beside other functions.
-
-    Args:
-        function (`Callable`):
-            Reward function, asynchronous or not.
-        name (`str`):
-            Its name in the metrics.
-
-    Returns:
-        `Callable`: The same function, asynchronous if it was. It returns a list of numbers and `None`, and raises
-        `ValueError` for anything else; to an error of the function itself it adds a note with the name.
+    would silently leave samples out, or count as 0 beside other functions. This one returns a list of numbers and `None`, and
+    raises `ValueError` for anything else; to an error of the function itself it adds a note with the name.
     """
     if is_async_callable(function):
 

@@ -4,16 +4,15 @@ Axis letters: B rows of a generation batch or of a micro-batch, each with m samp
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..importance import engine_ratios
 from ..losses import scale_gradient
+from ..models._peft_bridge import trainable_kept
 from ._beside import PROPOSAL_FOLDER
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN
-from ._peft_bridge import trainable_kept
 from ._repulse_hooks import RePULSeHooks
 from ._units import UnitSampling
 from .second_adapter import SecondAdapter
@@ -30,7 +29,8 @@ class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
     All weights are made as samples are drawn, since TRL cuts prompts apart. One pass serves both terms of the loss.
     """
 
-    _units: dict[str, torch.Tensor] | None = None  # of the micro-batch whose loss TRL computes
+    # Of the micro-batch whose loss TRL computes: the pass that TRL asks for is over all its samples, and scores are kept
+    _units: dict[str, torch.Tensor] | None = None
 
     def _unit_size(self, mode: str) -> int:
         return 1
@@ -72,8 +72,11 @@ class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
             return super()._compute_loss(model, inputs)
         units = _in_units(inputs)
         self._negative.learn(units, None, None)  # a proposal's activations are gone before the policy's come
-        with self._scoring(units):
+        self._units = units
+        try:
             loss = super()._compute_loss(model, inputs)
+        finally:
+            self._units = None
 
         pushed, rows = 0.0, len(inputs["completion_mask"])
         for name, log_p in self._scored.items():
@@ -86,15 +89,6 @@ class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
             return loss + pushed / self.current_gradient_accumulation_steps
         # Rows that fill up a batch add 0, and do not count
         return loss + pushed * (rows * self.accelerator.num_processes / max(self._real_rows(rows), 1))
-
-    @contextlib.contextmanager
-    def _scoring(self, units: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Context in which the pass that TRL asks for is over all samples of a micro-batch, whose scores are kept."""
-        self._units = units
-        try:
-            yield
-        finally:
-            self._units = None
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
         if self._units is None:

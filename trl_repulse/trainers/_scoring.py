@@ -4,6 +4,7 @@ It stands on TRL's fused head; other dependencies on TRL are in `_trl_bridge.py`
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ._layout import Layout
+from ..models._layout import Layout
 from ._trl_bridge import add_fused_lm_head
 
 
@@ -27,17 +28,10 @@ class Scores(NamedTuple):
 
 class Tempered:
     """
-    Asks a scoring pass for log-probabilities of some completions at another temperature as well, and holds them afterwards.
+    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) at another temperature as well, and holds them
+    afterwards. `labels` (R·k, T + 1) are their tokens, −100 where they do not count.
 
     DDP, FSDP and DeepSpeed pass an object of a plain class on to the model unchanged; FSDP copies a dataclass.
-
-    Args:
-        temperature (`float`):
-            What logits are divided by.
-        labels (`torch.Tensor` of shape `(R·k, T + 1)`):
-            Tokens, −100 where they do not count.
-        wanted (`torch.Tensor` of shape `(R·k,)`):
-            Of which completions.
     """
 
     def __init__(self, temperature: float, labels: torch.Tensor, wanted: torch.Tensor):
@@ -59,14 +53,6 @@ class _FusedHead:
 
     TRL (1.16) adds a head to a model with one fixed temperature. This object takes the model's place, so that a second head can be
     added. Way out: a `temperature` argument on the fused head's forward.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model whose head and configuration are used.
-        temperature (`float`):
-            What logits are divided by.
-        cast_lm_head_to_fp32 (`bool`):
-            As for TRL's `add_fused_lm_head`.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool):
@@ -83,10 +69,11 @@ class _FusedHead:
 
 
 def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) -> None:
-    """Readies a model for passes over rows of a [`Layout`], whether it has TRL's fused head or another one.
+    """
+    Readies a model with a head, not wrapped by PEFT, for passes over rows of a [`Layout`], by hooks on it and on its backbone.
 
     Three things are put right on scoring passes, which are told by a `layout`, and the first on all of the fused head
-    (`fused_lm_head=True`):
+    (`fused_lm_head=True`), which was added with the same `cast_lm_head_to_fp32`:
 
     - Positions count from the first token that is not padding, as in generation. TRL (1.16) scores left-padded rows
       without `position_ids`; models with absolute positions (GPT-2) then give log-probabilities that depend on the
@@ -97,12 +84,6 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
       keeps the mask of real tokens, over which a mixture-of-experts model takes its load-balancing loss.
 
     Way out: TRL passing `position_ids`, and its fused head skipping ignored positions on every device.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model with a head, not wrapped by PEFT. Hooks are registered on it and on its backbone.
-        cast_lm_head_to_fp32 (`bool`, *optional*, defaults to `False`):
-            As its fused head was added with.
     """
     parameters = inspect.signature(type(model).forward).parameters
     takes_positions, takes_last, caches = (
@@ -167,7 +148,8 @@ def token_log_probs(
     temperature: float | None = None,
     wanted: torch.Tensor | None = None,
 ) -> Scores:
-    """Log-probabilities of the completions of rows, in one pass.
+    """
+    Log-probabilities of the completions of rows, in one pass, and for a mixture-of-experts model its load-balancing loss if asked for.
 
     Args:
         model (`torch.nn.Module`):
@@ -175,11 +157,7 @@ def token_log_probs(
         accelerator ([`~accelerate.Accelerator`]):
             Gives the autocast context.
         input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
-            Left-padded prompts followed by right-padded completions.
-        layout ([`Layout`]):
-            How rows are laid out.
-        compute_aux_loss (`bool`, *optional*, defaults to `False`):
-            Whether to ask a mixture-of-experts model for its load-balancing loss.
+            Left-padded prompts followed by right-padded completions, as `layout` says.
         temperature (`float`, *optional*):
             Another temperature at which to have log-probabilities as well, without gradient.
         wanted (`torch.Tensor` of shape `(R·k,)`, *optional*):
@@ -207,6 +185,17 @@ def token_log_probs(
     return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, tempered and tempered.log_p)
 
 
+def in_chunks(
+    score: Callable[..., tuple[torch.Tensor | None, ...]], size: int, *rows: torch.Tensor
+) -> tuple[Any, ...]:
+    """What `score` makes of rows, of which it is given `size` at a time: tensors with as many rows, means over them, or `None`."""
+    parts = zip(*(score(*chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)), strict=True)
+    return tuple(
+        None if values[0] is None else torch.cat(values) if values[0].dim() else torch.stack(values).mean()
+        for values in parts
+    )
+
+
 @torch.no_grad()
 def tempered_log_probs(
     model: nn.Module,
@@ -216,14 +205,9 @@ def tempered_log_probs(
     layout: Layout,
     temperature: float,
 ) -> torch.Tensor:
-    """Log-probabilities at another temperature, from the logits of a model that TRL's fused head does not fit.
-
-    Args:
-        model, accelerator, input_ids, attention_mask, layout, temperature:
-            As for [`token_log_probs`].
-
-    Returns:
-        `torch.Tensor` of shape `(R·k, T)`: 0 where masked.
+    """
+    Log-probabilities at another temperature, (R·k, T) and 0 where masked, from the logits of a model that TRL's fused head does not
+    fit; arguments as for [`token_log_probs`].
     """
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():

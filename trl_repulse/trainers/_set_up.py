@@ -17,9 +17,9 @@ from transformers.utils import logging
 from .._adapters import base_of
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
-from ._deepspeed import gathered_by_layer, is_partitioned
-from ._layout import MASKED, Layout, longest_row
-from ._peft_bridge import AdapterView
+from ..models._deepspeed import gathered_by_layer, is_partitioned
+from ..models._layout import MASKED, Layout, longest_row
+from ..models._peft_bridge import AdapterView
 from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
@@ -37,18 +37,8 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     The first process does, and the others take over what it found: with FSDP it may be the only one that has the weights. With
     ZeRO-3 all make the same passes, in which one layer at a time is whole.
 
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that samples from the model or scores with it.
-        name (`str`):
-            What the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from.
-        model ([`~transformers.PreTrainedModel`], `peft.PeftModel` or [`AdapterView`]):
-            The model.
-        quiet (`bool`):
-            Whether dropout is meant to be off; two passes in training mode must then agree.
-
-    Returns:
-        [`~trl_repulse.generation._probe.Guard`]
+    `name` is what the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from. If it is
+    `quiet`, dropout is meant to be off, and two passes in training mode must agree.
 
     Raises:
         `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
@@ -84,12 +74,6 @@ def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
 
     With FSDP and DeepSpeed models are on the CPU until training begins, and FlashAttention has no kernel there; nor has it
     one for float32, which weights are in that run under autocast.
-
-    Args:
-        trainer ([`TrainerHooks`]):
-            Trainer that will wrap the model.
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model.
     """
     base = base_of(model)
     chosen = base.config._attn_implementation
@@ -224,13 +208,8 @@ def _tokens(model: nn.Module) -> torch.Tensor:
 
 def check_noise(model: nn.Module, name: str) -> None:
     """
-    Refuses a model whose passes in training mode differ from one another though its dropout is off.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model. Mode, random states and gradients are left as they are.
-        name (`str`):
-            What it is to the trainer, for the message.
+    Refuses a model whose passes in training mode differ from one another though its dropout is off. `name` is what the message calls
+    it. Mode, random states and gradients are left as they are.
 
     Raises:
         `ValueError`: If two passes differ; names the settings that make them so.
@@ -264,35 +243,25 @@ def check_noise(model: nn.Module, name: str) -> None:
 
 def _noisy_fields(model: nn.Module, is_noisy: Callable[[], bool]) -> list[str]:
     """The settings that make noise, each on its own."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    configs = [config for config in configs if isinstance(config, PretrainedConfig)]
+    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PretrainedConfig)]
     settings = [
-        (owner, field)
-        for owner in {id(each): each for module in model.modules() for each in _configs(module)}.values()
+        (owner, field, value)
+        for owner in {id(config): config for config in configs}.values()
         for field, value in vars(owner).items()
         if any(word in field for word in _NOISE) and isinstance(value, float) and value
     ]
-    with contextlib.ExitStack() as stack:
-        values = [stack.enter_context(_zeroed(*setting)) for setting in settings]
-        found = []
-        for (owner, field), value in zip(settings, values, strict=True):
+    found = []
+    try:
+        for owner, field, _ in settings:
+            setattr(owner, field, 0.0)
+        for owner, field, value in settings:
             setattr(owner, field, value)
             if is_noisy():
                 found.append(field)
             setattr(owner, field, 0.0)
         return [] if is_noisy() else list(dict.fromkeys(found))
-
-
-def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
-    config = vars(module).get("config")
-    if isinstance(config, PretrainedConfig):
-        yield config
-        yield from (part for part in vars(config).values() if isinstance(part, PretrainedConfig))
-
-
-@contextlib.contextmanager
-def _zeroed(owner: Any, field: str) -> Iterator[float]:
-    value = getattr(owner, field)
-    setattr(owner, field, 0.0)
-    try:
-        yield value
     finally:
-        setattr(owner, field, value)
+        for owner, field, value in settings:
+            setattr(owner, field, value)

@@ -3,14 +3,14 @@
 Each entry says what it relies on, since which version, why, and what would let it go. `PINNED` lists the methods the
 trainers override or call; a test compares their signatures with the installed packages, so that an upgrade which moves
 one fails there and not in somebody's run. The trainers compare them too, when they are built. PEFT's are in
-`_peft_bridge.py`.
+`models/_peft_bridge.py`.
 """
 
 import contextlib
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -37,34 +37,9 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
-from ..generation._defaults import without_generation_defaults
-from ._deepspeed import gathered
-from ._peft_bridge import AdapterView, trainable_kept
+from ..models._deepspeed import gathered
+from ..models._peft_bridge import AdapterView, trainable_kept
 
-
-__all__ = [
-    "PINNED",
-    "FusedCausalLMOutput",
-    "add_fused_lm_head",
-    "copy_unpatched",
-    "create_model_from_path",
-    "disable_dropout",
-    "disable_gradient_checkpointing",
-    "get_config_model_id",
-    "is_async_callable",
-    "pad",
-    "require_pinned",
-    "print_prompt_completions_sample",
-    "sampling_from",
-    "split_tensor_dict",
-    "unwrap_model_for_generation",
-    "use_reference",
-    "validate_quantization_for_training",
-    "withheld_from_uploads",
-    "without_generation_defaults",
-    "without_kl",
-    "without_lasting_changes",
-]
 
 # Method -> parameters we rely on, in order. Way out for most of GRPO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
@@ -161,11 +136,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
 
 
 def pinned_changes() -> list[str]:
-    """What [`PINNED`] relies on and the installed packages no longer have.
-
-    Returns:
-        `list[str]`: One line each, with package, version and name; empty if all is in place.
-    """
+    """What [`PINNED`] relies on and the installed packages no longer have, one line each with package, version and name."""
     changes = []
     for method, expected in PINNED.items():
         package, name = method.__module__.partition(".")[0], method.__qualname__
@@ -182,11 +153,7 @@ def pinned_changes() -> list[str]:
 
 
 def require_pinned() -> None:
-    """Refuses to go on with a TRL or transformers that this version of the package was not made for.
-
-    Raises:
-        `RuntimeError`: If anything in [`PINNED`] has moved.
-    """
+    """Raises a `RuntimeError` with a TRL or transformers in which anything of [`PINNED`] has moved."""
     changes = pinned_changes()
     if changes:
         raise RuntimeError(
@@ -199,24 +166,45 @@ def require_pinned() -> None:
 
 @contextlib.contextmanager
 def use_reference(model: Any) -> Iterator[None]:
-    """Makes an adapter's model the reference: TRL's frozen adapter `ref` if there is one, else the base model.
+    """
+    Makes an adapter's model, unwrapped, the reference: TRL's frozen adapter `ref` if there is one, else the base model.
 
     TRL (1.16) adds `ref` to a PEFT model passed as it is. Way out: a method of TRL's trainer that scores with the
     reference.
-
-    Args:
-        model (`peft.PeftModel`):
-            The policy, unwrapped.
     """
     with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield
 
 
 @contextlib.contextmanager
+def logged_apart(
+    tables: dict[str, dict[str, list[Any]]], mode: str, joined: Callable[[str, Any], tuple[str, Any]]
+) -> Iterator[dict[str, list[Any]]]:
+    """
+    Context in which what TRL logs goes to a table of its own, which it gives, and afterwards joins the others.
+
+    `joined` makes of each name and value those under which they do. The running total of tokens is no mean, and stays what it is.
+    """
+    metrics, inner = tables[mode], defaultdict(list)
+    tables[mode] = inner
+    try:
+        yield inner
+    finally:
+        tables[mode] = metrics
+        if "num_tokens" in inner:
+            metrics["num_tokens"] = inner.pop("num_tokens")
+        for old_name, values in inner.items():
+            for value in values:
+                name, value = joined(old_name, value)
+                metrics[name].append(value)
+
+
+@contextlib.contextmanager
 def sampling_from(
     trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
 ) -> Iterator[None]:
-    """Lets TRL's generation and reward hooks work on another model, with its name before their metrics.
+    """
+    Lets TRL's generation and reward hooks work on another model, with its `name` before their metrics: `"proposal/..."`.
 
     TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
     `trainer._metrics[mode]`. All are swapped inside the context and restored whatever happens; an adapter of the trainer's
@@ -228,22 +216,21 @@ def sampling_from(
             Trainer whose hooks are called inside the context.
         engine (`torch.nn.Module` or [`AdapterView`], *optional*):
             Model to sample from, wrapped as it was prepared. If `None`, the policy.
-        name (`str`):
-            Name of the model, e.g. `"proposal"`; metrics logged inside are called `"proposal/..."`.
         num_generations (`int`):
             Completions a prompt that are drawn inside.
         temperature (`float`, *optional*, defaults to `1.0`):
             What the trainer's own temperature is multiplied with.
     """
     mode = "train" if trainer.model.training else "eval"
-    policy, metrics = trainer.model_wrapped, trainer._metrics[mode]
+    policy = trainer.model_wrapped
     config = None if trainer.use_vllm else trainer.generation_config
     own_temperature = None if config is None else config.temperature
     is_adapter = isinstance(engine, AdapterView)
     other = engine is not None and not is_adapter
-    trainer.model_wrapped, trainer._metrics[mode] = engine if other else policy, defaultdict(list)
+    trainer.model_wrapped = engine if other else policy
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(logged_apart(trainer._metrics, mode, lambda key, value: (f"{name}/{key}", value)))
             if is_adapter:
                 stack.enter_context(engine.active())
             if config is None:
@@ -255,27 +242,16 @@ def sampling_from(
     finally:
         if config is not None:
             config.temperature = own_temperature
-        inner = trainer._metrics[mode]
-        trainer.model_wrapped, trainer._metrics[mode] = policy, metrics
-        # A running total over both models, not a mean: it keeps its own name.
-        if "num_tokens" in inner:
-            metrics["num_tokens"] = inner.pop("num_tokens")
-        for metric, values in inner.items():
-            metrics[f"{name}/{metric}"].extend(values)
+        trainer.model_wrapped = policy
 
 
 @contextlib.contextmanager
 def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[None]:
-    """Sampling inside the context leaves the model in its mode and precision.
+    """
+    Sampling inside the context leaves the model, unwrapped, in its mode and precision.
 
     With continuous batching TRL (1.16) casts the model to half precision for good, and so what the optimizer updates, and
     leaves it in training mode, in evaluation too. Way out: TRL putting both back.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer that samples inside the context.
-        model (`torch.nn.Module`):
-            Model to sample from, unwrapped.
     """
     if not trainer.use_transformers_continuous_batching:
         yield
@@ -297,15 +273,12 @@ def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[
 
 @contextlib.contextmanager
 def without_kl(owner: GRPOTrainer | TrainingArguments) -> Iterator[None]:
-    """A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
+    """
+    A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
 
     TRL (1.16) loads the reference unless `args.beta` is 0 when a trainer is built, and reads `trainer.beta` in the loss. PPO
     pays its KL penalty in the token rewards; a proposal's base can be the reference. Way out: an argument that says where the
     penalty goes, and one for the model, as TRL's DPO trainer has.
-
-    Args:
-        owner ([`~trl.GRPOTrainer`] or [`~trl.GRPOConfig`]):
-            What has the KL coefficient, as it was outside of the context.
     """
     beta, owner.beta = owner.beta, 0.0
     try:
@@ -333,17 +306,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:
-    """A copy of a model without the forward that an earlier trainer may have put on it.
+    """
+    A copy of a model whose forward is its class's own, not one that an earlier trainer put on it; a path or id comes back as it is.
 
     `add_fused_lm_head` (TRL 1.16) and accelerate set `model.forward`, closed over the forward of the very model they
     patch: a copy with that attribute would run the original's weights without a word. Way out: TRL patching classes.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `str`):
-            Model to copy; a path or id comes back as it is.
-
-    Returns:
-        [`~transformers.PreTrainedModel`] or `str`: The copy, whose forward is its class's own.
     """
     if isinstance(model, str):
         return model
@@ -372,15 +339,12 @@ class _WithholdingApi:
 
 @contextlib.contextmanager
 def withheld_from_uploads(patterns: Sequence[str]) -> Iterator[None]:
-    """Keeps files out of every folder the Trainer uploads inside the context.
+    """
+    Keeps files that match glob patterns, relative to the folder, out of what the Trainer uploads inside the context; `*` crosses folders.
 
     transformers (5.23) uploads `output_dir` and, with the `checkpoint` and `all_checkpoints` strategies, checkpoints,
     through `transformers.trainer.hf_api`. Way out: an `ignore_patterns` argument of `Trainer.push_to_hub`. If the name
     moves, this raises before anything is uploaded.
-
-    Args:
-        patterns (`Sequence[str]`):
-            Glob patterns of paths relative to the uploaded folder; `*` crosses folders.
     """
     original = transformers.trainer.hf_api
     transformers.trainer.hf_api = lambda: _WithholdingApi(original(), patterns)

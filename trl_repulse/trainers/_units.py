@@ -11,6 +11,7 @@ only the passes over models read it. Where an environment began otherwise than f
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from .._checks import check_rows
 from ..generation._ahead import Ahead, rows_at
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
+from ..models._layout import Layout
 from ._hooks import TrainerHooks
-from ._layout import Layout
-from ._scoring import Scores, tempered_log_probs, token_log_probs
+from ._scoring import Scores, in_chunks, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
 
@@ -69,22 +70,12 @@ class Samples:
 
 
 class SetScores(NamedTuple):
-    """
-    What a model makes of sets of completions, of n completions of T tokens each in units.
+    """What a model makes of sets of completions, of n completions of T tokens each in units."""
 
-    Args:
-        log_p (`list[torch.Tensor]`): Log-probabilities (nats) of each set, `(U, n, T)`, of all tokens that are attended to.
-        entropy (`torch.Tensor` of shape `(U, n, T)`, *optional*): Entropies (nats) of the first set's tokens, which a pass with
-            gradient through the policy gives.
-        aux_loss (`torch.Tensor`, *optional*): Auxiliary loss of a mixture-of-experts model.
-        tempered (`dict[str, torch.Tensor]`): Log-probabilities at another temperature as `{name}_tempered`, detached; empty where
-            none were asked for.
-    """
-
-    log_p: list[torch.Tensor]
-    entropy: torch.Tensor | None
-    aux_loss: torch.Tensor | None
-    tempered: dict[str, torch.Tensor]
+    log_p: list[torch.Tensor]  # (U, n, T) of each set: log-probabilities (nats) of all tokens that are attended to
+    entropy: torch.Tensor | None  # (U, n, T), nats: of the first set's tokens, with gradient through the policy alone
+    aux_loss: torch.Tensor | None  # of a mixture-of-experts model
+    tempered: dict[str, torch.Tensor]  # `{name}_tempered`: log-probabilities at another temperature, detached
 
 
 class UnitSampling(TrainerHooks):
@@ -123,16 +114,13 @@ class UnitSampling(TrainerHooks):
         rewards = self._weigh_rewards(rewards_per_func)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-            values = (self._tokenizer.pad_token_id, 0)
-            ids = pad([torch.tensor(row, dtype=torch.long) for row in rows], values[0], side, self.pad_to_multiple_of)
-            position = torch.arange(ids.size(1)) if side == "right" else torch.arange(ids.size(1) - 1, -1, -1)
-            mask = (position < torch.tensor([len(row) for row in rows]).unsqueeze(1)).long()
-            both = [ids.to(device), mask.to(device)]
-            if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
-                both = [
-                    self.accelerator.pad_across_processes(x, dim=1, pad_index=value)
-                    for x, value in zip(both, values, strict=True)
-                ]
+            ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+            both = []
+            for each, value in ((ids, self._tokenizer.pad_token_id), ([torch.ones_like(row) for row in ids], 0)):
+                x = pad(each, value, side, self.pad_to_multiple_of).to(device)
+                if side == "right" and self._unit_size(mode) == 1:  # tokens of one prompt meet over processes
+                    x = self.accelerator.pad_across_processes(x, dim=1, pad_index=value)
+                both.append(x)
             return both[0], both[1]
 
         samples = Samples(
@@ -227,10 +215,8 @@ class UnitSampling(TrainerHooks):
         prompts = [
             self._prompts_of(batch, names, *kind) for kind in (("ids", self._tokenizer.pad_token_id), ("mask", 0))
         ]
-        if len(prompts[0]) == len(ids):
-            layout = self._layout(prompts[0].size(1), width, n)
-        else:  # a prompt for each completion
-            layout = Layout(prompts[0].size(1), width, 1)
+        length, shared = prompts[0].size(1), len(prompts[0]) == len(ids)  # or a prompt for each completion
+        layout = self._layout(length, width, n) if shared else Layout(length, width, 1)
         rows = [layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)]  # (R, S) each
         if tempered is not None:
             rows.append(torch.cat([tempered[1][name] for name in names], dim=1).view(-1, layout.count))  # (R, k)
@@ -254,21 +240,16 @@ class UnitSampling(TrainerHooks):
             if self._guard.share_prompts:  # whole units, so that all processes make as many passes
                 size = max(1, size // n) * (n // layout.count)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                chunks = [
-                    self._by_length(log_probs, *chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)
-                ]
-            log_p, entropy, aux_loss = torch.cat([chunk[0] for chunk in chunks]), None, None
-            other_log_p = None if tempered is None else torch.cat([chunk[3] for chunk in chunks])
+                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, log_probs), size, *rows)
+            entropy = aux_loss = None
 
         def by_set(scores: torch.Tensor) -> list[torch.Tensor]:
             parts = scores.view(-1, n, width).split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
             return [part[..., : batch[f"{name}_ids"].size(2)] for part, name in zip(parts, names, strict=True)]
 
-        others = (
-            {}
-            if other_log_p is None
-            else {f"{name}_tempered": x for name, x in zip(names, by_set(other_log_p), strict=True)}
-        )
+        others = {}
+        if other_log_p is not None:
+            others = {f"{name}_tempered": x for name, x in zip(names, by_set(other_log_p), strict=True)}
         return SetScores(by_set(log_p), None if entropy is None else by_set(entropy)[0], aux_loss, others)
 
     def _prompts_of(

@@ -20,8 +20,9 @@ from transformers import (
 
 from .._adapters import base_of
 from .._causal import reads_ahead
-from ._deepspeed import gathered, gathered_by_layer
-from ._layout import Layout
+from .._vocabulary import check_vocabulary_size
+from ..models._deepspeed import gathered, gathered_by_layer
+from ..models._layout import Layout
 from ._proposal import adapter_config
 from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
@@ -163,21 +164,10 @@ def check_value_model(value: PreTrainedModel, policy: PreTrainedModel) -> None:
     """
     Refuses a value model that cannot read the policy's tokens, or that reads tokens still to come.
 
-    Args:
-        value ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The value model.
-        policy ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The policy.
-
     Raises:
         `ValueError`: If the vocabularies differ in size, or the value at a token depends on the tokens after it.
     """
-    size, policy_size = (model.config.get_text_config().vocab_size for model in (value, policy))
-    if size != policy_size:
-        raise ValueError(
-            f"`value_model` has a vocabulary of {size} tokens and the policy one of {policy_size}; it reads the policy's "
-            "tokens: start it from a model of the policy's family."
-        )
+    check_vocabulary_size(value, "`value_model`", policy)
     backbone = base_of(value).base_model
     with gathered_by_layer(backbone):
         ahead = value.config.is_encoder_decoder or reads_ahead(backbone)
@@ -196,20 +186,10 @@ def token_values(
     layout: Layout,
 ) -> torch.Tensor:
     """
-    V(s_t), the value before each token of the completions of rows.
+    V(s_t), the value before each token of the completions of rows, of shape `(R·k, T)` and in float32; gradient flows to the model.
 
-    Args:
-        model (`torch.nn.Module`):
-            The value model, that [`~trl_repulse.trainers._scoring.prepare_scoring`] readied, wrapped or not.
-        accelerator ([`~accelerate.Accelerator`]):
-            Gives the autocast context.
-        input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
-            Left-padded prompts followed by right-padded completions.
-        layout ([`Layout`]):
-            How rows are laid out.
-
-    Returns:
-        `torch.Tensor`: Values of shape `(R·k, T)`, in float32. Gradient flows to the model.
+    Args as for [`~trl_repulse.trainers._scoring.token_log_probs`]; [`~trl_repulse.trainers._scoring.prepare_scoring`] must have
+    readied the model.
     """
     with accelerator.autocast():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits  # (R·k, T + 1, 1)

@@ -15,23 +15,21 @@ from .._adapters import base_of
 from .._model_checks import check_separate
 from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
+from ..models._deepspeed import zero_stage
+from ..models._layout import Layout
+from ..models._peft_bridge import keep_gradients
 from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..returns import kl_token_rewards
 from ._beside import VALUE_FOLDER
-from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
-from ._layout import Layout
 from ._metrics import Moments, Pooled, mean, share_explained
-from ._peft_bridge import keep_gradients
 from ._proposal import adapter_config
+from ._records import record_advantages
 from ._resume import RESUME_STATE
 from ._rewards import RewardFunc, check_separate_rewards
-from ._scoring import prepare_scoring
+from ._scoring import in_chunks, prepare_scoring
 from ._set_up import VALUE_MODEL, as_trained
-from ._trl_bridge import (
-    disable_gradient_checkpointing,
-    without_kl,
-)
+from ._trl_bridge import disable_gradient_checkpointing, without_kl
 from ._value import build_value_model, check_value_model, token_values
 from .second_model import SecondModel
 
@@ -184,13 +182,7 @@ class PPOTrainer(GRPOBase):
 
     def _credit(self, batch: dict[str, torch.Tensor], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        What the losses need of a generation batch beside its tokens.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                What TRL sampled and scored.
-            rewards (`torch.Tensor` of shape `(B,)`):
-                Rewards of this process's completions, NaN where there is none.
+        What the losses need of a generation batch that TRL sampled and scored, from its rewards (B,), NaN where there is none.
 
         Returns:
             `dict[str, torch.Tensor]`: `advantages`, `returns`, `old_values` and `credit_mask` (1 at the tokens that take
@@ -217,7 +209,8 @@ class PPOTrainer(GRPOBase):
         self._log_values(values, returns, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum_over_processes)
-        self._show_advantages(advantages, mask)
+        means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # in the place of GRPO's, which are of groups
+        record_advantages(self, torch.arange(len(mask), device=mask.device), means, len(mask))
         return {
             "advantages": advantages,
             "returns": returns,
@@ -238,17 +231,19 @@ class PPOTrainer(GRPOBase):
         """V(s_t) under the value model that is at hand at sampling time, shape (B, T), in chunks, without gradient."""
         input_ids, attention_mask, width = _joined(batch)
         module, size = self.value.module, self._micro_batch_size()
-        rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        score = functools.partial(self._values, module, width)
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
-            return torch.cat([self._values(module, *chunk, width) for chunk in rows])
+            return in_chunks(score, size, input_ids, attention_mask)[0]
 
-    def _values(self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int) -> torch.Tensor:
-        """V(s_t), (B, T), under the value model, wrapped or not."""
+    def _values(
+        self, model: torch.nn.Module, width: int, ids: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        """V(s_t), (B, T), under the value model, wrapped or not, alone in a tuple."""
 
         def values(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> tuple[torch.Tensor]:
             return (token_values(model, self.accelerator, ids, mask, layout),)
 
-        return self._in_rows(values, ids, mask, width)[0]
+        return self._in_rows(values, ids, mask, width)
 
     # Losses
 
@@ -274,15 +269,9 @@ class PPOTrainer(GRPOBase):
         input_ids, attention_mask, width = _joined(inputs)
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
-            values = self._values(engine, input_ids, attention_mask, width)
-            loss, clipped = value_loss(
-                values,
-                inputs["old_values"],
-                inputs["returns"],
-                inputs["credit_mask"],
-                self.args.value_clip,
-                denominator,
-            )
+            (values,) = self._values(engine, width, input_ids, attention_mask)
+            targets = (inputs[name] for name in ("old_values", "returns", "credit_mask"))
+            loss, clipped = value_loss(values, *targets, self.args.value_clip, denominator)
             if learn:
                 self.value.backward(loss / self.current_gradient_accumulation_steps)
         self._log_share(f"{VALUE_FOLDER}/loss", loss, inputs)
@@ -298,27 +287,14 @@ class PPOTrainer(GRPOBase):
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         targets, errors = (self._gathered_moments(x[mask != 0]) for x in (returns, returns - values))
-        explained = Pooled(share_explained, targets, errors)
-        self._metrics["train" if self.model.training else "eval"][f"{VALUE_FOLDER}/explained_variance"].append(
-            explained
-        )
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics[f"{VALUE_FOLDER}/explained_variance"].append(Pooled(share_explained, targets, errors))
         self._record({f"{VALUE_FOLDER}/mean": mean}, self._gathered_moments(values[mask != 0]))
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
         average = self.accelerator.gather(share.detach().view(1)).mean().item()
         self._record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
-
-    def _show_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Replaces the group advantages that GRPO put into the completions table by the means over tokens."""
-        if not self.log_completions:
-            return
-        means = self.accelerator.gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).tolist()
-        means = means[: self._real_rows(len(mask))]
-        column = self._logs["advantages"]
-        shown = min(len(means), len(column))
-        for i in range(1, shown + 1):
-            column[-i] = means[-i]
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:

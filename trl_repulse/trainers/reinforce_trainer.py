@@ -201,7 +201,7 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
             advantages = self._to_units(advantages, returns)
 
         self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
-        record_advantages(self, batch["rows"], advantages)
+        record_advantages(self, batch["rows"], advantages, self._local_batch_rows)
         return {"coefficients": advantages, "returns": returns}
 
     # Loss

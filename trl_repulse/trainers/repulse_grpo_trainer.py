@@ -5,8 +5,8 @@ from typing import Any
 
 from ..configs import RePULSeGRPOConfig
 from ..generation._probe import Guard
+from ..models._deepspeed import zero_stage
 from ._acting import Factory, ProposalWorld, check_acting
-from ._deepspeed import zero_stage
 from ._grpo import GRPOBase
 from ._rows import RowsWithNegativeTerm
 
@@ -16,10 +16,11 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
     Trainer for GRPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
 
-    The policy takes [`~trl.GRPOTrainer`]'s steps on its own samples, with any `loss_type` and advantages, and lowers the
-    log-probability of samples that find its bad outputs, weighted by importance and by `alpha`: as in [`RePULSeTrainer`] those of the policy
-    drawn hotter, of a proposal that learns, or its own. The negative term is added to GRPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`)
-    log-probability. Where a generation batch serves several updates, it is clipped as in [`RePULSeTrainer`].
+    The policy takes [`~trl.GRPOTrainer`]'s steps on its own samples, with any `loss_type` and advantages. It also lowers the
+    log-probability of samples that find its bad outputs, weighted by importance and by `alpha`. As in [`RePULSeTrainer`] these come from
+    the policy at a higher temperature, from a proposal that learns, or from the policy's own samples. The negative term is added to GRPO's
+    loss. It is the mean over samples of a coefficient times the completion's mean log-probability (`logprob_reduction`). Where a
+    generation batch serves several updates, it is clipped as in [`RePULSeTrainer`].
 
     With `alpha=0` the updates are [`~trl.GRPOTrainer`]'s to the last bit: nothing of this package has part in sampling and scoring.
 

@@ -10,10 +10,8 @@ class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
     Trainer for PPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
 
-    The policy takes PPO's steps on its own samples, as in [`PPOTrainer`], and lowers the log-probability of samples that find its
-    bad outputs, weighted by importance and by `alpha`: as in [`RePULSeTrainer`] those of the policy drawn hotter, of
-    a proposal that learns, or its own. The negative term is added to PPO's loss: a mean over samples of coefficient times the completion's mean (`logprob_reduction`) log-probability. Where a generation
-    batch serves several updates, it is clipped as in [`RePULSeTrainer`]. With `alpha=0` the updates are [`PPOTrainer`]'s.
+    The policy takes PPO's steps on its own samples, as in [`PPOTrainer`], and has the negative term of [`RePULSeGRPOTrainer`] beside
+    PPO's loss. With `alpha=0` the updates are [`PPOTrainer`]'s.
 
     Value model and proposal are saved to `output_dir/value` and `output_dir/proposal`, are part of each checkpoint, and are not
     uploaded with the policy.

@@ -57,9 +57,9 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
             Configuration for this trainer. By default it needs a `bad_reward_threshold`.
         proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Model the proposal starts from: a path, a model id, or a model. If `None`, a copy of the initial policy.
-            Must have the policy's tokens, which are compared if a path has a tokenizer, and weights of its own. If `None` and the policy is an adapter, the proposal is a second one
-            over the same base; if given, it has weights of its own and with a `peft_config` an adapter over them. The
-            folder of an adapter over the policy's base joins it there.
+            Must have the policy's tokens, which are compared if a path has a tokenizer, and weights of its own. If `None` and
+            the policy is an adapter, the proposal is a second one over the same base. If given, it has weights of its own and
+            with a `peft_config` an adapter over them. The folder of an adapter over the policy's base joins it there.
         proposal_peft_config (`peft.PeftConfig`, *optional*):
             Configuration of the proposal's adapter, where it is not the policy's. Without `peft_config`, the policy
             is trained whole and the proposal is an adapter over its initial weights.

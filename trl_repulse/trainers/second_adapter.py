@@ -6,17 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer
 
-from ._deepspeed import end_backward, gathered, zero_stage
-from ._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
+from ..models._deepspeed import end_backward, gathered, zero_stage
+from ..models._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
 from ._trl_bridge import disable_dropout
 from .second_model import SecondModel
 
@@ -47,11 +46,6 @@ class Adapter(AdapterView):
         super().__init__(model, adapter_layers(model), name)
         self._weights = weights
 
-    def to(self, *args: Any, **kwargs: Any) -> "Adapter":
-        """Moves the whole model."""
-        self.model.to(*args, **kwargs)
-        return self
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of this adapter, by their names in the whole model."""
         yield from self._weights.items()
@@ -78,13 +72,7 @@ class Adapter(AdapterView):
             yield
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """
-        Writes this adapter alone as an ordinary PEFT adapter.
-
-        Args:
-            save_directory (`str` or `Path`):
-                Folder to write to; created if missing.
-        """
+        """Writes this adapter alone, as an ordinary PEFT adapter, to a folder that is created if missing."""
         from peft import get_peft_model_state_dict
 
         folder = Path(save_directory)
@@ -97,11 +85,7 @@ class Adapter(AdapterView):
 
     def load(self, directory: str | Path) -> None:
         """
-        Reads the weights that [`save_pretrained`] wrote.
-
-        Args:
-            directory (`str` or `Path`):
-                Folder of the adapter.
+        Reads the weights that [`save_pretrained`] wrote to a folder.
 
         Raises:
             `ValueError`: If the folder holds no adapter, or one of other layers.
@@ -212,11 +196,6 @@ class SecondAdapter(SecondModel):
     name = "proposal"
 
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
-        if accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError(
-                "With FSDP policy and proposal cannot be adapters; leave out `peft_config`, or launch with DeepSpeed ZeRO "
-                "(`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
-            )
         super().__init__(module, accelerator, learning_rate)
         self._deepspeed = False  # the adapter has no engine
         self._policy_engine: nn.Module | None = None  # DeepSpeed's
@@ -285,10 +264,7 @@ class SecondAdapter(SecondModel):
 
     def step(self) -> float:
         """
-        Averages the accumulated gradient over processes, clips it by norm, updates the adapter and clears the gradient.
-
-        Returns:
-            `float`: The gradient's norm before clipping.
+        As [`SecondModel.step`], of the gradient averaged over processes.
 
         Raises:
             `ValueError`: If nothing has a gradient.

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer, get_scheduler
 
-from . import _fsdp
-from ._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
+from ..models import _fsdp
+from ..models._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
 
 
 _TENSORS = "optimizer.safetensors"
@@ -47,8 +47,10 @@ class SecondModel:
         check_deepspeed(accelerator)
         # Quantized models and models that ZeRO-3 has cut apart are placed when they are loaded; FSDP2 places parts
         placed = getattr(module, "is_quantized", False) or is_partitioned(module) or accelerator.is_fsdp2
-        self.module = module if placed else module.to(accelerator.device)
-        self.engine: nn.Module = self.module
+        if not placed:
+            module.to(accelerator.device)
+        self.module = module
+        self.engine: nn.Module = module
         self.learning_rate = learning_rate
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler = None
@@ -95,15 +97,13 @@ class SecondModel:
             kwargs = dict(args.activation_checkpointing_kwargs or {})
             layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
             self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **layers)
+        optimizer = self._create_optimizer(trainer)
         if self._deepspeed:
-            optimizer = self._create_optimizer(trainer)
             self.engine, self.optimizer = initialize(self.module, optimizer, self._accelerator, args.max_grad_norm)
         elif self._fsdp:
-            optimizer = self._create_optimizer(trainer)
             self.engine, self.optimizer = _fsdp.prepare(self.module, optimizer, self._accelerator)
         else:
-            self.engine = self._accelerator.prepare_model(self.module)
-            self.optimizer = self._create_optimizer(trainer)
+            self.engine, self.optimizer = self._accelerator.prepare_model(self.module), optimizer
 
     def _create_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
         optimizer_cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, self.module)

@@ -17,18 +17,12 @@ from transformers import PreTrainedModel
 
 
 def adapter_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a PEFT model that look up which adapter is active.
+    """
+    The modules of a PEFT model that look up which adapter is active: layers, and modules of which each adapter has a copy.
 
     PEFT (0.21) keeps the active adapters of each in `_active_adapter`. Its public `set_adapter` also freezes all other
     adapters, which must go on training here, so that the attribute is set instead. Way out: a switch in PEFT that
     leaves `requires_grad` alone.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model with adapters.
-
-    Returns:
-        `list[torch.nn.Module]`: Layers with adapters, and modules of which each adapter has a copy.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -38,17 +32,11 @@ def adapter_layers(model: nn.Module) -> list[nn.Module]:
 
 def keep_gradients(model: nn.Module, argument: str) -> None:
     """
-    Keeps 4-bit layers as they are trained.
+    Keeps 4-bit layers as they are trained. `argument` is what the user passed the model as.
 
     On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode for a product that carries
     no gradient, and leaves them so when training goes on: adapters before them would no longer learn. Way out: packing only
     where no gradient is asked for, or a switch.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model that is to be trained.
-        argument (`str`):
-            What the user passed it as.
 
     Raises:
         `ValueError`: If weights are packed already.
@@ -82,16 +70,7 @@ def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> 
 
 
 class AdapterView:
-    """A PEFT model as one of its adapters makes it; attributes are the model's, `requires_grad` is left as it is.
-
-    Args:
-        model (`peft.PeftModel`):
-            Model with the adapter.
-        layers (`list[torch.nn.Module]`):
-            Its [`adapter_layers`].
-        name (`str`):
-            Name of the adapter.
-    """
+    """A PEFT model as one of its adapters makes it; attributes are the model's, `requires_grad` is left as it is."""
 
     def __init__(self, model: Any, layers: list[nn.Module], name: str):
         self.model = model
@@ -118,12 +97,7 @@ class AdapterView:
 
 
 class BaseView(AdapterView):
-    """A PEFT model with its adapters off.
-
-    Args:
-        model (`peft.PeftModel`):
-            Model with adapters.
-    """
+    """A PEFT model with its adapters off."""
 
     def __init__(self, model: Any):
         super().__init__(model, [], "")
@@ -136,16 +110,13 @@ class BaseView(AdapterView):
 
 
 def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
-    """Lets a checkpointed layer be computed again, in backward, with the adapters of its first computation.
+    """
+    Lets a checkpointed layer be computed again, in backward, with the adapters of its first computation.
 
     Without, the adapter that is active at the time of backward would be used, and the gradients be wrong without a
     word. transformers (5.23) hands the checkpointing function to `_set_gradient_checkpointing`, from wherever
     checkpointing is turned on: TRL turns it off and on again around every pass without gradient. Way out: PEFT or
     transformers binding the adapters themselves.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Base model with adapters; its `_set_gradient_checkpointing` is replaced.
 
     Raises:
         `ValueError`: If the model has the checkpointing of transformers before 4.35, which takes no function.
@@ -182,14 +153,11 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def trainable_kept(model: nn.Module) -> Iterator[None]:
-    """Puts `requires_grad` of each parameter back as it was.
+    """
+    Puts `requires_grad` of each parameter back as it was.
 
     PEFT (0.21) sets it for the active adapter and clears it for all others in `set_adapter`, in `add_adapter`, and on
     leaving `disable_adapter`. Way out: as for [`adapter_layers`].
-
-    Args:
-        model (`torch.nn.Module`):
-            Model with adapters.
     """
     before = [(p, p.requires_grad) for p in model.parameters()]
     try:
@@ -202,15 +170,12 @@ def trainable_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adapters_kept(model: nn.Module) -> Iterator[None]:
-    """Loading a checkpoint inside the context adds no adapter to a PEFT model and freezes none.
+    """
+    Loading a checkpoint inside the context adds no adapter to a PEFT model and freezes none; without adapters nothing is done.
 
     transformers (5.23) loads every folder of a checkpoint that holds an adapter into the policy, a second model's too, and
     clears `requires_grad` of all but one. From then on PEFT would save that copy in the second model's place. Way out: a
     check there of the adapters that the model has.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model that is loaded; without adapters nothing is done.
     """
     if not is_peft_model(model):
         yield

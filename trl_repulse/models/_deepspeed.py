@@ -14,16 +14,7 @@ from transformers import TrainingArguments
 
 
 def zero_stage(accelerator: Accelerator) -> int | None:
-    """
-    Stage of ZeRO that a run trains with.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
-
-    Returns:
-        `int` or `None`: The stage, `None` without DeepSpeed.
-    """
+    """Stage of ZeRO that a run trains with, `None` without DeepSpeed."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     return accelerator.state.deepspeed_plugin.zero_stage
@@ -35,10 +26,6 @@ def connect(args: TrainingArguments) -> None:
 
     With `use_cpu=True` transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8), not told of it, takes
     each process for the only one. Way out: transformers opening it through DeepSpeed, as it does on accelerators.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The run's configuration.
     """
     if args.deepspeed_plugin is None or not torch.distributed.is_initialized():
         return
@@ -51,10 +38,6 @@ def connect(args: TrainingArguments) -> None:
 def check_deepspeed(accelerator: Accelerator) -> None:
     """
     Refuses DeepSpeed configurations that a second model cannot follow.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
 
     Raises:
         `ValueError`: With stage 0, with several pieces of a layer (tensor or sequence parallelism), or if the
@@ -85,17 +68,9 @@ def initialize(
     module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, max_grad_norm: float
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """
-    Gives a model an engine of its own, configured as the trainer's model is.
+    Gives a model an engine of its own, configured as the trainer's model is, and clips its gradient to `max_grad_norm` (0: no clipping).
 
-    Args:
-        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Model to train.
-        optimizer (`torch.optim.Optimizer`):
-            Optimizer of its parameters.
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator, whose model has been prepared: no `auto` is left in its configuration.
-        max_grad_norm (`float`):
-            Norm that this model's gradient is clipped to; 0 for no clipping.
+    The trainer's model must have been prepared, so that no `auto` is left in the accelerator's configuration.
 
     Returns:
         The engine, and the optimizer in a form that schedulers take; the engine steps it.
@@ -116,31 +91,16 @@ def initialize(
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """
-    Whether ZeRO-3 has cut a model's parameters apart, so that a process alone sees empty ones.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model to look at.
-
-    Returns:
-        `bool`
-    """
+    """Whether ZeRO-3 has cut a model's parameters apart, so that a process alone sees empty ones."""
     return any("ds_id" in vars(p) for p in model.parameters())
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
     """
-    Parameters are whole inside the context; nothing happens to a model that ZeRO-3 has not cut apart.
+    Context in which parameters are whole; nothing happens to a model that ZeRO-3 has not cut apart.
 
-    All processes must enter, and each holds the whole model meanwhile.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model to gather.
-        write (`bool`, *optional*, defaults to `False`):
-            Whether what the first process writes inside is kept, in all processes.
+    All processes must enter, and each holds the whole model meanwhile. With `write`, all of them keep what the first one writes.
     """
     if not is_partitioned(model):
         yield
@@ -157,10 +117,6 @@ def gathered_by_layer(model: nn.Module) -> Iterator[None]:
     As [`gathered`], for passes without gradient: layers are whole while they compute and no longer.
 
     What is outside of the layers, such as the embeddings, is whole all the time.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model that makes passes inside.
     """
     if not is_partitioned(model):
         yield
@@ -197,15 +153,11 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def end_backward(engine: nn.Module) -> None:
     """
-    Ends a backward pass through an engine's model that the engine was not asked for.
+    Ends a backward pass through an engine's model that the engine was not asked for, whatever its stage.
 
     ZeRO-3 releases what a layer has gathered by a hook on the gradient of its input. The first layers with adapters
     have no such gradient; the engine's own `backward` (0.19.8) releases them at its end, by the call made here. Way
     out: the engine releasing them after any backward.
-
-    Args:
-        engine (`deepspeed.DeepSpeedEngine`):
-            Engine of the model, whatever its stage.
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.parameter_offload.release_backward_leftovers()
@@ -213,18 +165,9 @@ def end_backward(engine: nn.Module) -> None:
 
 def whole_state_dict(module: nn.Module, engine: nn.Module, accelerator: Accelerator) -> dict[str, Any] | None:
     """
-    A model's weights for `save_pretrained`, gathered from all processes.
+    A model's weights for `save_pretrained`, gathered from all processes; with ZeRO-3 in the first process alone, `None` in the others.
 
-    Args:
-        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model.
-        engine (`torch.nn.Module`):
-            Its engine; the model itself before training.
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
-
-    Returns:
-        `dict[str, Any]` or `None`: The weights, with ZeRO-3 in the first process alone.
+    Before training a model is its own `engine`.
     """
     if engine is module:
         with gathered(module):

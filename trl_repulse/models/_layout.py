@@ -13,23 +13,16 @@ from transformers.masking_utils import create_masks_for_generate
 
 
 MASKED = ("eager", "sdpa")  # implementations of attention that take a mask of pairs of tokens
-_WORTH = (
-    0.9  # of the cost of separate rows: below what the count of multiplications may be wrong by, nothing is shared
-)
+# Of the cost of separate rows: below what the count of multiplications may be wrong by, nothing is shared
+_WORTH = 0.9
 
 
 def longest_row(config: PreTrainedConfig) -> float:
     """
-    How many tokens a row may have for layers that go by places in it: as many as they have buffers for, and no more than a window.
+    How many tokens a row may have for layers that go by places in it: as many as they have buffers for, and no more than a window;
+    infinitely many without a limit.
 
     Where layers are of kinds that the configuration names, windows are in the masks, which say what each kind sees.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Of a language model.
-
-    Returns:
-        `float`: Tokens, infinite without a limit.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     if not hasattr(config, "layer_types"):
@@ -60,25 +53,12 @@ class Layout:
         cls, prompt: int, width: int, completions: int, hidden_size: int, longest: float = math.inf
     ) -> "Layout":
         """
-        The layout that takes the fewest multiplications to read a prompt with its completions.
+        The layout that takes the fewest multiplications to read prompts of L tokens, each with n `completions` of T tokens.
 
         A layer multiplies about 12·d² times for each token and 2·d times for each pair of tokens in a row, d its hidden size,
         since a mask does not spare the pairs that it hides. Long completions in one row cost more than the prompt read twice.
-
-        Args:
-            prompt (`int`):
-                L.
-            width (`int`):
-                T.
-            completions (`int`):
-                n, completions of each prompt; rows hold a divisor of it.
-            hidden_size (`int`):
-                d.
-            longest (`float`, *optional*):
-                Tokens that a row with several completions may have.
-
-        Returns:
-            [`Layout`]: With `count=1` where sharing saves less than a tenth.
+        Rows hold a divisor of n, and with several completions no more than `longest` tokens; with `count=1` where sharing
+        saves less than a tenth.
         """
 
         def cost(count: int) -> int:
@@ -89,21 +69,10 @@ class Layout:
         best = min(counts, key=cost, default=1)
         return cls(prompt, width, best if cost(best) <= _WORTH * cost(1) else 1)
 
-    @property
-    def tokens(self) -> int:
-        """S."""
-        return self.prompt + self.count * self.width
-
     def rows(self, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
         """
-        Rows of the units of a batch.
-
-        Args:
-            prompts (`torch.Tensor` of shape `(C, L)`), completions (`torch.Tensor` of shape `(C, n, T)`):
-                Tokens, or masks. With `count=1` there may be a prompt for each completion, `(C·n, L)`.
-
-        Returns:
-            `torch.Tensor` of shape `(R, S)`: A unit's n / k rows, one after the other.
+        Rows (R, S) of the units of a batch, a unit's n / k rows one after the other, from prompts (C, L) and completions (C, n, T): tokens, or
+        masks. With `count=1` there may be a prompt for each completion, (C·n, L).
         """
         parts = completions.reshape(-1, self.count * self.width)
         return torch.cat([prompts.repeat_interleave(len(parts) // len(prompts), 0), parts], dim=1)

@@ -20,44 +20,36 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from ._peft_bridge import AdapterView
 
-def check_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
+
+def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> None:
     """
     Refuses ways of FSDP that a second model cannot follow.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
-        module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The second model.
 
     Raises:
         `ValueError`: With FSDP's first version, or adapters.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         return
+    if is_peft_model(module) or isinstance(module, AdapterView):
+        raise ValueError(
+            "A second model that is an adapter is not trained with FSDP; leave out `peft_config`, or launch with "
+            "DeepSpeed ZeRO (`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
+        )
     if not accelerator.is_fsdp2:
         raise ValueError(
             "A second model is not trained with the first version of FSDP; set `fsdp_version: 2` in the launcher's "
             "configuration."
         )
-    if is_peft_model(module):
-        raise ValueError(
-            "A second model that is an adapter is not trained with FSDP; leave out `peft_config`, or launch with "
-            "DeepSpeed ZeRO (`distributed_type: DEEPSPEED`) or plain data parallelism (`MULTI_GPU`)."
-        )
 
 
 def keep_precision(accelerator: Accelerator) -> None:
     """
-    Lets models under FSDP2 give log-probabilities and values in float32, as they do everywhere else.
+    Lets models under FSDP2 give log-probabilities and values in float32, as they do everywhere else. Must come before any is prepared.
 
     With `bf16=True` accelerate (1.15) has FSDP2 round all outputs to bfloat16, two or three digits, of which ratios and
     importance weights are then made. Way out: an option for the outputs' precision in accelerate's configuration.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator, before it prepares a model.
     """
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
@@ -70,10 +62,6 @@ def start_scaler(accelerator: Accelerator) -> None:
 
     Torch takes a step, of rate 0, to build the state that it fills; through accelerate's (1.15) wrapper that is a step of the
     scaler, which refuses before it has scaled anything. Way out: accelerate handing on the optimizer that it has wrapped.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
     """
     if accelerator.is_fsdp2 and accelerator.scaler is not None:
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
@@ -85,45 +73,21 @@ def prepare(
     """
     Cuts a model apart as the trainer's is, together with its optimizer.
 
-    Args:
-        module ([`~transformers.PreTrainedModel`]):
-            Model to train.
-        optimizer (`torch.optim.Optimizer`):
-            Optimizer of its parameters.
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
-
     Returns:
-        The engine, and the optimizer itself: accelerate's wrapper would skip steps between two updates of the trainer's
-        own model.
+        The engine, and the optimizer itself: accelerate's wrapper would skip steps between two updates of the trainer's own model.
     """
     engine, wrapped = accelerator.prepare(module, optimizer)
     return engine, wrapped.optimizer
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """
-    A tensor of which processes may hold parts.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Tensor of any kind.
-
-    Returns:
-        `torch.Tensor`: The same, gathered if it was sharded or to be summed up.
-    """
+    """A tensor of which processes may hold parts: gathered if it was sharded or to be summed up."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load_weights(module: nn.Module, directory: str | Path) -> None:
     """
-    Reads weights that `save_pretrained` wrote, in one file or several.
-
-    Args:
-        module ([`~transformers.PreTrainedModel`]):
-            Model that is cut apart.
-        directory (`str` or `Path`):
-            Folder of the weights.
+    Reads weights that `save_pretrained` wrote, in one file or several, into a model that is cut apart.
 
     Raises:
         `ValueError`: If weights are missing.
@@ -140,32 +104,11 @@ def load_weights(module: nn.Module, directory: str | Path) -> None:
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """
-    An optimizer's state by names of parameters, whole, in the first process; nothing in the others.
-
-    Args:
-        module ([`~transformers.PreTrainedModel`]):
-            Model that is cut apart.
-        optimizer (`torch.optim.Optimizer`):
-            Its optimizer.
-
-    Returns:
-        `dict[str, Any]`: `state` and `param_groups`.
-    """
+    """An optimizer's `state` and `param_groups` by names of parameters, whole, in the first process; nothing in the others."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {"state": {}, "param_groups": []} | get_optimizer_state_dict(module, optimizer, options=options)
 
 
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """
-    Gives an optimizer what [`optimizer_state`] gave.
-
-    Args:
-        module ([`~transformers.PreTrainedModel`]):
-            Model that is cut apart.
-        optimizer (`torch.optim.Optimizer`):
-            Its optimizer.
-        state (`dict[str, Any]`):
-            The state, the same in all processes.
-    """
+    """Gives an optimizer what [`optimizer_state`] gave, which must be the same in all processes."""
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
