@@ -323,6 +323,19 @@ class TestFiles:
         image = imread(tmp_path / "training.png")
         assert image.shape[0] / image.shape[1] == pytest.approx((2 if exact else 1) * 3.4 / (4 * 4.2), rel=0.01)
 
+    def test_figure_of_chosen_metrics_beside_another_run(self, tmp_path, monkeypatch):
+        figures = []
+        monkeypatch.setattr("trl_repulse.plots._save", lambda figure, path: figures.append(figure))
+        logs, others = ([{"step": step, "kl": kl, "reward": 1.0} for step in (1, 2)] for kl in (0.5, 0.1))
+        metrics = {("Divergence", "nats"): {"policy": ("kl",)}, ("Missing", "nats"): {"policy": ("none",)}}
+        plot_training([], tmp_path / "kl.png", logs=logs, metrics=metrics, beside=others, beside_label="sound run")
+        [figure] = figures
+        [panel] = figure.axes  # the metrics that are named and logged, no others
+        assert panel.get_title(loc="left") == "Divergence"
+        drawn = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
+        assert drawn["policy"] == [0.5, 0.5] and drawn["policy, sound run"] == [0.1, 0.1]
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["policy", "policy, sound run"]
+
     def test_nothing_to_draw(self, tmp_path):
         with pytest.raises(ValueError, match="nothing to draw; log at least once"):
             plot_training([], tmp_path / "training.png", logs=[{"step": 1, "train_runtime": 1.0}])

@@ -27,6 +27,7 @@ TRAINING = {
 
 # Other command -> its module, and what it does in one line
 COMMANDS = {
+    "diagnose": ("trl_repulse._commands.diagnose", "look for symptoms of failure in the log of a training run"),
     "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
     "frontier": ("trl_repulse._commands.frontier", "draw many runs against two quantities, with intervals"),
     "gcg": ("trl_repulse._commands.gcg", "measure how often attacks on a model succeed"),

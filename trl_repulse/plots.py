@@ -22,7 +22,8 @@ _PANELS = {
     "expected_reward": ("Expected reward", "reward"),
     "log_prob_bad": ("Exact log P(bad)", "nats"),
 }
-_LOGGED = {  # title and unit -> metric of each model
+_Metrics = dict[tuple[str, str], dict[str, tuple[str, ...]]]
+_LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},
     ("Bad samples", "share"): {"policy": ("bad_fraction",), "proposal": ("proposal/bad_fraction",)},
     ("KL to reference", "nats per token"): {"policy": ("kl",)},
@@ -47,6 +48,9 @@ def plot_training(
     path: str | Path,
     x: Literal["samples", "update"] = "samples",
     logs: Sequence[dict[str, Any]] = (),
+    metrics: _Metrics | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+    beside_label: str = "another run",
 ) -> None:
     """
     Draws a training run: expected reward and exact log P(bad) where they are known, and the main metrics that were logged.
@@ -62,11 +66,19 @@ def plot_training(
         logs (`Sequence[dict]`, *optional*, defaults to `()`):
             `trainer.state.log_history`. Of its metrics, reward, bad fraction, KL, effective sample size and the gap of log
             Z are drawn, those that were logged.
+        metrics (`dict`, *optional*):
+            What to draw of the log in place of these: title and unit of a panel -> `"policy"` or `"proposal"` -> names of
+            the metric.
+        beside (`Sequence[dict]`, *optional*, defaults to `()`):
+            Log of another run, drawn thin in the same panels.
+        beside_label (`str`, *optional*, defaults to `"another run"`):
+            What the legend calls it.
 
     Raises:
         `ValueError`: If there is nothing to draw.
     """
-    panels = [*_exact_panels(history, x), *_logged_panels(logs)]
+    metrics = _LOGGED if metrics is None else metrics
+    panels = [*_exact_panels(history, x), *_logged_panels(logs, metrics)]
     if not panels:
         raise ValueError("There is nothing to draw; log at least once, or evaluate exactly.")
     columns = min(len(panels), 4)
@@ -79,10 +91,13 @@ def plot_training(
         place.remove()
     for place, panel in zip(places, panels, strict=False):
         _draw_models(place, *panel)
-    for place, (*_, series) in zip(places, panels, strict=False):
-        if len(series) > 1:
-            place.legend(frameon=False, fontsize=9, labelcolor=_INK)
-            break
+    if beside:
+        _draw_beside(figure, places, panels, _logged_panels(beside, metrics), beside_label)
+    else:
+        for place, (*_, series) in zip(places, panels, strict=False):
+            if len(series) > 1:
+                place.legend(frameon=False, fontsize=9, labelcolor=_INK)
+                break
     _save(figure, path)
 
 
@@ -103,12 +118,12 @@ def _exact_panels(history: list[dict[str, Any]], x: str) -> list[_Panel]:
     return panels
 
 
-def _logged_panels(logs: Sequence[dict[str, Any]]) -> list[_Panel]:
+def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
     panels = []
-    for (title, unit), metrics in _LOGGED.items():
+    for (title, unit), models in metrics.items():
         values = {
             model: [(entry["step"], entry[name]) for entry in logs for name in names if name in entry]
-            for model, names in metrics.items()
+            for model, names in models.items()
         }
         series = _finite(values)
         if series:
@@ -139,6 +154,22 @@ def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str
     panel.set_xlim(left=0)
     panel.grid(axis="y", color=_FAINT, linewidth=0.8)
     _tidy(panel)
+
+
+def _draw_beside(
+    figure: Figure, places: Sequence[Axes], panels: list[_Panel], others: list[_Panel], label: str
+) -> None:
+    """Draws another run thin in panels that are drawn, and a legend under them."""
+    thin = {title: series for title, *_, series in others}
+    for place, (title, *_) in zip(places, panels, strict=False):
+        for model, points in thin.get(title, {}).items():
+            name, colour, style = _MODELS[model]
+            line = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.7, "zorder": 1}
+            place.plot(*zip(*points, strict=True), label=f"{name}, {label}", **line)
+    drawn = [place.get_legend_handles_labels() for place in places[: len(panels)]]
+    named = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
+    style = {"frameon": False, "fontsize": 9, "labelcolor": _INK, "ncols": len(named)}
+    figure.legend(named.values(), named, loc="outside lower center", **style)
 
 
 def plot_frontier(frontier: Frontier, path: str | Path) -> None:

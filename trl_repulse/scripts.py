@@ -219,6 +219,7 @@ def run(
     with withheld_from_uploads(TrainerHooks._withheld):  # by TRL's trainers too
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(args.output_dir)
+        trainer.save_state()  # the log of all metrics, which `trl-repulse diagnose` reads
         if script_args.eval_dataset_name is not None:
             trainer.evaluate()
         if trainer.is_world_process_zero():

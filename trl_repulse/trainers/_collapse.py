@@ -9,6 +9,7 @@ from collections import deque
 import torch
 from accelerate.logging import get_logger
 
+from ..diagnosis import THRESHOLDS
 from ..importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
 from ._metrics import Moments, mean
 from ._negative_term import NEGATIVE, OWN, NegativeTerm
@@ -16,8 +17,8 @@ from ._negative_term import NEGATIVE, OWN, NegativeTerm
 
 logger = get_logger(__name__)
 
-BATCHES = 20  # that a warning looks back on
-LARGEST_GAP = 3.0  # nats, mean over these batches
+BATCHES = int(THRESHOLDS["updates"].value)  # that a warning looks back on
+LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these batches
 
 
 class CollapseWatch:
