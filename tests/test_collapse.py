@@ -29,7 +29,7 @@ def say(trainer, token):
 @pytest.fixture
 def warnings(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger(_collapse.__name__), "propagate", True)
-    return lambda: [r.message for r in caplog.records if "does not draw the policy's bad outputs" in r.message]
+    return lambda: [r.message for r in caplog.records if "The proposal has collapsed" in r.message]
 
 
 @pytest.mark.thorough
@@ -58,7 +58,10 @@ def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, st
     assert log["proposal/log_z_gap"] == pytest.approx(gap, abs=1e-4) and gap > 2
     assert 0 <= log["proposal/log_p_rank"] <= 1
     [message] = warnings()
-    assert "and in the last one 1.0 of a prompt's samples were distinct" in message
+    assert (
+        "its samples do not find the policy's bad outputs" in message
+        and "1.0 of 4 for a prompt were distinct" in message
+    )
 
 
 @pytest.mark.thorough
@@ -69,11 +72,17 @@ def test_a_sound_proposal_gives_no_warning(make, warnings):
     gap, rank = (sum(log[name] for log in logs) / 25 for name in ("proposal/log_z_gap", "proposal/log_p_rank"))
     assert abs(gap) < 1.5 and rank == pytest.approx(0.5, abs=0.1)
     assert not warnings()
-    trainer = make(**FROZEN, max_steps=25)
-    say(trainer, BAD)  # what it is for: the gap is far below 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("samples", "said"), [(4, 1), (2, 0)])
+def test_a_proposal_of_one_bad_completion(make, warnings, samples, said):
+    """The gap is far below 0, as it should be; that all samples are alike shows where there are enough of them."""
+    trainer = make(**FROZEN, max_steps=25, num_proposal_generations=samples)
+    say(trainer, BAD)
     trainer.train()
     assert trainer.state.log_history[24]["proposal/log_z_gap"] < 0
-    assert not warnings()
+    assert len(warnings()) == said and all("nearly all alike: 1.0 of 4" in message for message in warnings())
 
 
 def test_prompts_that_are_cut_apart(make):

@@ -12,7 +12,7 @@ _STATE = "trainer_state.json"
 _WHEN = {
     "kl": "it is logged with `beta` above 0",
     "proposal/log_z_gap": "it is logged with a learned proposal",
-    "proposal/distinct": "it is logged with a learned proposal",
+    "proposal/distinct": "it is logged with a learned proposal or the hot policy",
     "proposal/reward": "it is logged with a learned proposal",
     "proposal/ess": "it is logged with a learned proposal",
     "negative/p_bad": "it is logged with the hot policy",

@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 
 BATCHES = int(THRESHOLDS["updates"].value)  # that a warning looks back on
 LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these batches
+FEWEST_DISTINCT = THRESHOLDS["distinct"].value  # of a prompt's samples, where they are enough to judge
+ENOUGH_SAMPLES = THRESHOLDS["samples"].value
 
 
 class CollapseWatch:
@@ -36,7 +38,7 @@ class CollapseWatch:
 
     def __init__(self, part: NegativeTerm):
         self._part = part
-        self._gaps: deque[float] = deque(maxlen=BATCHES)
+        self._seen: deque[tuple[float, float]] = deque(maxlen=BATCHES)
         self._warned = False
 
     def look(self, batch: dict[str, torch.Tensor], own_log_p: torch.Tensor, log_p: torch.Tensor) -> Moments:
@@ -67,7 +69,7 @@ class CollapseWatch:
 
     def compare(self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, distinct: Moments) -> None:
         """
-        Logs `log_z_gap`, and warns once if it stays large. A collective call.
+        Logs `log_z_gap`, and warns once if it stays large, or samples stay alike. A collective call.
 
         `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `distinct` is what [`look`] returned.
         """
@@ -80,20 +82,22 @@ class CollapseWatch:
         gap = trainer._gathered_moments(torch.where(gap.isinf(), torch.nan, gap))
         trainer._record({"proposal/log_z_gap": mean}, gap)
         if self._part.mode == "train" and gap.count:
-            self._warn(gap.mean, distinct.mean * size)
+            self._warn(gap.mean, distinct.mean * size, size)
 
-    def _warn(self, gap: float, distinct: float) -> None:
-        self._gaps.append(gap)
-        average = sum(self._gaps) / len(self._gaps)
-        if self._warned or len(self._gaps) < BATCHES or average <= LARGEST_GAP:
+    def _warn(self, gap: float, distinct: float, size: int) -> None:
+        self._seen.append((gap, distinct))
+        if self._warned or len(self._seen) < BATCHES:
+            return
+        gap, distinct = (sum(values) / BATCHES for values in zip(*self._seen, strict=True))
+        if gap > LARGEST_GAP:
+            seen = f"do not find the policy's bad outputs: they put log Z {gap:.1f} nats lower than the policy's own samples do"
+            seen += f" (`proposal/log_z_gap`), and {distinct:.1f} of {size} for a prompt were distinct"
+        elif size >= ENOUGH_SAMPLES and distinct < FEWEST_DISTINCT:
+            seen = f"are nearly all alike: {distinct:.1f} of {size} for a prompt were distinct (`proposal/distinct`)"
+        else:
             return
         self._warned = True
         logger.warning(
-            "The proposal does not draw the policy's bad outputs: over the last %d batches its samples put log Z %.1f nats lower "
-            "than the policy's own samples do (`proposal/log_z_gap`), and in the last one %.1f of a prompt's samples were "
-            "distinct. `proposal/ess` does not show this. Lower `proposal_learning_rate`, make `target_dist_beta` less "
-            "negative, or go back to a checkpoint from before.",
-            BATCHES,
-            average,
-            distinct,
+            f"The proposal has collapsed. Over the last {BATCHES} batches its samples {seen}. `proposal/ess` does not show this. "
+            "Lower `proposal_learning_rate`, make `target_dist_beta` less negative, or go back to an earlier checkpoint."
         )
