@@ -25,7 +25,7 @@ SPREAD, KL_COEFFICIENT, ALPHA = 1.4, 0.2, 1.0
 READABLE = 1.5
 # Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
 RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
-ADAPTER_RATE, ADAPTER_WORDS = 10.0, "ten times as much for an adapter is a rule of thumb that was not measured here"
+ADAPTER_RATE = 10.0  # times that of all weights; was not measured
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 LOW, HIGH = 0.02, 0.98  # quantiles
@@ -128,11 +128,11 @@ class Measured:
 
 @dataclass
 class Suggestion:
-    """Settings by name, the reason of each, estimates, and what to look at before training."""
+    """Settings by name with the reason of each; notes by what they are about; and what to look at before training."""
 
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    estimates: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def set(self, name: str, value: Any, reason: str) -> None:
@@ -140,22 +140,24 @@ class Suggestion:
         self.values[name], self.reasons[name] = value, reason
 
     def to_text(self) -> str:
-        """A line for each setting, estimate and warning."""
+        """A line for each setting, note and warning."""
         width = max(map(len, self.reasons))
-        lines = [f"{name:<{width}}  {_plain(self.values[name]):<8}  {self.reasons[name]}" for name in self.reasons]
-        lines += ["", *(f"estimate: {text}" for text in self.estimates)]
-        return "\n".join([*lines, *(f"WARNING: {text}" for text in self.warnings)])
+        lines = [f"{name:<{width}}  {_plain(self.values[name]):<10}  {self.reasons[name]}" for name in self.reasons]
+        return "\n".join([*lines, "", *self._remarks()])
 
     def to_yaml(self, head: str, more: dict[str, Any]) -> str:
         """The file of a training command: `more` settings without a reason first, then each with its reason above it."""
         lines = [f"# {line}" for line in head.splitlines()] + [""]
         lines += [yaml.safe_dump({name: value}, allow_unicode=True).rstrip() for name, value in more.items()]
         for name, value in self.values.items():
-            lines += ["", *textwrap.wrap(self.reasons[name], 117, initial_indent="# ", subsequent_indent="# ")]
-            lines += [yaml.safe_dump({name: value}).rstrip()]
-        for text in [*self.estimates, *(f"WARNING: {text}" for text in self.warnings)]:
-            lines += ["", *textwrap.wrap(text, 117, initial_indent="# ", subsequent_indent="# ")]
+            lines += ["", *_comment(self.reasons[name]), yaml.safe_dump({name: value}).rstrip()]
+        for remark in self._remarks():
+            lines += ["", *_comment(remark)]
         return "\n".join(lines) + "\n"
+
+    def _remarks(self) -> list[str]:
+        notes = [f"{name}: {text}" for name, text in self.notes.items()]
+        return [*notes, *(f"WARNING: {text}" for text in self.warnings)]
 
 
 def suggest_settings(
@@ -204,9 +206,9 @@ def suggest_settings(
     _weights(found, own.rewards, rewards)
     _learning_rate(found, measured.machine.parameters, use_peft)
     _batch(found, measured, prompts, use_peft)
-    reason = "rule of thumb: as many updates as the published setting 1; the held-out worlds took 160 and 640"
-    found.set("max_steps", max_steps, reason if max_steps == UPDATES else "as you asked")
-    found.estimates.append(_hours(measured, prompts * found.values["num_generations"], max_steps))
+    reason = "Rule of thumb: as many updates as the published setting 1; the held-out worlds had 160 and 640."
+    found.set("max_steps", max_steps, reason if max_steps == UPDATES else "The value is yours.")
+    found.notes["time"] = _hours(measured, prompts * found.values["num_generations"], max_steps)
     return found
 
 
@@ -273,13 +275,17 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
             if not ordered[0] < threshold <= ordered[1]:
                 threshold = float(ordered[1])
     below = prob_below(rewards[None], threshold)
-    number = f"measured: {below.samples:.0f} of {drawn} samples ({below.value:.1%}; 95 % interval {below.low:.1%} to {below.high:.1%}) lie under it"
-    reason = f"{number}; rule of thumb: about the 2 % quantile. Read the samples: it is you who knows what is bad"
-    found.set("bad_reward_threshold", threshold, reason if given is None else f"yours; {number}")
+    advice = "Rule of thumb: about the 2 % quantile. Read the lowest samples, and move it to what you call bad."
+    found.set(
+        "bad_reward_threshold",
+        threshold,
+        f"Measured: {below.samples:.0f} of {drawn} samples lie under it ({below.value:.1%}; 95 % interval {below.low:.1%} to "
+        f"{below.high:.1%}). {advice if given is None else 'The value is yours.'}",
+    )
     if below.value > 0.1:
         found.warnings.append(
-            f"{below.value:.0%} of the samples are bad. REINFORCE learns from outputs that common; RePULSe is for the rest that "
-            "it leaves. Train with `--alpha 0` first, and lower the threshold."
+            f"{below.value:.0%} of the samples are bad. REINFORCE learns from outputs that common; RePULSe is for the rare ones "
+            "that it leaves. Train with `--alpha 0` first, or lower the threshold."
         )
     return threshold
 
@@ -288,73 +294,62 @@ def _temperature(found: Suggestion, measured: Measured, threshold: float, share:
     """Sets the hot policy's temperature, and returns the share of bad ones among its samples."""
     own, hot = measured.own, measured.hot
     readable = [each for each in hot if each.surprise - own.surprise <= READABLE]
-    chosen = (readable or hot)[-1 if readable else 0]
-    shares = {each.temperature: float(np.nanmean(each.rewards < threshold)) for each in hot}
-    found.set(
-        "proposal",
-        "hot_policy",
-        "the default: no second model; in sentences it did better than a learned proposal (docs/held_out.md)",
-    )
-    table = ", ".join(
-        f"{shares[each.temperature]:.0%} at {each.temperature:g} (+{each.surprise - own.surprise:.1f} nats)"
-        for each in hot
-    )
+    chosen = readable[-1] if readable else hot[0]
+    shares = [float((each.rewards < threshold).mean()) for each in hot]
+    found_bad = shares[hot.index(chosen)]
+    reason = "The default: there is no second model. In worlds of sentences it did better than a learned proposal."
+    found.set("proposal", "hot_policy", reason)
+    bad = ", ".join(f"{each:.0%} at {samples.temperature:g}" for each, samples in zip(shares, hot, strict=True))
+    nats = ", ".join(f"{each.surprise - own.surprise:.1f}" for each in hot)
     found.set(
         "proposal_temperature",
         chosen.temperature,
-        f"measured: {share:.1%} of the policy's own samples are bad; of {hot[0].rewards.size} hot ones {table}, with so many more "
-        f"nats a token under the policy; rule of thumb: the highest up to 1.6 with at most {READABLE:g} nats more, as in the held-out worlds "
-        "(9 to 12 % bad at 1.6, +1.0 to +1.2 nats)",
+        f"Measured: {share:.1%} of the policy's own samples are bad, and of {hot[0].rewards.size} hot ones {bad}. Under the policy "
+        f"their tokens are {nats} nats less probable than its own. Rule of thumb: the hottest with at most {READABLE:g} nats (in the "
+        "held-out worlds 1.0 to 1.2 nats and 9 to 12% bad at 1.6).",
     )
     if not readable:
         found.warnings.append(
-            f"Even at temperature {chosen.temperature:g} hot samples are far from what the policy writes; read some of them, and lower "
+            f"Even at temperature {chosen.temperature:g} hot samples are far from what the policy writes. Read some of them, and lower "
             "`proposal_temperature` towards 1 if they are broken text."
         )
-    if shares[chosen.temperature] < 2 * share or not shares[chosen.temperature]:
+    if found_bad < 2 * share or not found_bad:
         found.warnings.append(
-            f"At temperature {chosen.temperature:g} hot samples are not much more often bad ({shares[chosen.temperature]:.1%}) than the "
-            f"policy's own ({share:.1%}): the hot policy gains little here. Watch `proposal/bad_fraction`."
+            f"At temperature {chosen.temperature:g} hot samples are not much more often bad ({found_bad:.1%}) than the policy's own "
+            f"({share:.1%}): the hot policy gains little here. Watch `proposal/bad_fraction`."
         )
-    return shares[chosen.temperature]
+    return found_bad
 
 
 def _length(found: Suggestion, own: Samples, limit: int) -> None:
     cut = 1 - float(own.ended.mean())
     if cut > 0.05:
-        found.set(
-            "max_completion_length", limit, f"what was drawn with; measured: {cut:.0%} of the samples were cut there"
-        )
+        reason = f"Measured: {cut:.0%} of the samples were cut at this length, which they were drawn with."
+        found.set("max_completion_length", limit, reason)
         found.warnings.append(
-            f"{cut:.0%} of the samples did not end within {limit} tokens. Their rewards are of text that breaks off; run this again "
-            "with a larger `--max_completion_length`, or ask for shorter answers in the prompts."
+            f"{cut:.0%} of the samples did not end within {limit} tokens, so that their rewards are of text that breaks off. Run this "
+            "again with a larger `--max_completion_length`, or ask for shorter answers in the prompts."
         )
         return
     high = float(np.quantile(own.lengths[own.ended], HIGH))
-    length = min(limit, 8 * math.ceil(1.1 * high / 8))
-    found.set(
-        "max_completion_length",
-        length,
-        f"measured: 98 % of the samples that ended have at most {high:.0f} tokens; a tenth more, in eights",
-    )
+    reason = f"Measured: 98 % of the samples that ended have at most {high:.0f} tokens. Rule of thumb: a tenth more, in eights."
+    found.set("max_completion_length", min(limit, 8 * math.ceil(1.1 * high / 8)), reason)
 
 
 def _counts(found: Suggestion, measured: Measured, share: float, hot_share: float) -> int:
     """Sets N, and returns the prompts of an update."""
-    each = 5 * (share + hot_share)  # bad samples of a prompt, 5 of the policy's own and 5 hot ones
-    prompts = next((count for count in (10, 20) if count * each >= 10), 50)
     completions = 5 if measured.num_prompts >= 10 else math.ceil(50 / measured.num_prompts)
-    prompts = min(prompts, measured.num_prompts)
-    reason = "as in the held-out worlds and the published setting 1; as many hot samples come on top"
+    reason = "As in the held-out worlds and the published setting 1. As many hot samples come on top."
     if completions != 5:
-        reason = f"rule of thumb: 50 completions in an update, of all your {measured.num_prompts} prompts; as many hot ones on top"
+        reason = f"Rule of thumb: about 50 completions in an update, of your {measured.num_prompts} prompts. As many hot samples come on top."
     found.set("num_generations", completions, reason)
-    bad = prompts * completions * (share + hot_share)
+    each = completions * (share + hot_share)  # bad samples of a prompt
+    prompts = min(next((count for count in (10, 20) if count * each >= 10), 50), measured.num_prompts)
     found.set(
         "train_batch_size",
         prompts * completions,
-        f"{prompts} prompts x {completions} completions in an update, in which about {bad:.0f} samples will be bad at the start; rule of "
-        "thumb: 10 bad ones, with 10 to 50 prompts (10 in the held-out worlds, 50 in the published setting 1)",
+        f"Completions of an update: {completions} of each of {prompts} prompts. At first about {prompts * each:.0f} samples of an update, "
+        "hot ones included, will be bad. Rule of thumb: 10, with 10 prompts (held-out worlds) to 50 (published setting 1).",
     )
     return prompts
 
@@ -363,19 +358,25 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray) -> None:
     within = _spread_within(drawn)
     spread = within or float(rewards.std())
     low, high = np.quantile(rewards, (LOW, HIGH))
-    where = "within a prompt" if within else "over all samples"
-    scale = f"the reward's standard deviation {where} is {spread:.3g} (measured); in the held-out worlds it was {SPREAD:g}, with"
-    same = "Reward, `beta` and `alpha` on another scale give the same updates under Adam"
+    if low == high:
+        low, high = rewards.min(), rewards.max()
     found.set(
         "beta",
         _round(KL_COEFFICIENT * spread / SPREAD),
-        f"KL penalty: {scale} {KL_COEFFICIENT:g} (0.4 keeps nearer). {same}",
+        f"KL penalty. Measured: the reward's standard deviation {'within a prompt' if within else 'over all samples'} is {spread:.3g}. "
+        f"Rule of thumb: {KL_COEFFICIENT / SPREAD:.2f} of it, as in the held-out worlds ({KL_COEFFICIENT:g} at {SPREAD:g}). Twice as much "
+        "stays nearer to the initial policy.",
     )
-    found.set("alpha", _round(ALPHA * spread / SPREAD), f"weight of the negative term: {scale} {ALPHA:g}")
-    found.estimates.append(
-        f"for a learned proposal (`proposal: learned`, `alpha: 0.1`) `target_dist_beta: {-_round(TARGET_NATS / max(high - low, 1e-300), 2):g}`: rule of "
-        f"thumb, {TARGET_NATS:g} nats over the range of the reward ({low:.3g} to {high:.3g}, measured), as in the embedded world. It then seeks bad "
-        f"outputs down to a probability of about e^-{TARGET_NATS:g}."
+    found.set(
+        "alpha",
+        _round(ALPHA * spread / SPREAD),
+        f"Weight of the negative term. Rule of thumb: {ALPHA / SPREAD:.1f} of that standard deviation, as in the held-out worlds "
+        f"({ALPHA:g} at {SPREAD:g}). With Adam a reward in other units makes the same updates, if `beta` and `alpha` are in these units.",
+    )
+    found.notes["learned proposal"] = (
+        f"with `proposal: learned` set `target_dist_beta: {-_round(TARGET_NATS / (high - low), 2):g}`. Rule of thumb: "
+        f"{TARGET_NATS:g} nats over the range of the reward ({low:.3g} to {high:.3g} without the lowest and the highest 2 %, measured), as in "
+        f"the embedded world. The target then prefers bad outputs down to a probability of about e^-{TARGET_NATS:g}."
     )
 
 
@@ -386,41 +387,41 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
     found.set(
         "learning_rate",
         adapter if use_peft else full,
-        f"rule of thumb for {_count(parameters)} parameters: {full:g} for all weights, {adapter:g} for an adapter. Interpolated between "
-        "6e-4 at 0.2M (held-out worlds), 3e-5 at 135M and 3e-7 at 1.2B (published); "
-        f"{ADAPTER_WORDS}. Try a third and three times as much, and keep what has the highest reward - beta * KL. TRL's default, 1e-6, may do nothing",
+        f"Rule of thumb for {_count(parameters)} parameters: {full:g} for all weights, {adapter:g} for an adapter. It interpolates 6e-4 "
+        "at 0.24M (held-out worlds), 3e-5 at 135M and 3e-7 at 1.24B (published). Ten times as much for an adapter was not measured "
+        "here. Try a third and three times as much, and keep what has the highest reward - beta * KL.",
     )
 
 
 def _batch(found: Suggestion, measured: Measured, prompts: int, use_peft: bool) -> None:
     """Sets the micro-batch, and estimates memory."""
-    machine, n = measured.machine, found.values["num_generations"]
+    machine, n, have = measured.machine, found.values["num_generations"], measured.machine.memory
     fixed = _fixed_memory(machine, use_peft)
     tokens = measured.prompt_tokens + found.values["max_completion_length"]
-    # Own and hot completions of a row: inputs of all layers, which checkpointing keeps, and one layer whole
+    # An own and a hot completion: inputs of all layers, which checkpointing keeps, and one layer whole. The factors of the latter
+    # are those at which the formula without checkpointing gives what was measured on an H100 (docs/shared_prompts.md)
     a_row = 2 * tokens * machine.number * ((machine.layers + 20) * machine.width + 8 * machine.inner)
     cache = 2 * prompts * n * tokens * machine.layers * machine.cache * machine.number
-    have = machine.memory
     sizes = [n * k for k in range(prompts, 0, -1) if prompts % k == 0]
     size = next((size for size in sizes if have is None or sum(fixed.values()) + size * a_row <= 0.8 * have), n)
     need = sum(fixed.values()) + max(size * a_row, cache)
     passes = prompts * n // size
-    reason = f"{passes} passes to an update: whole prompts" if passes > 1 else "the update in one pass"
-    found.set(
-        "per_device_train_batch_size", size, f"{reason}, estimated to fit into 80 % of the memory" if have else reason
-    )
+    reason = f"Whole prompts, in {passes} passes to an update." if passes > 1 else "An update in one pass."
+    fits = have is not None and need <= have
+    reason += " By the estimate of memory below." if fits else ""
+    found.set("per_device_train_batch_size", size, reason)
     parts = ", ".join(f"{name} {_gib(value)}" for name, value in fixed.items() if value)
-    found.estimates.append(
-        f"memory {_gib(need)} ({parts}; roughly {_gib(size * a_row)} of activations with TRL's gradient checkpointing, {_gib(cache)} of "
-        f"keys and values while sampling). Weights are counted; activations may be off by a factor of 2."
-        + ("" if have is None else f" This {machine.device} has {_gib(have)}.")
+    found.notes["memory"] = (
+        f"{_gib(need)}: {parts}, and the larger of {_gib(size * a_row)} (activations of a pass) and {_gib(cache)} (keys and values "
+        "while sampling). Weights are counted, with TRL's defaults: float32, Adam, gradient checkpointing. Activations may be off by a "
+        f"factor of 2, and a reward that is a function or a server is not counted.{'' if have is None else f' This device has {_gib(have)}.'}"
     )
     if have is not None and need > have:
         remedy = (
-            "more processes with ZeRO, or a smaller model" if use_peft else "`--use_peft`, or ZeRO on several devices"
+            "a smaller model, or ZeRO-3 on several devices" if use_peft else "`--use_peft`, or ZeRO on several devices"
         )
         found.warnings.append(
-            f"Training is estimated to need {_gib(need)} of memory, and there are {_gib(have)}. Try {remedy}."
+            f"Training needs about {_gib(need)} of memory, and this device has {_gib(have)}. Try {remedy}."
         )
 
 
@@ -437,15 +438,15 @@ def _fixed_memory(machine: Machine, use_peft: bool) -> dict[str, float]:
 
 
 def _hours(measured: Measured, completions: int, updates: int) -> str:
-    hot = max(each.seconds for each in measured.hot)
-    drawing = completions * (measured.own.seconds + hot + 2 * measured.reward_seconds)
+    own, hot = measured.own.seconds, max(each.seconds for each in measured.hot)
+    drawing = completions * (own + hot + 2 * measured.reward_seconds)
     # Forward, recomputed forward, and a backward pass of two for own and hot samples; the reference's for the own
     training = completions * measured.score_seconds * (2 * 4 + 1)
     return (
-        f"{_time(updates * (drawing + training))} for {updates} updates on this {measured.machine.device}: an update draws {2 * completions} completions, "
-        f"{measured.own.seconds:.2g} s (hot: {hot:.2g} s) to draw and {measured.reward_seconds:.2g} s to reward one (measured: {_time(drawing)} an update), "
-        f"and trains for {_time(training)} (rule of thumb: 9 forward passes of {measured.score_seconds:.2g} s, measured, for an own completion and a hot one). "
-        "Larger batches than these samples' take less."
+        f"{_time(updates * (drawing + training))} for {updates} updates on this device ({measured.machine.device}). Measured: {own:.2g} s to "
+        f"draw a completion ({hot:.2g} s a hot one) and {measured.reward_seconds:.2g} s to reward it, hence {_time(drawing)} for the "
+        f"{2 * completions} of an update. Rule of thumb: {_time(training)} of training, 9 forward passes ({measured.score_seconds:.2g} s, "
+        "measured) for each own completion with its hot one. Larger batches than those of these samples take less time."
     )
 
 
@@ -461,6 +462,10 @@ def _spread_within(rewards: np.ndarray) -> float | None:
 def _round(value: float, digits: int = 1) -> float:
     """To so many digits that count."""
     return float(f"{value:.{digits}g}")
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 117, initial_indent="# ", subsequent_indent="# ")
 
 
 def _plain(value: Any) -> str:

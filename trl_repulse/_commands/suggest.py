@@ -138,21 +138,22 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _as_function(reward: Any, args: argparse.Namespace) -> tuple[str, Any, int]:
-    """Name and function of the reward, and the bytes of its model, 0 if it has none here."""
-    from transformers import AutoModelForSequenceClassification
+    """Name and function of the reward, and the bytes of its model, 0 if it has none in this process."""
+    from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
     from .._loading import load_model, load_tokenizer
     from ..evaluation._generation import as_function, process_state
     from ..rewards.models import ModelReward
 
-    device, tokenizer, module = process_state().device, None, getattr(reward, "_module", None)
+    device, tokenizer = process_state().device, None
     if isinstance(reward, str):
         code = {"trust_remote_code": args.trust_remote_code}
         tokenizer = load_tokenizer(reward, "reward model", **code)
-        auto_class = AutoModelForSequenceClassification
-        reward = module = load_model(auto_class, reward, "reward model", num_labels=1, **code).to(device)
-    size = module.get_memory_footprint() if isinstance(reward, ModelReward) or module is reward else 0
-    return *as_function(reward, tokenizer, device, args.chat_template_kwargs, args.trust_remote_code), size
+        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code)
+        reward.to(device)
+    model = reward._module if isinstance(reward, ModelReward) else reward
+    size = model.get_memory_footprint() if isinstance(model, PreTrainedModel) else 0
+    return *as_function(reward, tokenizer, device, args.chat_template_kwargs), size
 
 
 def _measure(
@@ -245,10 +246,12 @@ def _memory(device: Any) -> float | None:
     """Memory of a device in bytes, `None` if it does not say."""
     import torch
 
-    if device.type == "cpu":
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)  # not every kind of device tells
-    return None if ask is None else float(ask(device)[1])
+    try:
+        if device.type == "cpu":
+            return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return float(torch.get_device_module(device).mem_get_info(device)[1])
+    except (AttributeError, ValueError, OSError):  # not every system and kind of device tells
+        return None
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
