@@ -149,7 +149,9 @@ def test_the_hottest_readable_temperature_is_chosen():
     assert any("not much more often bad" in text for text in cold.warnings)
 
 
-@pytest.mark.parametrize(("hot", "prompts"), [((0, 0, 0.5), 10), ((0, 0, 0.1), 20), ((0, 0, 0.01), 50)])
+@pytest.mark.parametrize(
+    ("hot", "prompts"), [((0, 0, 0.5), 10), ((0, 0, 0.1), 20), ((0, 0, 0.04), 40), ((0, 0, 0.01), 50)]
+)
 def test_an_update_has_prompts_enough_for_ten_bad_samples(hot, prompts):
     found = suggest(measured(hot=hot))
     assert (found.values["num_generations"], found.values["train_batch_size"]) == (5, 5 * prompts)
@@ -219,7 +221,12 @@ def test_rewards_without_a_low_tail_are_warned_of(rewards, words):
 
 @pytest.mark.parametrize(
     ("empty", "words"),
-    [(-5.0, "among the lowest"), (9.0, "among the highest"), (None, "fails on an empty completion")],
+    [
+        (-5.0, "counts as bad"),
+        (-1.9, "among the lowest"),
+        (9.0, "among the highest"),
+        (None, "fails on an empty completion"),
+    ],
 )
 def test_what_an_empty_completion_gets_is_looked_at(empty, words):
     (text,) = suggest(measured(empty=empty)).warnings
@@ -319,7 +326,7 @@ def length(completions, **kwargs):
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("constant", "have the reward 0.5, so that there is nothing to learn"), ("nan", "'nan' returned nan")],
+    [("constant", "have the reward 0.5, so that there is nothing to learn"), ("nan", "The reward function `nan` of")],
 )
 def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, message):
     (tmp_path / "mine.py").write_text(REWARDS)
@@ -327,7 +334,7 @@ def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, 
     arguments += ["--max_completion_length", "2", "--num_samples", "50", "--output", "repulse.yaml"]
     assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:{function}"]) == 1
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and not Path("repulse.yaml").exists()
+    assert message in error.splitlines()[-1] and "Traceback" not in error and not Path("repulse.yaml").exists()
     if function == "constant":  # one that divides by the length of a text works, until a completion is empty
         assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:length"]) == 0
         assert "WARNING: The reward function fails on an empty completion" in capsys.readouterr().out
@@ -343,6 +350,7 @@ def commands_of_the_guide():
 
 
 @pytest.mark.trainer
+@pytest.mark.thorough
 def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
     """Each as it stands there, with small models in the place of those on the Hub, and few samples."""
     monkeypatch.chdir(tmp_path)

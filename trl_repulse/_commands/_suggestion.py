@@ -20,7 +20,7 @@ from ..evaluation.tails import prob_below
 
 # What was measured in the three held-out worlds (docs/held_out.md): the spread of the initial policy's reward within a prompt,
 # and the settings that belong to it
-SPREAD, KL_COEFFICIENT, ALPHA = 1.4, 0.2, 1.0
+SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
 # There, a token of the hot samples at temperature 1.6 was so much less probable than one of the policy's own, in nats
 READABLE = 1.5
 # Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
@@ -197,8 +197,8 @@ def suggest_settings(
             f"All {own.rewards.size} samples have {what}, so that there is nothing to learn; check the reward function, or "
             "give other prompts."
         )
-    _reward_warnings(found, measured, rewards)
     threshold = _threshold(found, own.rewards.size, rewards, bad_reward_threshold)
+    _reward_warnings(found, measured, rewards, threshold)
     share = float((rewards < threshold).mean())
     hot_share = _temperature(found, measured, threshold, share)
     _length(found, own, max_completion_length)
@@ -212,7 +212,7 @@ def suggest_settings(
     return found
 
 
-def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray) -> None:
+def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray, threshold: float) -> None:
     own, (low, middle) = measured.own, np.quantile(rewards, (LOW, 0.5))
     missing = own.rewards.size - rewards.size
     if missing:
@@ -252,10 +252,15 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray)
             continue
         value = float(np.median(values))
         rank = float((rewards < value).mean() + (rewards == value).mean() / 2)
-        if rank <= 0.05:
+        if value < threshold:
             found.warnings.append(
-                f"{name} gets {value:.3g}, among the lowest rewards there are: the hot policy will find such completions, and the "
-                "negative term will be spent on them. If they are not what you call bad, give them an ordinary reward."
+                f"{name} gets {value:.3g} and counts as bad: the hot policy will find such completions, and the negative term will be "
+                "spent on them. If they are not what you call bad, give them an ordinary reward."
+            )
+        elif rank <= 0.05:
+            found.warnings.append(
+                f"{name} gets {value:.3g}, among the lowest rewards there are, though it does not count as bad: training will avoid such "
+                "completions. Check that this is meant."
             )
         if rank >= 0.95:
             found.warnings.append(
@@ -306,7 +311,7 @@ def _temperature(found: Suggestion, measured: Measured, threshold: float, share:
         chosen.temperature,
         f"Measured: {share:.1%} of the policy's own samples are bad, and of {hot[0].rewards.size} hot ones {bad}. Under the policy "
         f"their tokens are {nats} nats less probable than its own. Rule of thumb: the hottest with at most {READABLE:g} nats (in the "
-        "held-out worlds 1.0 to 1.2 nats and 9 to 12% bad at 1.6).",
+        "held-out worlds 1.0 to 1.2 nats and 5 to 10% bad at 1.6).",
     )
     if not readable:
         found.warnings.append(
@@ -344,7 +349,8 @@ def _counts(found: Suggestion, measured: Measured, share: float, hot_share: floa
         reason = f"Rule of thumb: about 50 completions in an update, of your {measured.num_prompts} prompts. As many hot samples come on top."
     found.set("num_generations", completions, reason)
     each = completions * (share + hot_share)  # bad samples of a prompt
-    prompts = min(next((count for count in (10, 20) if count * each >= 10), 50), measured.num_prompts)
+    prompts = next((count for count in (10, 20, 30, 40) if count * each >= 10), 50)
+    prompts = min(prompts, measured.num_prompts)
     found.set(
         "train_batch_size",
         prompts * completions,

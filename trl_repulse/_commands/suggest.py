@@ -165,7 +165,7 @@ def _measure(
     from ..evaluation.log_probs import completion_log_probs
     from ._suggestion import Measured, Samples
 
-    completions = max(5, math.ceil(args.num_samples / len(prompts)))  # of a prompt: rewards are compared within one
+    completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
     count = min(len(prompts), args.num_samples // completions)
     chosen = prompts.shuffle(seed=args.seed).select(range(count))
     rows = [place for place in range(count) for _ in range(completions)]
