@@ -2,8 +2,9 @@
 Trains a policy with PPO and says what became of it.
 
     accelerate launch examples/ppo.py              # the embedded world, on a CPU or any accelerator
-    accelerate launch examples/ppo.py --model_name_or_path Qwen/Qwen3-0.6B --reward_model_path my/reward-model \
-        --value_model_path my/reward-model --dataset_name prompts.jsonl --max_completion_length 64
+    accelerate launch examples/ppo.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
+        --reward_model_path my/reward-model --value_model_path my/reward-model --dataset_name prompts.jsonl \
+        --max_completion_length 64
     accelerate launch examples/ppo.py --config examples/configs/smollm/ppo-1.yaml    # a published run
 
 `trl-repulse ppo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those

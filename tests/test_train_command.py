@@ -152,7 +152,8 @@ def documented():
 @pytest.mark.parametrize("words", documented())
 def test_documented_commands_can_be_read(monkeypatch, tmp_path, launched, words):
     monkeypatch.chdir(tmp_path)
-    Path("my.yaml").write_text("bad_reward_threshold: -4\n")
+    for name in ("my.yaml", "repulse.yaml"):  # that pages speak of
+        Path(name).write_text("bad_reward_threshold: -4\n")
     assert main(words) == 0
     command, *flags = launched[0].training_script_args
     script_args, args, _ = parse(flags, ARGUMENTS[command], embedded.settings_path(command))

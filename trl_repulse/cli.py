@@ -37,6 +37,7 @@ COMMANDS = {
     "negatives": ("trl_repulse._commands.negatives", "make preference data of bad completions and samples"),
     "rare-events": ("trl_repulse._commands.rare_events", "estimate how often a model produces its rarest outputs"),
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
+    "suggest": ("trl_repulse._commands.suggest", "sample from a model, and suggest settings to train it with"),
 }
 
 # What argparse takes for a number, not for an option; its own (Python 3.11) knows neither `-1e1` nor `-inf`

@@ -34,6 +34,41 @@ def add_fields(parser: argparse.ArgumentParser, *classes: type) -> None:
             group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
 
 
+def add_prompts(group: Any, required: bool) -> None:
+    """
+    Declares the prompts of a command, as all commands that sample name them.
+
+    Args:
+        group:
+            The parser, or a group of its arguments.
+        required (`bool`):
+            Whether there is no such command without prompts.
+    """
+    group.add_argument("--prompts", required=required, help="file or data set of prompts")
+    group.add_argument("--split", default="train", help="split of a data set (train)")
+    group.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
+    group.add_argument(
+        "--apply_chat_template",
+        action="store_true",
+        help="make plain prompts messages of a user, in the chat template",
+    )
+
+
+def add_reward(group: Any) -> None:
+    """
+    Declares the reward of a command, as all commands that score name it.
+
+    Args:
+        group:
+            The parser, or a group of its arguments.
+    """
+    group.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
+    group.add_argument("--reward_type", help="kind of reward, as in the training commands (TRL's own treatment)")
+    group.add_argument(
+        "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
+    )
+
+
 def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
     """
     The dataclasses, from the file that `--config` names and the flags.

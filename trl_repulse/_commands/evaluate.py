@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
-from ._fields import check_output, parse_object
+from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
@@ -46,19 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--model", help="path or Hub id of the model to sample from; none: only read")
-    sampling.add_argument("--prompts", help="file or data set of prompts")
-    sampling.add_argument("--split", default="train", help="split of a data set (train)")
-    sampling.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
-    sampling.add_argument(
-        "--apply_chat_template",
-        action="store_true",
-        help="make plain prompts messages of a user, in the chat template",
-    )
-    sampling.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
-    sampling.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
-    sampling.add_argument(
-        "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
-    )
+    add_prompts(sampling, required=False)
+    add_reward(sampling)
     sampling.add_argument(
         "--reward",
         dest="rewards",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import describe_error, from_reward
-from ._fields import check_output, parse_object
+from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,21 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     models.add_argument("--dtype", default="auto", help="precision of the weights (that of each checkpoint)")
     models.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the models")
-    reward = parser.add_argument_group("reward")
-    reward.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
-    reward.add_argument("--reward_type", help="kind of reward, as in the training scripts (TRL's own treatment)")
-    reward.add_argument(
-        "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
-    )
+    add_reward(parser.add_argument_group("reward"))
     drawing = parser.add_argument_group("completions")
-    drawing.add_argument("--prompts", required=True, help="file or data set of prompts")
-    drawing.add_argument("--split", default="train", help="split of a data set (train)")
-    drawing.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
-    drawing.add_argument(
-        "--apply_chat_template",
-        action="store_true",
-        help="make plain prompts messages of a user, in the chat template",
-    )
+    add_prompts(drawing, required=True)
     drawing.add_argument(
         "--chat_template_kwargs",
         metavar="JSON",
