@@ -348,7 +348,10 @@ def fail(monkeypatch, *flags):
         (["--per_device_train_batch_size", "100"], ["generation_batch_size (100)", "num_generations (32)"]),
         (["--config", "nowhere.yaml"], ["No such file", "nowhere.yaml"]),
         (["--dataset_name", "nowhere.jsonl"], ["There is no file `nowhere.jsonl`"]),
-        (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], ["has no split 'test'; ask for 'train'"]),
+        (
+            ["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"],
+            ["has no split 'test'; name a file", "`eval_dataset_name`"],
+        ),
         (
             ["--model_name_or_path", "m", "--alpha", "0"],
             ["`--reward_model_path` is needed with `--model_name_or_path`"],
