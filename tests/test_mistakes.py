@@ -300,6 +300,11 @@ OURS = {
         "`use_vllm=True` needs vLLM, which is not installed",
         "pip install 'trl-repulse[vllm]'",
     ),
+    "missing DeepSpeed": (
+        lambda user: user.command(deepspeed=user.file("zero.json", json.dumps({"zero_optimization": {"stage": 2}}))),
+        "'deepspeed>=",
+        'Run `pip install "trl-repulse[deepspeed]"`',
+    ),
     "resuming a run of other settings": (
         lambda user: user.resume(alpha=0.5),
         "`alpha=0.5` does not go on with the run",
@@ -372,13 +377,8 @@ THEIRS = {
     ),
     "missing bitsandbytes": (
         lambda user: user.command(load_in_4bit="true", use_peft="true"),
-        "bitsandbytes",
-        "transformers loads quantized models, and names the package",
-    ),
-    "missing deepspeed": (
-        lambda user: user.command(deepspeed=user.file("zero.json", json.dumps({"zero_optimization": {"stage": 2}}))),
-        "deepspeed",
-        "Accelerate and transformers start DeepSpeed, and name the package",
+        "requires bitsandbytes: `pip install -U bitsandbytes",
+        "transformers loads quantized models",
     ),
     "missing file of DeepSpeed's settings": (
         lambda user: user.command(deepspeed=user.folder / "zero.json"),
@@ -388,19 +388,39 @@ THEIRS = {
 }
 
 
+# Name -> package that is missing, and what says so
+MISSING = {
+    "missing vLLM": ("vllm", "trl_repulse.generation._engine.is_vllm_available"),
+    "missing bitsandbytes": (
+        "bitsandbytes",
+        "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available",
+    ),
+    "missing DeepSpeed": ("deepspeed", "transformers.integrations.deepspeed.is_deepspeed_available"),
+}
+
+
 @pytest.fixture
 def answer(user, monkeypatch):
     """What a mistake ends with, and the models loaded by then."""
 
-    def answer(mistake):
+    def answer(name, mistake):
         loaded = []
-        load = PreTrainedModel.from_pretrained.__func__
+        load, version = PreTrainedModel.from_pretrained.__func__, importlib.metadata.version
+        package, target = MISSING.get(name, (None, None))
 
         def note(cls, *args, **kwargs):
             loaded.append(cls.__name__)
             return load(cls, *args, **kwargs)
 
+        def version_of(name):
+            if name == package:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version(name)
+
         monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(note))
+        if package is not None:
+            monkeypatch.setattr(importlib.metadata, "version", version_of)
+            monkeypatch.setattr(target, lambda *args, **kwargs: False)
         with pytest.raises((SystemExit, ValueError, TypeError, ImportError, RuntimeError)) as caught:
             mistake(user)
         said = caught.value.code if isinstance(caught.value, SystemExit) else str(caught.value)
@@ -409,48 +429,20 @@ def answer(user, monkeypatch):
     return answer
 
 
-@pytest.fixture
-def without(monkeypatch):
-    """Lets packages be missing."""
-
-    def without(*names):
-        version = importlib.metadata.version
-
-        def missing(name):
-            if name in names:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return version(name)
-
-        for target in WITHOUT[names]:
-            monkeypatch.setattr(target, lambda *args, **kwargs: False)
-        monkeypatch.setattr(importlib.metadata, "version", missing)
-
-    return without
-
-
-WITHOUT = {
-    ("bitsandbytes",): ("transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available",),
-    ("deepspeed",): ("transformers.integrations.deepspeed.is_deepspeed_available",),
-}
-
-
 @pytest.mark.parametrize("name", OURS)
-def test_a_mistake_is_one_line_with_what_is_wrong_and_a_remedy(name, answer, monkeypatch):
-    monkeypatch.setattr("trl_repulse.generation._engine.is_vllm_available", lambda: False)
+def test_a_mistake_is_one_line_with_what_is_wrong_and_a_remedy(name, answer):
     mistake, wrong, remedy = OURS[name]
-    said, loaded = answer(mistake)
+    said, loaded = answer(name, mistake)
     assert wrong in said and remedy in said
     assert "\n" not in said and "Traceback" not in said
     assert name in AFTER_LOADING or not loaded
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_a_mistake_that_others_answer(name, answer, without):
+def test_a_mistake_that_others_answer(name, answer):
     """If this fails, look whether what they say now is enough."""
     mistake, words, _ = THEIRS[name]
-    if name.removeprefix("missing ") in ("bitsandbytes", "deepspeed"):
-        without(name.removeprefix("missing "))
-    assert words in answer(mistake)[0]
+    assert words in answer(name, mistake)[0]
 
 
 def test_there_are_many_mistakes():

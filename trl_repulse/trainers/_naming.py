@@ -78,8 +78,8 @@ def _check(
 
 def _check_room(config: PretrainedConfig, max_completion_length: int | None) -> None:
     """Refuses completions that no prompt fits beside; how long the prompts are is known once there is a tokenizer."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if None not in (context, max_completion_length) and max_completion_length >= context:
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet's, of no limit, is -1
+    if max_completion_length is not None and 0 < context <= max_completion_length:
         raise ValueError(
             f"`max_completion_length={max_completion_length}` leaves no room for a prompt in the model's context of {context} tokens; "
             "lower it."
