@@ -346,9 +346,12 @@ def fail(monkeypatch, *flags):
         (["--no_such_flag", "1"], ["--no_such_flag"]),
         (["--tracking_every", "0"], ["`every=0`", "must be at least 1"]),
         (["--per_device_train_batch_size", "100"], ["generation_batch_size (100)", "num_generations (32)"]),
-        (["--config", "nowhere.yaml"], ["No such file", "nowhere.yaml"]),
+        (["--config", "nowhere.yaml"], ["There is no file `nowhere.yaml`", "nowhere.yaml"]),
         (["--dataset_name", "nowhere.jsonl"], ["There is no file `nowhere.jsonl`"]),
-        (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], ["has no split 'test'; ask for 'train'"]),
+        (
+            ["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"],
+            ["has no split 'test'; name a file", "`eval_dataset_name`"],
+        ),
         (
             ["--model_name_or_path", "m", "--alpha", "0"],
             ["`--reward_model_path` is needed with `--model_name_or_path`"],

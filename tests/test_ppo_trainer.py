@@ -472,7 +472,9 @@ def test_a_value_adapter_goes_on_from_its_folder(make, tmp_path):
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, reward):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        PPOTrainer, "_config_cls", staticmethod(functools.partial(PPOConfig, use_cpu=USE_CPU, bf16=False))
+        PPOTrainer,
+        "_config_cls",
+        staticmethod(functools.partial(PPOConfig, use_cpu=USE_CPU, bf16=False, max_completion_length=2)),
     )
     prompts = Dataset.from_dict({"prompt": ["the cat"] * 8})
     trainer = PPOTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)

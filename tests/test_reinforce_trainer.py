@@ -156,7 +156,7 @@ def test_refused_data(make):
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(ReinforceConfig, use_cpu=USE_CPU, bf16=False)
+    on_cpu = functools.partial(ReinforceConfig, use_cpu=USE_CPU, bf16=False, max_completion_length=2)
     monkeypatch.setattr(ReinforceTrainer, "_config_cls", staticmethod(on_cpu))
     trainer = ReinforceTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert type(trainer.args) is ReinforceConfig and trainer.args.output_dir.endswith("-REINFORCE")

@@ -398,7 +398,7 @@ def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
 
     class Own(RePULSeConfig):
         def __init__(self, output_dir):
-            super().__init__(output_dir, use_cpu=USE_CPU, bf16=False, proposal="learned")
+            super().__init__(output_dir, use_cpu=USE_CPU, bf16=False, proposal="learned", max_completion_length=2)
 
     monkeypatch.setattr(RePULSeTrainer, "_config_cls", Own)
     trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)

@@ -413,7 +413,7 @@ def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, given, nam
     paths = {"model_name_or_path": embedded.policy_path(), "reward_model_path": embedded.reward_model_path()}
     paths |= {"dataset_name": embedded.prompts_path(), given: str(tmp_path / "mistyped")}
     flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
-    flags += ["--max_prompt_length", "8"]  # counted by the policy's tokenizer
+    flags += ["--max_completion_length", "2", "--max_prompt_length", "8"]  # counted by the policy's tokenizer
     with pytest.raises(SystemExit) as exit_:
         main_or_exit(lambda: train(name, [*flags, "--output_dir", str(tmp_path / "out")]))
     message = exit_.value.code

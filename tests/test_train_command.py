@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse._commands import train
-from trl_repulse.arguments import ARGUMENTS, TrainingParser, parse
+from trl_repulse.arguments import ARGUMENTS, TrainingParser
 from trl_repulse.cli import TRAINING, main
 
 
@@ -137,27 +136,6 @@ def test_each_command_has_arguments_and_settings():
         assert packaged.is_file() and packaged.is_relative_to(ROOT / "trl_repulse")
         example = ROOT / "examples" / "configs" / f"embedded{suffix}.yaml"
         assert example.resolve() == packaged.resolve()
-
-
-def documented():
-    """The training commands on all pages, without comments."""
-    found = []
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(rf"^trl-repulse (?:{'|'.join(TRAINING)})\b.*$", text, re.MULTILINE):
-            found.append(pytest.param(shlex.split(line, comments=True)[1:], id=f"{page.stem}: {line[:60]}"))
-    return found
-
-
-@pytest.mark.parametrize("words", documented())
-def test_documented_commands_can_be_read(monkeypatch, tmp_path, launched, words):
-    monkeypatch.chdir(tmp_path)
-    for name in ("my.yaml", "repulse.yaml"):  # that pages speak of
-        Path(name).write_text("bad_reward_threshold: -4\n")
-    assert main(words) == 0
-    command, *flags = launched[0].training_script_args
-    script_args, args, _ = parse(flags, ARGUMENTS[command], embedded.settings_path(command))
-    assert script_args.dataset_name is not None and args.max_completion_length
 
 
 def run(*command, cwd):

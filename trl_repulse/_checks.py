@@ -230,6 +230,21 @@ def _check_no_gaps(dataset: Dataset | IterableDataset | None, name: str) -> None
         )
 
 
+def check_output_dir(args: Any) -> None:
+    """
+    Refuses an `output_dir` that is a file.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            The trainer's configuration.
+
+    Raises:
+        `ValueError`: If it is one.
+    """
+    if Path(args.output_dir).is_file():
+        raise ValueError(f"`output_dir={args.output_dir!r}` is a file; name a folder, which may be new.")
+
+
 def check_eval_batch(args: Any) -> None:
     """
     Refuses a batch of evaluation that cuts a prompt's completions apart.
@@ -267,7 +282,7 @@ def check_adapters(model: Any, *configs: Any) -> None:
         if not (Path(model) / "config.json").is_file():
             raise ValueError(
                 f"`model={model!r}` is the folder of an adapter, without its base; pass `PeftModel.from_pretrained(base, "
-                f"{model!r}, is_trainable=True)`, with the base model as `base`."
+                f"{model!r}, is_trainable=True)`, with the base model as `base`, or merge the two with `trl-repulse merge`."
             )
     for config in (*getattr(model, "peft_config", {}).values(), *configs):
         if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA"):

@@ -1,9 +1,11 @@
 """How an error is said in one line: its message, notes, remedy, and where in a reward function it arose."""
 
 import difflib
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 
@@ -46,6 +48,8 @@ def describe_error(error: BaseException) -> str:
     said = [message or type(error).__name__, *getattr(error, "__notes__", ())]
     if isinstance(error, ModuleNotFoundError) and error.name and "pip install" not in message:
         module = error.name.partition(".")[0]
+        if isinstance(error, PackageNotFoundError):  # whose name may be a sentence, as of transformers on DeepSpeed
+            module = next((word for word in re.findall(r"\w+", error.name) if word in EXTRAS), module)
         remedy = "Install the package that has it, or put its folder on `PYTHONPATH`."
         said.append(f'Run `pip install "trl-repulse[{EXTRAS[module]}]"`.' if module in EXTRAS else remedy)
     place = _place(error) if from_reward(error) else None

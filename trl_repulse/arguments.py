@@ -117,7 +117,9 @@ class TrainingScriptArguments(ScriptArguments):
             try:
                 self.reward_kwargs = json.loads(self.reward_kwargs)
             except json.JSONDecodeError as error:
-                raise ValueError(f"`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}).") from error
+                raise ValueError(
+                    f'`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}); write e.g. `{{"label": 1}}`.'
+                ) from error
         if not isinstance(self.reward_kwargs, dict | None):
             raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
 

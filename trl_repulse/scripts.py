@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import embedded
+from ._checks import check_output_dir
 from ._errors import describe_error, from_reward
 from .arguments import TrainingScriptArguments
 from .data import drop_long_prompts, load_prompts
@@ -35,6 +36,7 @@ from .rewards.loading import load_reward
 from .terse_log import use_terse_log
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
+from .trainers._resume import find_checkpoint
 from .trainers._rewards import all_with_checks
 from .trainers._trl_bridge import withheld_from_uploads
 
@@ -81,7 +83,13 @@ def load_data(
         split = script_args.dataset_test_split
         held_out = load_prompts(script_args.eval_dataset_name, split, None, streaming, column, chat)
     elif args.eval_strategy != "no":
-        held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)
+        split = script_args.dataset_test_split
+        if split != "train" and Path(script_args.dataset_name or "").expanduser().is_file():
+            raise ValueError(
+                f"`eval_strategy={args.eval_strategy.value!r}` needs held-out prompts, and the file `{script_args.dataset_name}` has no "
+                f"split {split!r}; name a file of them with `eval_dataset_name`, or leave `eval_strategy` at 'no'."
+            )
+        held_out = load_prompts(script_args.dataset_name, split, *options, column, chat)
     if script_args.max_prompt_length is not None:
         revision = (args.model_init_kwargs or {}).get("revision")
         tokenizer = AutoTokenizer.from_pretrained(
@@ -178,10 +186,13 @@ def run(
             Further arguments of the trainer. `reward_funcs` takes the place of the reward that `script_args` names.
     """
     name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
+    check_output_dir(args)
     # The field is text on the command line, where the last checkpoint, or none, is asked for by a word
     resume = args.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
-    if not resume and _holds_a_run(Path(args.output_dir)) and args.should_save:
+    if resume:  # before models are loaded
+        find_checkpoint(resume, args.output_dir)
+    elif _holds_a_run(Path(args.output_dir)) and args.should_save:
         logger.warning(
             "`output_dir=%r` holds a run, whose files this one writes over: to go on with that run, stop and set "
             "`--resume_from_checkpoint true`; to keep it, name another folder.",

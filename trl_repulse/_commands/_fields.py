@@ -197,11 +197,14 @@ def with_config(argv: list[str], default_config: str | None = None) -> list[str]
         `list[str]`: The command line.
 
     Raises:
-        `ValueError`: If no file follows `--config`.
+        `ValueError`: If no file follows `--config`, or there is none of that name.
     """
     argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if argv[-1:] == ["--config"]:
         raise ValueError("`--config` needs the path of a YAML file behind it.")
+    for path in (argv[place + 1] for place, arg in enumerate(argv) if arg == "--config"):
+        if not Path(path).is_file():
+            raise ValueError(f"There is no file `{path}`, which `--config` names; give the path of a YAML file.")
     # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
     flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
     given = {"__config", "_h", "__help"}.intersection(flags) or any(flag.startswith("__model_n") for flag in flags)

@@ -15,10 +15,12 @@ from .._checks import (
     check_arguments,
     check_datasets,
     check_eval_batch,
+    check_output_dir,
     check_reward_funcs,
     check_rows,
 )
 from .._model_checks import check_language_model
+from ..generation import _engine
 from ..models._deepspeed import connect
 from ..models._layout import Layout
 from ._hooks import TrainerHooks
@@ -75,6 +77,9 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         self._check_turns(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         args = self._configuration(model, args)
         connect(args)
+        check_output_dir(args)
+        if args.use_vllm:
+            _engine.check_vllm()
         if eval_dataset is not None:
             check_eval_batch(args)
         if environment_factory is None:  # an environment may bring prompts and rewards

@@ -320,9 +320,8 @@ class TrainerHooks(SecondModels, PooledMetrics):
         if not args.use_vllm:
             yield
             return
-        from ..generation._engine import check_vllm, engine_options
+        from ..generation._engine import engine_options
 
-        check_vllm()
         if args.bf16 or args.fp16:  # what autocast runs them in
             dtype = "bfloat16" if args.bf16 else "float16"
         elif isinstance(model, str):

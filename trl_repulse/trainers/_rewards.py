@@ -1,6 +1,7 @@
 """A user's reward functions, checked as they are called: a fault is named and never becomes a number."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
 
 
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
@@ -30,7 +32,8 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
         `reward_funcs` and `reward_processing_classes` as lists, with models and their tokenizers in the place of paths.
 
     Raises:
-        `ValueError`: If a reward model cannot be loaded, lacks weights, or is none of one label.
+        `ValueError`: If a reward model cannot be loaded, lacks weights, or is none of one label, or a function does not take what
+            it is called with.
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
     own = list(tokenizers) if isinstance(tokenizers, list) else [tokenizers]
@@ -39,9 +42,11 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         options["device_map"] = None
-    for path in functions:
-        if isinstance(path, str):
-            check_classifier(path, "reward_funcs", options.get("revision"))
+    for function in functions:
+        if isinstance(function, str):
+            check_classifier(function, "reward_funcs", options.get("revision"))
+        elif not isinstance(function, nn.Module):
+            _check_parameters(function)
     for i, function in enumerate(functions):
         if isinstance(function, str):
             functions[i] = load_model(
@@ -53,6 +58,23 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
         if isinstance(function, nn.Module):
             check_reward_model(function, f"`reward_funcs[{i}]`")
     return functions, own
+
+
+def _check_parameters(function: Callable[..., Any]) -> None:
+    """Refuses a function that TRL (1.16) cannot call: it passes these names, and each column of the data set."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # one of C, which cannot be asked
+        return
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    missing = [name for name in _ALWAYS_PASSED if name not in parameters]
+    if missing:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"The reward function '{name}' does not take `{'`, `'.join(missing)}`, which trainers pass by name; add `**kwargs` to its "
+            "parameters."
+        )
 
 
 def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: bool) -> None:
