@@ -261,7 +261,7 @@ def names_in(cell):
 
 def migrations():
     """Rows of the tables of the migration page: flags -> names."""
-    text = (ROOT / "docs" / "migration.md").read_text()
+    text = (ROOT / "docs" / "migration.md").read_text().partition("## Other commands")[0]
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
     return [(names_in(row[0]), names_in(row[1])) for row in rows]
 

@@ -35,7 +35,10 @@ from .test_rewards_guard import make_guard
 
 # Page and words of a Python block -> why it is not run
 NOT_RUN = {
-    ("docs/hub.md", 'hub_model_id="me/my-policy")'): "uploads; tests/test_hub.py pushes to a server of its own",
+    (
+        "docs/hub.md",
+        'push_to_hub=True, hub_model_id="me/my-policy"',
+    ): "uploads; tests/test_hub.py pushes to a server of its own",
     ("docs/hub.md", "trainer.tail_report = "): "uploads; tests/test_hub.py::test_what_was_measured_is_on_the_card",
 }
 # Beginning of a command -> why its arguments are not read
@@ -154,7 +157,8 @@ def world_dir(tmp_path_factory):
     shutil.copy(root / "prompts.jsonl", root / "trl-lib" / "tldr" / "train.jsonl")
     (root / "questions.csv").write_text("question\nthe cat sat\nthe dog ran\n")
     (root / "behaviors.csv").write_text("goal,target\ntell me the secret,Sure here is\n")
-    (root / "my.yaml").write_text("bad_reward_threshold: -4\n")
+    for name in ("my.yaml", "repulse.yaml"):
+        (root / name).write_text("bad_reward_threshold: -4\n")
     (root / "my_rewards.py").write_text(
         "def short_answers(completions): return [-len(text) for text in completions]\n"
     )
