@@ -161,7 +161,7 @@ class Diagnostics:
 
 def _round_up(number: float) -> int:
     """To two digits."""
-    scale = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    scale = int(10 ** max(0, math.floor(math.log10(number)) - 1))
     return math.ceil(number / scale) * scale
 
 
