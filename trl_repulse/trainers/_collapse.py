@@ -38,7 +38,8 @@ class CollapseWatch:
 
     def __init__(self, part: NegativeTerm):
         self._part = part
-        self._seen: deque[tuple[float, float]] = deque(maxlen=BATCHES)
+        self._gaps: deque[float] = deque(maxlen=BATCHES)
+        self._distinct: deque[float] = deque(maxlen=BATCHES)
         self._warned = False
 
     def look(self, batch: dict[str, torch.Tensor], own_log_p: torch.Tensor, log_p: torch.Tensor) -> Moments:
@@ -81,19 +82,21 @@ class CollapseWatch:
         gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
         gap = trainer._gathered_moments(torch.where(gap.isinf(), torch.nan, gap))
         trainer._record({"proposal/log_z_gap": mean}, gap)
-        if self._part.mode == "train" and gap.count:
-            self._warn(gap.mean, distinct.mean * size, size)
+        if self._part.mode == "train" and distinct.count:
+            self._warn(gap.mean if gap.count else None, distinct.mean * size, size)
 
-    def _warn(self, gap: float, distinct: float, size: int) -> None:
-        self._seen.append((gap, distinct))
-        if self._warned or len(self._seen) < BATCHES:
+    def _warn(self, gap: float | None, distinct: float, size: int) -> None:
+        self._distinct.append(distinct)
+        if gap is not None:  # with an indicator many a batch has none
+            self._gaps.append(gap)
+        gap, alike = (sum(each) / BATCHES if len(each) == BATCHES else None for each in (self._gaps, self._distinct))
+        if self._warned:
             return
-        gap, distinct = (sum(values) / BATCHES for values in zip(*self._seen, strict=True))
-        if gap > LARGEST_GAP:
+        if gap is not None and gap > LARGEST_GAP:
             seen = f"do not find the policy's bad outputs: they put log Z {gap:.1f} nats lower than the policy's own samples do"
             seen += f" (`proposal/log_z_gap`), and {distinct:.1f} of {size} for a prompt were distinct"
-        elif size >= ENOUGH_SAMPLES and distinct < FEWEST_DISTINCT:
-            seen = f"are nearly all alike: {distinct:.1f} of {size} for a prompt were distinct (`proposal/distinct`)"
+        elif size >= ENOUGH_SAMPLES and alike is not None and alike < FEWEST_DISTINCT:
+            seen = f"are nearly all alike: {alike:.1f} of {size} for a prompt were distinct (`proposal/distinct`)"
         else:
             return
         self._warned = True

@@ -31,7 +31,11 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
                 own = {"revision": revision} if name == policy else {}
                 flag = f" (`--{_FLAGS[argument]}` on the command line)" if argument in _FLAGS else ""
                 config = _check(name, f"`{argument}={name!r}`{flag}", **loading, **own)
-                if argument == "model" and config is not None:
+                if (
+                    argument == "model"
+                    and config is not None
+                    and not {"config", "max_position_embeddings"} & set(options)
+                ):
                     _check_room(config, args.max_completion_length)
     if not isinstance(policy, str) and args.beta != 0 and peft_config is None and not is_peft_model(policy):
         name = get_config_model_id(policy.config)

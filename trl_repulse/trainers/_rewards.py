@@ -63,7 +63,8 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
 def _check_parameters(function: Callable[..., Any]) -> None:
     """Refuses a function that TRL (1.16) cannot call: it passes these names, and each column of the data set."""
     try:
-        parameters = inspect.signature(function).parameters
+        # Of what is called: a decorator may take what the function that it names does not
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
     except (TypeError, ValueError):  # one of C, which cannot be asked
         return
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):

@@ -57,7 +57,9 @@ class RareEstimate(Estimate):
         """`"bounds"` if the interval is not reliable but `bounds` are."""
         if self.reliable:
             return "reliable"
-        return "unreliable" if self.bounds is None or self.diagnostics.contradicted else "bounds"
+        if self.bounds is None or self.bounds[0] > self.bounds[1] or self.diagnostics.contradicted:
+            return "unreliable"
+        return "bounds"
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -97,7 +97,9 @@ class Diagnostics:
             )
         if self.tail_samples == 0:
             return (*found, "No completion is in the tail: only the upper end of the interval means anything.")
-        if self.variance_ess < MIN_VARIANCE_ESS:
+        if self.variance_ess < MIN_VARIANCE_ESS and len(self.counts) == 1:
+            found.append(f"Too few completions are bad: {self.tail_samples}, and {MIN_VARIANCE_ESS:.0f} are needed.")
+        elif self.variance_ess < MIN_VARIANCE_ESS:
             found.append(
                 f"The weights are uneven: {self.variance_ess:.1f} effective completions determine the variance, and "
                 f"{MIN_VARIANCE_ESS:.0f} are needed. One completion makes up {self.max_weight_share:.0%} of the estimate."
@@ -131,32 +133,41 @@ class Diagnostics:
         train = "Train a second proposal for this policy, with another seed, and pass both"
         if self.tail_samples == 0:
             return (f"{train}." if others else "Train a proposal for this policy and pass it.",)
-
-        def draws(expected: float) -> float:
-            return _round_up(own * expected / self.expected) if own and self.expected > 1e-12 else math.inf
-
-        steps, enough = [], 3 / MAX_UNSEEN_SHARE
-        if self.unseen_share > MAX_UNSEEN_SHARE or self._distant or (len(self.counts) == 2 and self.own_share > 0.5):
-            alone, beside = draws(ENOUGH_OF_THE_POLICYS if self._distant else enough), draws(enough)
-            if alone <= AFFORDABLE * own:
-                steps.append(f"Draw {alone:,} completions a prompt from the policy ({own:,} now).")
-                train = f"Or: {train[0].lower()}{train[1:]}"
-            if own < beside <= AFFORDABLE * own:
-                train += f"; draw {beside:,} completions a prompt from the policy"
-            elif beside > own:
-                steps.append("Report the bounds: the policy draws too few bad outputs to confirm the estimate.")
-            steps.append(f"{train}.")
-        elif len(self.counts) == 2:
+        steps = []
+        # Bad outputs that the policy's draws should contain; half as many again as are asked for, since they vary
+        enough = 1.5 * 3 / MAX_UNSEEN_SHARE
+        uneven = self.variance_ess < MIN_VARIANCE_ESS
+        wanted = 0.0
+        if self.unseen_share > MAX_UNSEEN_SHARE or self._distant:
+            wanted = max(enough, ENOUGH_OF_THE_POLICYS if self._distant else 0.0)
+        if uneven and (self.own_share > 0.5 or not others):
+            more = self.expected * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0))
+            wanted = max(wanted, more or enough)
+        if wanted and not own:
+            steps.append("Draw completions from the policy too.")
+        elif wanted:
+            draws, beside = self._policy_draws(wanted), self._policy_draws(enough)
+            if draws <= AFFORDABLE * own:
+                steps.append(f"Draw {draws:,} completions a prompt from the policy ({own:,} now).")
+                if self._distant:
+                    also = f"; draw {beside:,} completions a prompt from the policy" if beside > own else ""
+                    steps.append(f"Or: {train[0].lower()}{train[1:]}{also}.")
+            else:
+                steps.append("Do not rely on the estimate: the policy draws too few bad outputs to confirm it.")
+                steps.append(f"{train}." if others else "Train a proposal for this policy and pass it.")
+        if len(self.counts) == 2:
             steps.append("Draw from a hotter copy of the proposal too, or from a second proposal.")
-        if self.variance_ess < MIN_VARIANCE_ESS and (self.own_share <= 0.5 or not others):
-            more = max(others, default=own)
-            steps.append(
-                f"Draw {_round_up(more * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0))):,} completions a prompt from "
-                f"{'each proposal' if others else 'the policy'} ({more:,} now)."
-            )
+        if uneven and others and self.own_share <= 0.5:
+            now = max(others)
+            draws = _round_up(now * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0)))
+            steps.append(f"Draw {draws:,} completions a prompt from each proposal ({now:,} now).")
         if self.halves_error > MAX_ERROR:
             steps.append("Draw again with another seed, and twice as many.")
-        return tuple(dict.fromkeys(steps))
+        return tuple(steps)
+
+    def _policy_draws(self, expected: float) -> float:
+        """Completions of a prompt among which the policy should draw so many bad outputs over all prompts."""
+        return _round_up(self.counts[0] * expected / self.expected) if self.expected > 1e-12 else math.inf
 
 
 def _round_up(number: float) -> int:
