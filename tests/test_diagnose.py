@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 
@@ -126,6 +127,25 @@ def test_noise_is_no_symptom():
     for i, entry in enumerate(log):
         entry |= {name: value + noise[i] for name, value in names.items()}
     assert seen(log) == []
+
+
+@pytest.mark.parametrize(("every", "updates"), [(1, 400), (1, 1000), (10, 400)])
+def test_one_prompt_an_update_is_no_symptom(every, updates):
+    """Rewards that differ between prompts as much as within them: the means of 20 updates vary by a fifth of their spread."""
+    alarms = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        log = make_log(updates=updates, every=every, reward_std=2**0.5)
+        for entry in log:
+            batches = [draw.gauss(0, 1) + draw.gauss(0, 8**-0.5) for _ in range(every)]
+            entry["reward"] = entry["return"] = 4.0 + sum(batches) / every
+        alarms += "falling_return" in seen(log)
+    assert alarms <= 1
+
+
+def test_what_was_so_from_the_start_is_not_judged():
+    unknown = diagnose(make_log(completions__clipped_ratio=1.0, reward=4.0, kl=lambda t: 0.2 * t), SETTINGS).unknown
+    assert "from the start on; raise" in unknown["cut"] and "near its best from the start" in unknown["rising_kl"]
 
 
 def test_what_is_meant_to_be_so_is_not_looked_for():

@@ -105,6 +105,13 @@ class RunLog:
         mean = sum(span.mean for span in best) / len(best)
         return Span(best[0].first, best[-1].last, mean)
 
+    def standard_error(self, name: str) -> float:
+        """Standard error of a mean of [`spans`], from the differences between one log and the next."""
+        points = [value for _, value in self.columns[name] if math.isfinite(value)]
+        squares = [(one - other) ** 2 / 2 for one, other in zip(points, points[1:], strict=False)]
+        logs = max(1.0, self.needed * len(self.steps) / self.updates)  # of a mean
+        return math.sqrt(sum(squares) / len(squares) / logs) if squares else 0.0
+
     def count(self, name: str) -> int:
         """An integer field of the configuration, 0 if it is not known."""
         value = self.settings.get(name)

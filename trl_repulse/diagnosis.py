@@ -44,6 +44,11 @@ THRESHOLDS = {
     "fall": Threshold(
         0.5, "standard deviations of the reward at the start; means of 20 batches hardly vary by a tenth of one"
     ),
+    "noise": Threshold(
+        6.0,
+        "standard errors of a mean over these updates: the largest of many means and the last differ by 3, and few prompts an "
+        "update make much noise",
+    ),
     "plateau": Threshold(0.1, "standard deviations of the reward at the start; less is no gain, but noise"),
     "kl_factor": Threshold(
         2.0,
@@ -357,6 +362,8 @@ def _rising_kl(log: RunLog) -> str | None:
     gain = THRESHOLDS["plateau"].value * log.spread
     best = max(span.mean for span in rewards)
     start, last = next(span for span in rewards if span.mean >= best - gain), rewards[-1]
+    if start is rewards[0]:
+        raise Unknown("`reward` is near its best from the start on, where the KL is 0; see whether the return falls")
     before, after = kl[start[:2]], kl[last[:2]]
     if after < before + THRESHOLDS["kl_rise"].value or after < THRESHOLDS["kl_factor"].value * before:
         return None
@@ -370,7 +377,8 @@ def _falling_return(log: RunLog) -> str | None:
     name = "return" if "return" in log.columns else "reward"
     spans = log.spans(name)
     best, last = max(spans, key=lambda span: span.mean), spans[-1]
-    if best.mean - last.mean <= THRESHOLDS["fall"].value * log.spread:
+    least = max(THRESHOLDS["fall"].value * log.spread, THRESHOLDS["noise"].value * log.standard_error(name))
+    if best.mean - last.mean <= least:
         return None
     return (
         f"`{name}` fell from {best.mean:.3g} ({best}) to {last.mean:.3g} ({last}), with a `reward_std` of {log.spread:.2g} "
@@ -408,6 +416,10 @@ def _cut(log: RunLog) -> str | None:
             raise Unknown(f"completions of up to {limit:g} tokens are meant to be cut")
         if cut is not None:
             began = log.spans(name)[0].mean
+            if began >= THRESHOLDS["clipped"].value:
+                raise Unknown(
+                    f"`{name}` is {began:.2f} from the start on; raise `max_completion_length` unless the limit is meant"
+                )
             return f"`{name}` is {cut.mean:.2f} on average over {cut}, and was {began:.2f} at the start"
     return None
 
