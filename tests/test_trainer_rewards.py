@@ -1,5 +1,6 @@
 """What the trainers make of reward functions: weighted sums, raw and transformed rewards, missing ones, faults."""
 
+import functools
 import json
 import math
 
@@ -286,6 +287,19 @@ def test_functions_of_all_kinds_are_still_called_as_TRL_calls_them(make):
     log = logs_of(trainer)
     assert log["mine"] == log["proposal/mine"] == 2.0
     assert log["rewards/plain/mean"] == log["rewards/Judge/mean"]
+
+
+def test_a_decorator_may_take_what_its_function_does_not(make):
+    def short(completions):
+        return [-float(len(completion)) for completion in completions]
+
+    @functools.wraps(short)
+    def cached(completions, **kwargs):
+        return short(completions)
+
+    trainer = make(ReinforceTrainer, reward_funcs=cached, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] < 0
 
 
 def test_nan_from_a_reward_model_is_refused(make, model_dirs):
