@@ -195,3 +195,11 @@ def evaluator(tokenizer, prompts, reward):
 def same_parameters(one, other):
     """Bit for bit, wherever they are."""
     return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `accelerate launch` is asked for by a training command, in place of launching."""
+    asked = []
+    monkeypatch.setattr("trl_repulse._commands.train.launch_command", asked.append)
+    return asked

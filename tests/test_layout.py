@@ -265,6 +265,18 @@ def test_compiled_models_share_rows(make, request, proposal):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough
+@pytest.mark.trainer
+def test_compiled_value_models_share_rows(make, request):
+    request.addfinalizer(torch.compiler.reset)
+    compile = {"torch_compile": True, "torch_compile_backend": "eager"} | ({} if USE_CPU else {"tf32": False})
+    settings = {"trainer_cls": PPOTrainer, "beta": 0.1, "max_steps": 2}
+    compiled, plain = (train(make, "llama", share, **settings, **how) for share, how in ((True, compile), (False, {})))
+    for one, other in ((compiled.model, plain.model), (compiled.value.module, plain.value.module)):
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.trainer
 def test_reinforce_too(make, architecture):
     runs = [train(make, architecture, share, trainer_cls=ReinforceTrainer, beta=0.1) for share in (True, False)]

@@ -20,7 +20,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from trl_repulse import embedded
-from trl_repulse._commands import train as train_command
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.cli import TRAINING, main
 from trl_repulse.embedded import shop
@@ -253,14 +252,6 @@ def only_read(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
     monkeypatch.setattr("trl_repulse.methods.run", end)
     monkeypatch.setattr("trl_repulse.evaluation.gcg.launch.launch", end)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """What `accelerate launch` is asked for, in place of launching."""
-    asked = []
-    monkeypatch.setattr(train_command, "launch_command", asked.append)
-    return asked
 
 
 def run_script(words, monkeypatch):

@@ -21,14 +21,6 @@ SETTINGS = {"": "repulse", "_reinforce": "reinforce", "_ppo": "ppo", "_grpo": "g
 SETTINGS |= {"_repulse_ppo": "repulse-ppo", "_repulse_grpo": "repulse-grpo"}
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """What `accelerate launch` is asked for, in place of launching."""
-    asked = []
-    monkeypatch.setattr(train, "launch_command", asked.append)
-    return asked
-
-
 def test_flags_are_sorted(launched, tmp_path):
     (tmp_path / "zero2.yaml").write_text("")
     flags = [

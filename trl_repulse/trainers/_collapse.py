@@ -55,9 +55,8 @@ class CollapseWatch:
         """
         trainer, size = self._part.trainer, self._part.size(self._part.mode)
         mask = trainer._to_prompts(batch[f"{NEGATIVE}_mask"], size)
-        known = (~trainer._to_prompts(batch["proposal_rewards"], size).isnan()).any(
-            dim=1
-        )  # others may only fill up a batch
+        scored = ~trainer._to_prompts(batch["proposal_rewards"], size).isnan()
+        known = scored.any(dim=1)  # other prompts may only fill up a batch
         distinct = distinct_share(trainer._to_prompts(batch[f"{NEGATIVE}_ids"], size), mask)
         distinct = trainer._gathered_moments(distinct[known])
         trainer._record({"proposal/distinct": mean}, distinct)
