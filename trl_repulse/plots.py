@@ -1,10 +1,11 @@
 """Figures of training runs and evaluations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -38,6 +39,11 @@ _METHODS = (  # colour and marker of one method after the other, told apart in g
     ("#8a6d1f", "v"),
     ("#2b8c99", "P"),
     ("#555555", "X"),
+    ("#d68fb0", "<"),
+    ("#111111", ">"),
+    ("#9bbf3b", "p"),
+    ("#6fa8dc", "h"),
+    ("#a0522d", "*"),
 )
 _AXES = {"samples": "samples drawn", "update": "policy updates"}
 _INK, _FAINT = "#333333", "#dddddd"
@@ -211,6 +217,52 @@ def plot_frontier(frontier: Frontier, path: str | Path) -> None:
         **{"title_fontsize": 9, "alignment": "left", "loc": "outside right upper"},
         **{"frameon": False, "fontsize": 9, "labelcolor": _INK},
     )
+    _save(figure, path)
+
+
+def plot_rewards(
+    rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
+) -> None:
+    """
+    Draws how the rewards of samples are distributed, as shares on a logarithmic axis, so that a rare tail is visible.
+
+    Args:
+        rewards (`Mapping[str, numpy.ndarray]`):
+            Rewards of one model or of several, by the name in the legend. NaN, the mark of a missing reward, is left out.
+        path (`str` or `Path`):
+            File to write; its suffix decides the format, its folder is created if missing.
+        thresholds (`Sequence[float]`, *optional*, defaults to `()`):
+            Rewards η to mark; the legend gives each model's share of samples under them.
+        label (`str`, *optional*, defaults to `"reward"`):
+            What the horizontal axis shows.
+
+    Raises:
+        `ValueError`: If no model has a reward that is a finite number.
+    """
+    known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
+    known = {name: values for name, values in known.items() if values.size}
+    if not known:
+        raise ValueError("There is no reward to draw: all are missing.")
+    edges = np.histogram_bin_edges(np.concatenate(list(known.values())), bins=50)
+    floor = 0.5 / max(values.size for values in known.values())  # under the share of a single sample
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    for i, (name, values) in enumerate(known.items()):
+        colour, _ = _METHODS[i % len(_METHODS)]
+        under = ", ".join(f"{np.mean(values < eta):.3g} under {eta:g}" for eta in thresholds)
+        shares = np.histogram(values, edges)[0] / values.size
+        line = {"color": colour, "linewidth": 1.8, "baseline": None, "label": f"{name}: {under}" if under else name}
+        panel.stairs(np.maximum(shares, floor), edges, **line)
+    for threshold in thresholds:
+        panel.axvline(threshold, color="#999999", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
+    panel.set_yscale("log")
+    panel.set_ylim(bottom=floor)
+    panel.set_xlabel(label, color=_INK)
+    panel.set_ylabel("share of samples", color=_INK)
+    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
+    _tidy(panel)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=_INK)
     _save(figure, path)
 
 

@@ -11,6 +11,7 @@ from .._errors import describe_error, from_reward
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
+FIGURES = (".png", ".pdf", ".svg")
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
 SETTINGS: dict[str, dict[str, Any]] = {
     "num_samples": {"type": int, "help": "completions of each prompt (16)"},
@@ -79,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
     )
+    reading.add_argument(
+        "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
+    )
     parser.set_defaults(run=run)
 
 
@@ -100,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
+def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     """
     Samples if a model is given, then reads.
 
@@ -109,8 +113,8 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
             Arguments of the command.
 
     Returns:
-        `tuple`: the [`~trl_repulse.evaluation.report.TailReport`], and the
-        [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
+        `tuple`: the [`~trl_repulse.evaluation.records.SampleSet`] of each folder, the
+        [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
 
     Raises:
         `ValueError`: If arguments do not fit together or something cannot be used.
@@ -120,6 +124,9 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..evaluation.report import estimates, tail_report
 
     check_output(args.output)
+    check_output(args.figure)
+    if args.figure is not None and args.figure.suffix not in FIGURES:
+        raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
     if args.per_prompt and len(args.folders) > 1:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     # What is wrong of the reading is said before anything is sampled
@@ -140,7 +147,7 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     samples = [load_samples(folder) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)
-    return report, None if args.negatives is None else _score_negatives(args)
+    return samples, report, None if args.negatives is None else _score_negatives(args)
 
 
 def _sample(args: argparse.Namespace) -> None:
@@ -242,8 +249,8 @@ def _score_negatives(args: argparse.Namespace) -> Any:
     )
 
 
-def _write(args: argparse.Namespace, report: Any, negatives: Any) -> None:
-    """Prints the report, and writes it if asked to."""
+def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
+    """Prints the report; writes it, and draws the figure, if asked to."""
     from ..evaluation.records import write_json
 
     content = report.to_dict()
@@ -257,3 +264,10 @@ def _write(args: argparse.Namespace, report: Any, negatives: Any) -> None:
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})
+    if args.figure is not None:
+        from ..plots import plot_rewards
+
+        columns = {
+            str(folder): each.column(args.column).ravel() for folder, each in zip(args.folders, samples, strict=True)
+        }
+        plot_rewards(columns, args.figure, args.thresholds, args.column)
