@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -23,7 +21,7 @@ from trl_repulse.generation.vllm_generator import _of_the_drawn
 from trl_repulse.trainers._trl_bridge import pinned_changes, without_lasting_changes
 
 from .conftest import build_model
-from .distributed_support import ROOT, launcher
+from .distributed_support import launcher, run_forked
 from .vllm_double import build_engine, greedy
 
 
@@ -389,9 +387,7 @@ def test_log_probabilities_are_those_of_the_drawn_tokens():
 def test_processes_whose_completions_differ_in_length(tmp_path, model_dirs):
     output = tmp_path / "logs.json"
     script = [*launcher(2, None), "-m", "tests.uneven_engine_run", model_dirs["llama"], str(output)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(script, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_forked(script)
     for name, logs in json.loads(output.read_text()).items():
         assert logs["completions/max_length"] == 3, name
         mean, largest = (float(logs[f"sampling/sampling_logp_difference/{key}"]) for key in ("mean", "max"))
