@@ -1,6 +1,7 @@
 """What `test_distributed`, `benchmarks/invariance.py` and the scripts they launch share."""
 
 import functools
+import gc
 import json
 import math
 import multiprocessing
@@ -35,9 +36,12 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 TIMEOUT = 600  # seconds
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # environment, one thread a process
-# Imports, which take longer than five updates, are made once, in a process that each of those of a run is forked from
+# Imports, which take longer than five updates, are made once, in a process that others are forked from; what is not
+# installed is left out
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["deepspeed", "peft", "tests.test_ppo_math", "tests.test_trainer_math"])
+FORKS.set_forkserver_preload(
+    ["deepspeed", "peft", "tests.evaluation_support", "tests.test_ppo_math", "tests.test_trainer_math"]
+)
 
 
 def launcher(processes: int, config: str | None, machines: list[str] | None = None) -> list[str]:
@@ -134,6 +138,7 @@ def _fork(folder: Path, args) -> None:
 
 def _rank(argv: list[str], environment: dict[str, str], path: Path) -> None:
     """One of the processes: `python -m` with this command line and environment, and its output in files."""
+    gc.freeze()  # as in `conftest`
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
@@ -178,11 +183,13 @@ def train(
 def start() -> None:
     """To be called before the trainer is built."""
     Accelerator.__init__ = with_fp16_on_cpu
-    # DeepSpeed's shared-memory collectives would be compiled for two minutes
+    # DeepSpeed's shared-memory collectives would be compiled for two minutes. It refuses fp16 on a CPU that has no
+    # instructions for it (0.19.8); torch computes without them
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = _with_fsdp_on_cpu
 

@@ -399,6 +399,12 @@ def test_several_machines_train_and_resume_both_models(launch, tmp_path, tokeniz
     assert run_on_two("checkpoints", checkpoint=tmp_path / "run" / "checkpoint-2")["parameters"] == whole
 
 
+def test_a_process_that_fails_is_noticed(tmp_path):
+    command = [*launcher(2, None), "-m", "tests.distributed_run", str(tmp_path), "4", "1", "no such method"]
+    with pytest.raises(AssertionError, match="KeyError: 'no such method'"):
+        run_forked(command)
+
+
 def test_the_comparison_can_fail(launch):
     plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "REINFORCE++-baseline")
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)
