@@ -272,6 +272,8 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
         "true",
         "--max_steps",
         "5",
+        "--max_completion_length",
+        "1",
     ]
     run_forked([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
