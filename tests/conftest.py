@@ -1,6 +1,8 @@
 """Tiny worlds for the trainer tests: real architectures built from configs, word-level tokenizers, no network."""
 
+import gc
 import os
+import re
 import sys
 
 
@@ -15,8 +17,10 @@ USE_CPU = os.environ.pop(_ASKED, None) is None and "--accelerator" not in sys.ar
 if USE_CPU:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+import huggingface_hub.constants
 import pytest
 import torch
+import transformers.utils.hub
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
@@ -30,6 +34,8 @@ from transformers import (
     set_seed,
 )
 
+from .hub_server import HubServer
+
 
 torch.set_num_threads(1)
 
@@ -38,6 +44,15 @@ about_the_cpu = pytest.mark.skipif(not USE_CPU, reason="is about the CPU")
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "ate", "fish", "bad"]
 BAD = 18  # " bad"
+
+
+# What DeepSpeed and bitsandbytes say where they are installed, once Accelerate and PEFT import them
+_OTHERS = re.compile(r"\[[\d-]+ [\d:,]+\] \[[A-Z]+\] \[|Failed to load CPU gemm_4bit_forward ")
+
+
+def without_others(text: str) -> str:
+    """What a process wrote, but for the lines of DeepSpeed and bitsandbytes."""
+    return "".join(line for line in text.splitlines(keepends=True) if not _OTHERS.match(line))
 
 
 def pytest_addoption(parser):
@@ -57,6 +72,12 @@ def pytest_configure(config):
         )
     if getattr(config.option, "numprocesses", None):
         os.environ[_ASKED] = "1"
+
+
+def pytest_collection_finish(session):
+    """What was imported is no garbage: `Trainer.train` collects first, which took a third of a short run's time."""
+    gc.collect()
+    gc.freeze()
 
 
 def build_accelerator():
@@ -142,6 +163,20 @@ def word_reward(completions, **kwargs):
 @pytest.fixture(scope="session")
 def reward():
     return word_reward
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the Hub, which this process alone is sent to."""
+    server = HubServer()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield server
+    assert not server.refused  # nothing was sent that the stand-in does not understand
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture

@@ -1,16 +1,27 @@
 """What `test_distributed`, `benchmarks/invariance.py` and the scripts they launch share."""
 
+import functools
+import gc
 import json
 import math
+import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed.run
 from accelerate import Accelerator
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, GradScalerKwargs
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +34,14 @@ STEPS = 5
 FP16_SCALE = 2.0**8  # what the small models' losses are scaled by at first: their gradients do not overflow
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
+TIMEOUT = 600  # seconds
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # environment, one thread a process
+# Imports, which take longer than five updates, are made once, in a process that others are forked from; what is not
+# installed is left out
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["deepspeed", "peft", "tests.evaluation_support", "tests.test_ppo_math", "tests.test_trainer_math"]
+)
 
 
 def launcher(processes: int, config: str | None, machines: list[str] | None = None) -> list[str]:
@@ -60,10 +79,73 @@ def machine_options(machines: int) -> list[list[str]]:
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
     """Runs a command on the CPU, one thread a process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def run_forked(command: list[str]) -> subprocess.CompletedProcess:
+    """
+    As [`run`], for a command of [`launcher`] with a module (`-m`), on one machine.
+
+    The launcher reads its configuration and prepares the environment as ever, but here, and in place of an agent that starts
+    Python anew for each process, they are forked from one that has imported what they need.
+    """
+    _, _, start, *arguments = command
+    with patch.dict(os.environ, ON_CPU), tempfile.TemporaryDirectory() as folder:
+        forkserver.ensure_running()  # before the launcher's environment is there
+        with patch.object(torch.distributed.run, "run", functools.partial(_fork, Path(folder))):
+            if start == "accelerate.commands.launch":
+                launch_command(launch_command_parser().parse_args(arguments))
+            else:
+                torch.distributed.run.main(arguments)
+        out, err = (
+            "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{name}"))) for name in ("out", "err")
+        )
+    return subprocess.CompletedProcess(command, 0, out, err)
+
+
+def _fork(folder: Path, args) -> None:
+    """In place of `torch.distributed.run.run`: starts the processes and waits for them; one that fails ends the others."""
+    assert args.module and int(args.nnodes.partition(":")[0]) == 1
+    size, port = int(args.nproc_per_node), free_port()
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    ranks = [
+        FORKS.Process(
+            target=_rank,
+            args=(
+                [args.training_script, *args.training_script_args],
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                folder / str(rank),
+            ),
+        )
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    until = time.monotonic() + TIMEOUT
+    while (left := [process for process in ranks if process.exitcode is None]) and time.monotonic() < until:
+        if any(process.exitcode for process in ranks):
+            break
+        wait([process.sentinel for process in left], max(until - time.monotonic(), 0))
+    for process in left:
+        process.kill()
+        process.join()
+    errors = "".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.err")))
+    assert not any(process.exitcode for process in ranks), errors
+
+
+def _rank(argv: list[str], environment: dict[str, str], path: Path) -> None:
+    """One of the processes: `python -m` with this command line and environment, and its output in files."""
+    gc.freeze()  # as in `conftest`
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(path.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = argv
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 def train(
@@ -76,13 +158,19 @@ def train(
     script="distributed_run",
     machines=1,
     checkpoint=None,
+    fresh=False,
 ):
-    """What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant."""
+    """
+    What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant.
+
+    With `fresh`, and on several machines, the launcher starts its processes itself.
+    """
     arguments = ["-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant]
     arguments += [] if checkpoint is None else [str(checkpoint)]
     options = [None] if machines == 1 else machine_options(machines)
     with ThreadPoolExecutor(machines) as pool:
-        list(pool.map(lambda each: run([*launcher(processes, config, each), *arguments]), options))
+        start = run if fresh or machines > 1 else run_forked
+        list(pool.map(lambda each: start([*launcher(processes, config, each), *arguments]), options))
     result = json.loads(Path(folder, "result.json").read_text())
     assert result["world_size"] == processes
     sharded = (config or "").removeprefix("multi_node_")
@@ -95,11 +183,13 @@ def train(
 def start() -> None:
     """To be called before the trainer is built."""
     Accelerator.__init__ = with_fp16_on_cpu
-    # DeepSpeed's shared-memory collectives would be compiled for two minutes
+    # DeepSpeed's shared-memory collectives would be compiled for two minutes. It refuses fp16 on a CPU that has no
+    # instructions for it (0.19.8); torch computes without them
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = _with_fsdp_on_cpu
 

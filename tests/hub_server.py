@@ -38,6 +38,7 @@ class HubServer(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.tokens: set[str | None] = set()
         self.refused: list[str] = []
+        self.mirror: Path | None = None  # folder that each repository is written to, as `user/name`
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
@@ -62,8 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
         if parts == ["api", "validate-yaml"]:
             return self._answer(200, {"errors": [], "warnings": []})
         if parts[:2] == ["api", "models"] and parts[4:] in (["preupload", "main"], ["commit", "main"]):
-            repository = self.server.repositories["/".join(parts[2:4])]
-            return self._preupload(body) if parts[4] == "preupload" else self._commit(repository, body)
+            name = "/".join(parts[2:4])
+            return self._preupload(body) if parts[4] == "preupload" else self._commit(name, body)
         self.server.refused.append(self.path)
         return self._answer(404, {"error": "not found"})
 
@@ -80,12 +81,15 @@ class _Handler(BaseHTTPRequestHandler):
         files = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
         self._answer(200, {"files": files})
 
-    def _commit(self, repository: Repository, body: bytes):
+    def _commit(self, name: str, body: bytes):
+        repository = self.server.repositories[name]
         rows = [json.loads(line) for line in body.splitlines()]
         assert rows[0]["key"] == "header" and {row["key"] for row in rows[1:]} == {"file"}
         files = {row["value"]["path"]: base64.b64decode(row["value"]["content"]) for row in rows[1:]}
         repository.files |= files
         repository.commits.append(set(files))
+        if self.server.mirror is not None:
+            repository.download(self.server.mirror / name)
         self._answer(200, {"commitUrl": f"{self.server.endpoint}/me/x/commit/{'0' * 40}", "commitOid": "0" * 40})
 
     def _parts(self) -> list[str]:

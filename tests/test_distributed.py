@@ -19,7 +19,7 @@ from trl_repulse.embedded import shop
 from . import distributed_ppo_run
 from .conftest import build_model
 from .distributed_run import ADAPTER_CLIP
-from .distributed_support import CONFIGS, launcher, run, train
+from .distributed_support import CONFIGS, launcher, run, run_forked, train
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trainer, pytest.mark.thorough]
@@ -56,10 +56,10 @@ needs_deepspeed = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory, tokenizer):
     @functools.cache
-    def launch(processes, batch_size, accumulation, variant="leave one out", script="distributed_run", config=None):
+    def launch(processes, batch_size, accumulation, variant="leave one out", config=None, **kwargs):
         folder = tmp_path_factory.mktemp("run")
         build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(folder / "reference")
-        return train(folder, processes, batch_size, accumulation, variant, config, script)
+        return train(folder, processes, batch_size, accumulation, variant, config, **kwargs)
 
     return launch
 
@@ -146,7 +146,7 @@ def test_models_cut_apart_draw_what_whole_ones_draw(launch, config, method):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("config", "processes"), [("single_gpu", 1), ("cpu_ddp", 2)])
 def test_configurations_of_the_launcher_start_what_they_say(launch, config, processes):
-    result = launch(processes, 8 // processes, 1, config=config)  # asserts the world size
+    result = launch(processes, 8 // processes, 1, config=config, fresh=True)  # asserts the world size
     assert_equal(launch(1, 8, 1), result, METRICS)
 
 
@@ -184,9 +184,9 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
     """
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
-    run(command)
+    run_forked(command)
     whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
-    run([*command, str(tmp_path / "run" / "checkpoint-2")])
+    run_forked([*command, str(tmp_path / "run" / "checkpoint-2")])
     resumed = json.loads((tmp_path / "result.json").read_text())["parameters"]
     for name in ("policy", "proposal"):
         difference = (torch.tensor(resumed[name]) - torch.tensor(whole[name])).abs()
@@ -207,13 +207,13 @@ def test_fsdp_may_checkpoint_the_activations_of_both_models(launch, tmp_path, to
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, "fsdp2"), "--fsdp_activation_checkpointing", "true", "-m", "tests.distributed_run"]
     command += [str(tmp_path), "4", "1"]
-    run([*command, "leave one out"])
+    run_forked([*command, "leave one out"])
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["wrapped"] == [True, True] and launch(2, 4, 1, config="fsdp2")["wrapped"] == [False, False]
     assert_equal(launch(1, 8, 1), result, METRICS)
-    run([*command, "checkpoints"])
+    run_forked([*command, "checkpoints"])
     whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
-    run([*command, "checkpoints", str(tmp_path / "run" / "checkpoint-2")])
+    run_forked([*command, "checkpoints", str(tmp_path / "run" / "checkpoint-2")])
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     assert torch.equal(
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, co
     method = "adapters, checkpoints" + {None: "", "bfloat16": " in bf16", "float16": " in fp16"}[precision]
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
-    run(command)
+    run_forked(command)
     folder = tmp_path / "run"
     whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
     files = list((folder / "checkpoint-2").glob("global_step*/*model_states.pt"))
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, co
         flat = torch.cat([p.detach().flatten() for key, p in saved.named_parameters() if "lora_" in key])
         flat = flat if precision is None else flat.to(getattr(torch, precision)).float()
         assert torch.equal(flat, torch.tensor(whole[name]))
-    run([*command, str(folder / "checkpoint-2")])
+    run_forked([*command, str(folder / "checkpoint-2")])
     assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
 
 
@@ -272,8 +272,10 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
         "true",
         "--max_steps",
         "5",
+        "--max_completion_length",
+        "1",
     ]
-    run([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
+    run_forked([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
     assert (tmp_path / "proposal" / "model.safetensors").exists()
     assert len((tmp_path / "completions" / "before_after.md").read_text().splitlines()) == 12
@@ -399,6 +401,12 @@ def test_several_machines_train_and_resume_both_models(launch, tmp_path, tokeniz
     assert run_on_two("checkpoints", checkpoint=tmp_path / "run" / "checkpoint-2")["parameters"] == whole
 
 
+def test_a_process_that_fails_is_noticed(tmp_path):
+    command = [*launcher(2, None), "-m", "tests.distributed_run", str(tmp_path), "4", "1", "no such method"]
+    with pytest.raises(AssertionError, match="KeyError: 'no such method'"):
+        run_forked(command)
+
+
 def test_the_comparison_can_fail(launch):
     plain, normalized = launch(1, 8, 1), launch(1, 8, 1, "REINFORCE++-baseline")
     assert plain["logs"][0]["loss"] != pytest.approx(normalized["logs"][0]["loss"], rel=1e-4)
@@ -446,7 +454,7 @@ def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
     """Held-out completions, an odd number of them, shared by the processes: each is rewarded once, by its prompt."""
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    done = run([*launcher(2, config), "-m", "tests.distributed_tail_run", str(tmp_path)])
+    done = run_forked([*launcher(2, config), "-m", "tests.distributed_tail_run", str(tmp_path)])
     result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
     assert result["world_size"] == 2
     assert [(report["update"], report["samples"]) for report in result["reports"]] == [(2, 9), (3, 9)]
@@ -457,7 +465,7 @@ def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
 def test_agents_act_in_two_processes(tmp_path, method):
     """Where the episodes of one of them begin with words of their own: both end with the same weights."""
     shop.build_policy(tmp_path / "policy", steps=120, batch_size=32)
-    run([*launcher(2, "cpu_ddp"), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), method])
+    run_forked([*launcher(2, "cpu_ddp"), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), method])
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["world_size"] == 2 and len(set(result["weights"])) == 1
     first = result["log"][0]
@@ -474,5 +482,5 @@ def test_agents_act_in_two_processes(tmp_path, method):
 )
 def test_agents_are_refused_where_processes_would_wait_for_each_other(tmp_path, config):
     shop.build_policy(tmp_path / "policy", steps=1, batch_size=2)
-    done = run([*launcher(2, config), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), "hot"])
+    done = run_forked([*launcher(2, config), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), "hot"])
     assert "different numbers of turns" in done.stdout and not (tmp_path / "result.json").exists()

@@ -203,6 +203,7 @@ def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
         max_completion_length=1,
         learning_rate=0.0,
         log_completions=True,
+        num_completions_to_print=1,
     )
     trainer.train()
     tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])

@@ -5,11 +5,9 @@ import json
 import runpy
 from pathlib import Path
 
-import huggingface_hub.constants
 import pandas as pd
 import pytest
 import torch
-import transformers.utils.hub
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +17,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSePPOT
 from trl_repulse.configs import _uploads
 
 from .conftest import same_parameters
-from .hub_server import HubServer, Repository
+from .hub_server import Repository
 from .test_adapters_math import lora
 
 
@@ -29,19 +27,6 @@ TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 FULL = {"config.json", "generation_config.json", "model.safetensors", *TOKENIZER}
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", *TOKENIZER}
 CARD = {"README.md"}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    server = HubServer()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield server
-    assert not server.refused  # nothing was sent that the stand-in does not understand
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.fixture
@@ -304,10 +289,14 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
 def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
     trainer = make(ReinforceTrainer, push_to_hub=True, hub_model_id="me/out")
     trainer.tail_report = "P(bad) = 1e-4 (95 %: 5e-5 to 2e-4), 100,000 samples"
+    trainer.measured = {"p_bad": 1e-4, "missing": float("nan")}
     trainer.push_to_hub(dataset_name="me/prompts")
     card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
     assert f"### Measured\n\n{trainer.tail_report}\n\n### Data" in card.text
     assert card.data.datasets == "me/prompts" and "The proposal" not in card.text
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_type) == ("p_bad", 1e-4, "me/prompts")
+    assert card.data.model_name == "out" and card.data.library_name == "transformers"
 
 
 def test_the_example_pushes_what_it_measured(hub, tmp_path):
@@ -318,9 +307,50 @@ def test_the_example_pushes_what_it_measured(hub, tmp_path):
     results = json.loads(policy.files["results.json"])
     card = policy.files["README.md"].decode()
     assert "### Measured\n\nExact values" in card and f"{results['final']['log_prob_bad']:.4f}" in card
+    assert {each.metric_type: each.metric_value for each in ModelCard(card).data.eval_results} == results["final"]
     assert not [name for name in policy.files if "proposal" in name or "completions" in name]
     assert (tmp_path / "out" / "completions" / "before_after.md").exists()
     assert hub.repositories["me/out-proposal"].private
+
+
+def test_an_adapters_cards(make, tmp_path):
+    """They name PEFT, as the Hub needs, and of bases only those that are on the Hub; PEFT's own would name a path here."""
+    out = tmp_path / "out"
+    for base, proposal in (("me/base", "learned"), (None, "hot_policy")):
+        trainer = make(extra={"peft_config": lora()}, proposal=proposal, bad_reward_threshold=-1.0)
+        if base:  # as if it had been loaded from there
+            trainer.model.get_base_model().config._name_or_path = base
+            for config in trainer.model.peft_config.values():
+                config.base_model_name_or_path = base
+        trainer.save_model()
+        folders = [out, out / "proposal"] if proposal == "learned" else [out]
+        for folder in folders:
+            card = ModelCard.load(folder / "README.md")
+            assert (card.data.library_name, card.data.base_model) == ("peft", base)
+            assert str(tmp_path) not in card.content
+            assert {"trl", "trl-repulse"} <= set(card.data.tags)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a model of one's own", "embedded"])
+def test_the_cards_numbers_are_those_of_the_results(tmp_path, model_dirs, own):
+    script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "repulse.py"))
+    flags = ["--output_dir", str(tmp_path), "--max_steps", "1", "--max_completion_length", "1"]
+    if own:
+        (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+        flags += ["--model_name_or_path", model_dirs["gpt2"], "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
+        flags += ["--dataset_name", str(tmp_path / "prompts.jsonl"), "--bad_reward_threshold", "0", "--beta", "0.1"]
+        flags += ["--per_device_train_batch_size", "8", "--num_generations", "4"]
+    script["main"](flags)
+    results, card = json.loads((tmp_path / "results.json").read_text()), ModelCard.load(tmp_path / "README.md")
+    found = {each.metric_type: each.metric_value for each in card.data.eval_results}
+    if own:
+        assert found and found == {name: results["metrics"][name] for name in found}
+        assert {"reward", "kl", "bad_fraction"} <= set(found)
+    else:
+        assert set(found) == {"expected_reward", "log_prob_bad", "kl"} and found == results["final"]
+    assert card.data.model_name == tmp_path.name and card.data.library_name == "transformers"
+    assert card.data.to_dict()["model-index"][0]["results"][0]["task"]["type"] == "text-generation"
 
 
 def test_a_folder_of_prompts_and_a_resumed_run_on_the_card(hub, tmp_path):

@@ -119,7 +119,9 @@ def test_a_proposal_is_refused_unless_asked_for(adapter, tmp_path, capsys):
     assert "--allow_proposal" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
     assert main(["merge", str(adapter), str(tmp_path / "merged"), "--allow_proposal"]) == 0
+    assert ModelCard.load(adapter / "README.md").data.library_name == "peft"
     card = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert card.data.library_name == "transformers"
     assert "Do not deploy" in card.text and "not-for-deployment" in card.data.tags
     # What was merged is still known for what it is
     assert main(["merge", str(tmp_path / "merged"), str(tmp_path / "again")]) == 1

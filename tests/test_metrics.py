@@ -9,7 +9,7 @@ import torch
 from trl_repulse.trainers._metrics import Moments, Pooled, highest, lowest, mean, pool, share_explained, std
 
 from .conftest import build_model
-from .distributed_support import launcher, run
+from .distributed_support import launcher, run_forked
 from .pooled_run import POLICY, TRAINERS, evaluate
 
 
@@ -157,7 +157,7 @@ def test_training_metrics_count_each_sample_once(make, monkeypatch):
 @pytest.mark.distributed
 def test_rows_that_fill_up_the_last_batch_of_two_processes_do_not_count(whole, folder):
     """18 rows (PPO 9) in batches of 8 or 10 over both processes; a stream's rows are told as well."""
-    run([*launcher(2, None), "-m", "tests.pooled_run", str(folder)])
+    run_forked([*launcher(2, None), "-m", "tests.pooled_run", str(folder)])
     found = json.loads((folder / "result.json").read_text())
     for name, metrics in found.items():
         trainer = {"cut": "repulse"}.get(name, name)

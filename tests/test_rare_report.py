@@ -17,7 +17,7 @@ from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
 from .conftest import build_model
-from .distributed_support import launcher, run
+from .distributed_support import launcher, run_forked
 from .reward_models import save_model
 
 
@@ -149,7 +149,9 @@ def test_two_processes_estimate_what_one_estimates(command, tmp_path, capsys):
             "import os, pathlib\npathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n"
         )
     command = [*command, "--threshold", "-1", "--level", "0.1"]
-    done = run([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", str(tmp_path / "two.json")])
+    done = run_forked(
+        [*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", str(tmp_path / "two.json")]
+    )
     assert main([*command, "--output", str(tmp_path / "one.json")]) == 0
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank", "rank0", "rank1"]
     assert done.stdout.count("P(r < -1)  ") == capsys.readouterr().out.count("P(r < -1)  ") == 1

@@ -1,12 +1,11 @@
 """RePULSe on PPO and GRPO: two processes, between which a prompt is cut apart, train what one trains, whatever cuts models apart."""
 
 import functools
-import sys
 
 import pytest
 import torch
 
-from .distributed_support import launcher, run
+from .distributed_support import launcher, run_forked
 from .rows_run import METHODS
 from .test_distributed import needs_deepspeed
 
@@ -20,8 +19,7 @@ def launch(tmp_path_factory):
     @functools.cache
     def launch(processes, config=None):
         folder = tmp_path_factory.mktemp("run")
-        start = [sys.executable] if processes == 1 else launcher(processes, config)
-        run([*start, "-m", "tests.rows_run", str(folder), str(8 // processes)])
+        run_forked([*launcher(processes, config), "-m", "tests.rows_run", str(folder), str(8 // processes)])
         return torch.load(folder / "found.pt", weights_only=False)
 
     return launch

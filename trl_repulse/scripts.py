@@ -238,6 +238,8 @@ def run(
         if args.push_to_hub:
             is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
             trainer.push_to_hub(dataset_name=None if is_local else name)
+        else:
+            trainer.create_model_card(Path(args.output_dir).name)  # with what was measured
     if table is not None:
         table.write(Path(args.output_dir) / "completions" / "before_after.md")
     trainer.end()
@@ -282,6 +284,9 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     write_results(output_dir / "results.json", method, args.seed, tracking, args.to_dict(), metrics)
     shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
     table = format_table(tracking, {name: metrics[name] for name in shown})
+    exact = tracking.history[-1]["policy"] if tracking.history else {}
+    sampled = {} if "expected_reward" in exact else {name: metrics[name] for name in shown if "proposal/" not in name}
+    trainer.measured = exact | sampled
     print(f"\n{method}, seed {args.seed}\n{table}\n")
     if tracking.history:
         first = tracking.history[0]["update"]

@@ -106,7 +106,9 @@ def merge(
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
         if is_proposal(adapter):
-            shutil.copy(adapter / _CARD, output / _CARD)
+            card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
+            card.data.library_name, card.data.base_model = "transformers", None
+            card.save(output / _CARD)
         del adapted, model  # there need not be room for two
         saved = load_model(AutoModelForCausalLM, str(output), "merged model", dtype="auto", **loading)
         _check_logits(_logits(saved, ids), merged, 0.01, f"{adapter} cannot be merged: the files of the merged model")

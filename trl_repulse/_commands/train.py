@@ -47,6 +47,10 @@ def launch(command: str, argv: list[str]) -> int:
     try:
         argv = with_config(argv)
         if not {"-h", "--help"}.isdisjoint(argv):
+            # transformers (5.23) imports an installed PEFT beside its arguments, which is half of the time until the help
+            # is there. The process ends with it; in one that goes on, transformers has been imported
+            if "transformers" not in sys.modules:
+                sys.modules["peft"] = None
             from ..arguments import ARGUMENTS, TrainingParser
 
             parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)

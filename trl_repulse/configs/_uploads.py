@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations import get_available_reporting_integrations
-
 
 _TRUE = ("1", "on", "true", "yes")
 # Trackers that upload whole checkpoints, or all of `output_dir`, where the environment tells them to (transformers
@@ -53,6 +51,8 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
         )
     report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # once set by hand
     if "all" in report_to:
+        from transformers.integrations import get_available_reporting_integrations  # imports seconds' worth of models
+
         report_to = get_available_reporting_integrations()
     for tracker, variable, default, uploading in _CHECKPOINT_UPLOADS:
         value = os.environ.get(variable, default)

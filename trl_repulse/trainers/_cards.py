@@ -1,12 +1,15 @@
 """Model cards: what is added to TRL's for the policy, and the warning that goes with a proposal."""
 
+import json
+import math
 import textwrap
 from collections.abc import Sized
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+from accelerate.utils import is_peft_model
+from huggingface_hub import EvalResult, ModelCard
 
 
 # What the model cards of trainers with a negative term, and of its baseline, refer to
@@ -37,8 +40,8 @@ _SHOWN = """
 
 _PROPOSAL_CARD = """\
 ---
-library_name: transformers
-tags:
+library_name: {library}
+{base}tags:
 - trl
 - trl-repulse
 - proposal
@@ -61,9 +64,27 @@ tags:
 
 
 def amend_model_card(trainer: Any) -> None:
-    """Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version."""
+    """
+    Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version; an adapter's
+    metadata name PEFT.
+    """
     args, path = trainer.args, Path(trainer.args.output_dir) / "README.md"
     card = ModelCard.load(path)
+    card.data.pipeline_tag = "text-generation"
+    if is_peft_model(trainer.model):
+        card.data.library_name = "peft"
+    card.data.model_name = card.data.model_name or path.parent.name  # what numbers are said to be of
+    card.data.eval_results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=card.data.datasets or "prompts",
+            dataset_name=card.data.datasets or "prompts",
+            metric_type=name,
+            metric_value=value,
+        )
+        for name, value in (trainer.measured or {}).items()
+        if math.isfinite(value)
+    ] or None
     added = ""
     if getattr(args, "has_proposal", False):
         added += (
@@ -87,5 +108,11 @@ def amend_model_card(trainer: Any) -> None:
 
 def write_proposal_card(directory: Path, policy: str, potential: str, beta: float) -> None:
     """Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside."""
-    text = _PROPOSAL_CARD.format(policy=policy, potential=potential, beta=beta, version=version("trl-repulse"))
+    library, base, adapter = "transformers", "", directory / "adapter_config.json"
+    if adapter.is_file():
+        library, name = "peft", json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = f"base_model: {name}\n" if name and not Path(name).is_dir() else ""
+    text = _PROPOSAL_CARD.format(
+        library=library, base=base, policy=policy, potential=potential, beta=beta, version=version("trl-repulse")
+    )
     (directory / "README.md").write_text(text, encoding="utf-8")

@@ -81,6 +81,8 @@ class TrainerHooks(SecondModels, PooledMetrics):
 
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
+    # Numbers by name, for the card's metadata (`model-index`); for whoever measures the policy to set
+    measured: dict[str, float] | None = None
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
     # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16).
     # Second models are withheld whoever uploads: an earlier run of another trainer may have left one in the folder
@@ -436,6 +438,12 @@ class TrainerHooks(SecondModels, PooledMetrics):
         # Log-probabilities, which come beside the rows, are `None` without vLLM (TRL 1.16)
         drawn = [row for part, _ in parts for row in part]
         return [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))], None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        # An upload has written the card. PEFT writes one of an adapter, with the local path of its base
+        if not _internal_call and not self.args.push_to_hub and output_dir in (None, self.args.output_dir):
+            self.create_model_card(Path(self.args.output_dir).name)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)
