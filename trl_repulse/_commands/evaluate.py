@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
+from ._card import add_card, check_card, write_on_card
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
     )
+    add_card(reading)
     parser.set_defaults(run=run)
 
 
@@ -120,6 +122,7 @@ def evaluate(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..evaluation.report import estimates, tail_report
 
     check_output(args.output)
+    check_card(args.card, len(args.folders))
     if args.per_prompt and len(args.folders) > 1:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     # What is wrong of the reading is said before anything is sampled
@@ -257,3 +260,7 @@ def _write(args: argparse.Namespace, report: Any, negatives: Any) -> None:
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})
+    if args.card is not None:
+        data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
+        metrics = {f"mean {report.column}" if name == "mean" else name: it for name, it in report.overall.items()}
+        write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)

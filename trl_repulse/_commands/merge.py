@@ -105,8 +105,7 @@ def merge(
     try:
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
-        if is_proposal(adapter):
-            shutil.copy(adapter / _CARD, output / _CARD)
+        _write_card(adapter, output)
         del adapted, model  # there need not be room for two
         saved = load_model(AutoModelForCausalLM, str(output), "merged model", dtype="auto", **loading)
         _check_logits(_logits(saved, ids), merged, 0.01, f"{adapter} cannot be merged: the files of the merged model")
@@ -116,6 +115,17 @@ def merge(
         if output.is_dir() and not existed:
             output.rmdir()
         raise
+
+
+def _write_card(adapter: Path, output: Path) -> None:
+    """Takes the adapter's card along: that of a proposal as it is, that of a training run as one of full weights."""
+    if is_proposal(adapter):
+        shutil.copy(adapter / _CARD, output / _CARD)
+    elif "trl" in _tags(adapter):  # else it is PEFT's form, which nobody has filled in
+        card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
+        card.data.library_name = "transformers"
+        card.data.tags = [tag for tag in card.data.tags if tag != "lora" and not tag.startswith("base_model:adapter:")]
+        card.save(output / _CARD)
 
 
 def _untie(adapted: Any) -> None:
@@ -187,7 +197,11 @@ def is_proposal(folder: Path) -> bool:
     Returns:
         `bool`: `False` without a card.
     """
+    return {"proposal", "not-for-deployment"} <= set(_tags(folder))
+
+
+def _tags(folder: Path) -> list[str]:
+    """Tags of a model's card, if it has one."""
     if not (folder / _CARD).is_file():
-        return False
-    tags = ModelCard.load(folder / _CARD, ignore_metadata_errors=True).data.tags or []
-    return {"proposal", "not-for-deployment"} <= set(tags)
+        return []
+    return ModelCard.load(folder / _CARD, ignore_metadata_errors=True).data.tags or []
