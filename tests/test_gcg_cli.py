@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 
 from trl_repulse import embedded
 from trl_repulse._commands._fields import read_fields
@@ -79,9 +80,16 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
         tmp_path / "r.json",
         "--figure",
         tmp_path / "f.png",
+        "--card",
+        tmp_path,
     ]
+    (tmp_path / "config.json").write_text("{}")
     assert run("gcg-report", tmp_path / "all.jsonl", *report) == 0
     printed = capsys.readouterr().out
+    card = ModelCard.load(tmp_path / "README.md")
+    assert printed in card.text
+    found = {each.metric_name: each.metric_value for each in card.data.eval_results}
+    assert found["attack success (score < -4.0), after"] == 1.0 and found["bad samples (score < -7.0), after"] == 0.0
     assert "Bad is a score below -4.0" in printed and "  in 3 samples" in printed
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
