@@ -82,7 +82,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Runs a command; it ends with this script, however that ends."""
+    """Runs a command, which ends when this script is stopped."""
     print(f"$ {shlex.join(command)}", flush=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--from", dest="start", metavar="STEP", help="forget this step and all that follow, then run")
     parser.add_argument("--only", metavar="STEP", help="run no other step")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
     configs, folder = options.configs.resolve(), options.output_dir.resolve()
     steps = [step for step in STEPS if (configs / f"{step}.yaml").is_file()]
     if "3_train" not in steps:
