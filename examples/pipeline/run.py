@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 STEPS = ["0_data", "1_sft", "2_reward", "3_train", "4_merge", "5_report", "6_attack", "7_card"]
 # How a program is started in this environment, whatever the PATH
 PROGRAMS = {
-    "trl": ["-m", "trl.cli.main"],
+    "trl": ["-c", "from trl.cli.main import main; raise SystemExit(main())"],
     "trl-repulse": ["-m", "trl_repulse.cli"],
     "data.py": [str(HERE / "data.py")],
 }
