@@ -144,6 +144,10 @@ def test_mistakes_are_one_line(pipeline, recorded, configs):
         file.write("confidence: 0.9\n")
     with pytest.raises(SystemExit, match="5_report was begun with another .*; `--from 5_report` runs it"):
         pipeline()
+    for text, words in (("seed: 0\n", "has no `output_dir`; add it"), ("a: [\n", "is no YAML, correct it")):
+        (configs / "3_train.yaml").write_text(text)
+        with pytest.raises(SystemExit, match=f"error: `.*3_train.yaml` {words}"):
+            pipeline("--from", "3_train")
     (configs / "3_train.yaml").unlink()
     with pytest.raises(SystemExit, match="there is no file `.*3_train.yaml`; copy the YAML files of"):
         pipeline()

@@ -47,12 +47,13 @@ def commands_of(step: str, configs: Path, folder: Path, method: str) -> list[lis
     if step == "7_card":
         commands = [["trl-repulse", "evaluate", "--config", path]]
         if (configs / "6_attack.yaml").is_file():
-            attack, card = read(configs, "6_attack"), read(configs, step)["card"]
-            report = ["trl-repulse", "gcg-report", attack["output"], "--threshold", str(attack["threshold"])]
-            commands.append([*report, "--card", card])
+            output, threshold = (read(configs, "6_attack", name) for name in ("output", "threshold"))
+            thresholds = map(str, threshold if isinstance(threshold, list) else [threshold])
+            report = ["trl-repulse", "gcg-report", output, "--threshold", *thresholds]
+            commands.append([*report, "--card", read(configs, step, "card")])
         return commands
     if step in ("5_report", "6_attack"):  # the policy before training, too
-        before = read(configs, "3_train")["model_name_or_path"]
+        before = read(configs, "3_train", "model_name_or_path")
         if step == "5_report":
             command, more = "evaluate", [f"{step}/before", "--model", before, "--output", f"{step}/before.json"]
         else:
@@ -60,13 +61,21 @@ def commands_of(step: str, configs: Path, folder: Path, method: str) -> list[lis
         command = ["trl-repulse", command, "--config", path]
         return [[*command, *more], command]
     command = {"1_sft": ["trl", "sft"], "2_reward": ["trl", "reward"]}.get(step, ["trl-repulse", method])
-    checkpoint = last_checkpoint(folder / read(configs, step)["output_dir"])
+    checkpoint = last_checkpoint(folder / read(configs, step, "output_dir"))
     resume = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
     return [[*command, "--config", path, *resume]]
 
 
-def read(configs: Path, step: str) -> dict[str, Any]:
-    return yaml.safe_load((configs / f"{step}.yaml").read_text(encoding="utf-8"))
+def read(configs: Path, step: str, name: str) -> Any:
+    """An argument in a step's file that the script has to know as well."""
+    path = configs / f"{step}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        sys.exit(f"error: `{path}` is no YAML, correct it: {error}")
+    if not isinstance(values, dict) or values.get(name) is None:
+        sys.exit(f"error: `{path}` has no `{name}`; add it.")
+    return values[name]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
