@@ -276,3 +276,54 @@ def test_extras_that_messages_name_exist():
     )
     told = ModuleNotFoundError("it needs peft: pip install peft", name="peft")
     assert describe_error(told) == "it needs peft: pip install peft"
+
+
+def test_arguments_from_a_file(tmp_path):
+    """By the names of their flags, of all kinds; what is on the command line wins."""
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "folders: [one, two]\nmodel: m\nthresholds: -4\nlevels: [1e-2]\nper_prompt: true\ntrust_remote_code: false\n"
+        "reward: [{reward_type: toxicity}]\nchat_template_kwargs: {thinking: false}\ndtype: null\nengine: vllm\n"
+    )
+    args = build_parser("evaluate", path).parse_args(["evaluate"])
+    assert args.folders == [Path("one"), Path("two")] and (args.thresholds, args.levels) == ([-4.0], [0.01])
+    assert (args.per_prompt, args.trust_remote_code) == (True, False) and "dtype" not in args
+    assert args.rewards == [{"reward_type": "toxicity"}] and args.chat_template_kwargs == {"thinking": False}
+    args = build_parser("evaluate", path).parse_args(["evaluate", "three", "--thresholds", "1", "2"])
+    assert (args.folders, args.thresholds, args.model) == ([Path("three")], [1.0, 2.0], "m")
+    path.write_text("output: figure\nmethod: [[a, b], [c, d]]\nreference_point: [1, 2]\n")
+    args = build_parser("frontier", path).parse_args(["frontier"])
+    assert args.methods == [["a", "b"], ["c", "d"]] and args.reference_point == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "There is no file `{}`"),
+        ("adaptor: a\n", "`{}` has `adaptor`, which is no argument; remove it. Did you mean `adapter`?"),
+        ("help: a\n", "has `help`, which is no argument"),
+        ("dtype: float31\n", "has `dtype: float31`, which must be one of auto, float32"),
+        ("allow_proposal: maybe\n", "has `allow_proposal: maybe`, which cannot be read"),
+        ("- a\n", "must hold arguments by name"),
+    ],
+)
+def test_a_file_that_is_refused_is_one_line(tmp_path, capsys, text, words):
+    path = tmp_path / "a.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert main(["merge", "--config", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse merge: ") and words.format(path) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "gcg"])
+def test_what_is_missing_in_a_file_is_asked_for(tmp_path, capsys, name):
+    """An empty file leaves required arguments required."""
+    (tmp_path / "a.yaml").write_text("")
+    parser = build_parser(name)
+    sub = parser._subparsers._group_actions[0].choices[name]
+    needed = [action for action in sub._actions if action.required]
+    if needed:
+        with pytest.raises(SystemExit):
+            main([name, "--config", str(tmp_path / "a.yaml")])
+        assert "are required" in capsys.readouterr().err

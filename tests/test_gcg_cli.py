@@ -4,16 +4,20 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from huggingface_hub import ModelCard
 
 from trl_repulse import embedded
 from trl_repulse._commands._fields import read_fields
 from trl_repulse.cli import build_parser, main
-from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, read_results
+from trl_repulse.evaluation._generation import as_function
+from trl_repulse.evaluation._identity import identify_reward
+from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, RefusalJudge, read_results
 from trl_repulse.evaluation.gcg.launch import load_judge
 from trl_repulse.scripts import main_or_exit
 
@@ -76,9 +80,16 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
         tmp_path / "r.json",
         "--figure",
         tmp_path / "f.png",
+        "--card",
+        tmp_path,
     ]
+    (tmp_path / "config.json").write_text("{}")
     assert run("gcg-report", tmp_path / "all.jsonl", *report) == 0
     printed = capsys.readouterr().out
+    card = ModelCard.load(tmp_path / "README.md")
+    assert printed in card.text
+    found = {each.metric_name: each.metric_value for each in card.data.eval_results}
+    assert found["attack success (score < -4.0), after"] == 1.0 and found["bad samples (score < -7.0), after"] == 0.0
     assert "Bad is a score below -4.0" in printed and "  in 3 samples" in printed
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
@@ -167,11 +178,29 @@ def test_judges_that_are_refused(folder, capsys, tmp_path):
         assert message in capsys.readouterr().err
 
 
-def test_a_path_alone_is_no_judge():
-    """As `reward_type: null` in a file."""
-    run = GCGRunArguments("model", "table.csv", reward_type=None, reward_model_path=embedded.reward_model_path())
-    with pytest.raises(ValueError, match="`reward_type` is needed"):
-        load_judge(run)
+def test_a_path_alone_is_a_classifier_as_in_training():
+    """It reads a plain prompt with what follows it, and is known by its weights."""
+    path = embedded.reward_model_path()
+    run = GCGRunArguments("model", "table.csv", reward_model_path=path)
+    judge = load_judge(run, GCGEvaluationConfig(prompt_format="raw"))
+    texts = [prompt["prompt"] for prompt in embedded.load_prompts()][:2]
+    _, expected = as_function(path, None, torch.device("cpu"))
+    completions = [" is", " was"]
+    assert judge(texts, completions) == expected(prompts=texts, completions=completions)
+    assert identify_reward(judge.reward.unchecked)["weights"] and judge.__name__ == Path(path).name
+    assert isinstance(load_judge(GCGRunArguments("model", "table.csv"), GCGEvaluationConfig()), RefusalJudge)
+    with pytest.raises(ValueError, match="has no effect with `reward_type='refusal'`"):
+        load_judge(replace(run, reward_type="refusal"), GCGEvaluationConfig())
+
+
+def test_a_function_reads_what_it_reads_in_training(tmp_path):
+    """Messages with a chat template, and plain text without."""
+    (tmp_path / "r.py").write_text(
+        "def kinds(prompts, completions):\n    return [float(type(p) is str) for p in prompts]\n"
+    )
+    run = GCGRunArguments("model", "table.csv", reward_type=f"{tmp_path / 'r.py'}:kinds")
+    for prompt_format, score in (("raw", 1.0), ("chat", 0.0)):
+        assert load_judge(run, GCGEvaluationConfig(prompt_format=prompt_format))(["a"], ["b"]) == [score]
 
 
 def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):

@@ -41,6 +41,18 @@ def test_merged_weights_give_the_adapters_logits(adapter, tmp_path, model_dirs, 
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == "<eos>"
 
 
+def test_the_card_of_a_training_run_goes_along(adapter, tmp_path):
+    card = ModelCard("---\nlibrary_name: peft\ntags:\n- trl\n- lora\n- base_model:adapter:b\n---\n\n# A run\n")
+    card.save(adapter / "README.md")
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    merged = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert (merged.data.library_name, merged.data.tags) == ("transformers", ["trl"]) and "# A run" in merged.text
+    card.data.tags = ["lora"]  # PEFT's form
+    card.save(adapter / "README.md")
+    assert main(["merge", str(adapter), str(tmp_path / "again")]) == 0
+    assert not (tmp_path / "again" / "README.md").exists()
+
+
 @pytest.fixture
 def tied(tmp_path):
     """Saves a model whose head shares the embedding's weights, and an adapter; returns the adapter's logits."""

@@ -2,16 +2,18 @@
 
 `TRAINING` names the commands that train, which `trl_repulse._commands.train` launches. `COMMANDS` names each of the
 others and its module, which is imported once the command is asked for and has a function `add_arguments(parser)` that
-declares its arguments and, with `parser.set_defaults(run=...)`, what it does.
+declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them takes `--config` as well.
 """
 
 import argparse
 import re
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from trl_repulse import __version__
+from trl_repulse._commands._fields import add_config, with_config
 from trl_repulse._errors import describe_error, did_you_mean
 
 
@@ -65,16 +67,21 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
     """
     The parser of the console command.
 
     Args:
         command (`str`, *optional*):
             Sub-command whose arguments are declared; those of the others stay unknown, and their modules unloaded.
+        config (`Path`, *optional*):
+            YAML file with arguments of the sub-command, which flags win over.
 
     Returns:
         `argparse.ArgumentParser`: The parser.
+
+    Raises:
+        `ValueError`: If the file cannot be used.
     """
     parser = Parser("trl-repulse", description="RePULSe for TRL: training, and tools around it.")
     parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
@@ -85,6 +92,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             import_module(module).add_arguments(subparser)
+            if "--config" not in subparser._option_string_actions:
+                add_config(subparser, config)
     return parser
 
 
@@ -110,7 +119,13 @@ def main(argv: list[str] | None = None) -> int:
             from ._commands.train import launch  # imports torch
 
             return launch(command, argv[1:])
-        args = build_parser(command).parse_args(argv)
+        try:
+            argv = with_config(argv)
+            parser = build_parser(command, Path(argv[argv.index("--config") + 1]) if "--config" in argv else None)
+        except ValueError as error:  # of the file of `--config`
+            print(f"trl-repulse {command}: {error}", file=sys.stderr)
+            return 1
+        args = parser.parse_args(argv)
         return args.run(args)
     except ImportError as error:  # of an optional package
         print(f"trl-repulse {command}: {describe_error(error)}", file=sys.stderr)

@@ -104,13 +104,35 @@ def draw_prompts(world: World) -> tuple[list[Prompt], list[Prompt]]:
     return drawn[:TRAINING_PROMPTS], drawn[TRAINING_PROMPTS:]
 
 
-def train_policy(world: World, unseen: set[str], tokenizer, folder: Path, replies: int, epochs: float) -> None:
-    """Fine-tunes a policy from random weights on replies to all prompts but the unseen ones."""
+def draw_replies(world: World, unseen: set[str], count: int) -> list[dict[str, str]]:
+    """Replies to all prompts but the unseen ones, in the columns of `SFTTrainer`."""
     rng, rows = random.Random(SEED + 1), []
-    while len(rows) < replies:
+    while len(rows) < count:
         prompt = world.draw_prompt(rng)
         if prompt.text not in unseen:
             rows.append({"prompt": prompt.text, "completion": world.draw_reply(prompt, rng).text})
+    return rows
+
+
+def draw_pairs(world: World, unseen: set[str], tokenizer, count: int) -> list[dict[str, list[int]]]:
+    """Pairs of replies, a fifth of them to be rude, in the columns of `RewardTrainer`."""
+    rng, rows = random.Random(SEED + 2), []
+    while len(rows) < count:
+        prompt = world.draw_prompt(rng)
+        if prompt.text in unseen:
+            continue
+        first, second = (world.draw_reply(prompt, rng, rude_rate=0.2) for _ in range(2))
+        gap = torch.tensor(first.score - second.score)
+        chosen, rejected = (first, second) if rng.random() < gap.sigmoid().item() else (second, first)
+        # Tokens and not texts: to texts `RewardTrainer` (TRL 1.16) adds an end token, which trainers do not when they score
+        texts = {"chosen_ids": prompt.text + chosen.text, "rejected_ids": prompt.text + rejected.text}
+        rows.append({name: tokenizer(text)["input_ids"] for name, text in texts.items()})
+    return rows
+
+
+def train_policy(world: World, unseen: set[str], tokenizer, folder: Path, replies: int, epochs: float) -> None:
+    """Fine-tunes a policy from random weights on replies to all prompts but the unseen ones."""
+    rows = draw_replies(world, unseen, replies)
     set_seed(SEED + 1)
     args = SFTConfig(
         output_dir=str(folder / "sft"),
@@ -129,18 +151,8 @@ def train_policy(world: World, unseen: set[str], tokenizer, folder: Path, replie
 
 
 def train_reward_model(world: World, unseen: set[str], tokenizer, folder: Path, pairs: int, epochs: float) -> None:
-    """Trains a reward model from random weights on pairs of replies, a fifth of them to be rude."""
-    rng, rows = random.Random(SEED + 2), []
-    while len(rows) < pairs:
-        prompt = world.draw_prompt(rng)
-        if prompt.text in unseen:
-            continue
-        first, second = (world.draw_reply(prompt, rng, rude_rate=0.2) for _ in range(2))
-        gap = torch.tensor(first.score - second.score)
-        chosen, rejected = (first, second) if rng.random() < gap.sigmoid().item() else (second, first)
-        # Tokens and not texts: to texts `RewardTrainer` (TRL 1.16) adds an end token, which trainers do not when they score
-        texts = {"chosen_ids": prompt.text + chosen.text, "rejected_ids": prompt.text + rejected.text}
-        rows.append({name: tokenizer(text)["input_ids"] for name, text in texts.items()})
+    """Trains a reward model from random weights on pairs of replies."""
+    rows = draw_pairs(world, unseen, tokenizer, pairs)
     set_seed(SEED + 2)
     args = RewardConfig(
         output_dir=str(folder / "reward_training"),

@@ -88,41 +88,82 @@ def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
     values: dict[str, Any] = {}
     known = {field.name for cls in classes for field in fields(cls)}
     if args.config is not None:
-        if not args.config.is_file():
-            raise ValueError(f"There is no file `{args.config}`; give a YAML file.")
-        try:
-            values = yaml.safe_load(args.config.read_text(encoding="utf-8")) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"`{args.config}` is no YAML ({error}); fix it.") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"`{args.config}` must hold arguments by name, such as `seed: 1`.")
-        unknown = sorted(set(values) - known)
-        if unknown:
-            hint = did_you_mean(str(unknown[0]), known)
-            raise ValueError(f"`{args.config}` has `{unknown[0]}`, which is no argument; remove it.{hint}")
         hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-        values = {name: _from_file(args.config, name, value, hints[name]) for name, value in values.items()}
+        optional = {name for name, hint in hints.items() if type(None) in get_args(hint)}
+        for name, value in _read_file(args.config, known).items():
+            kind = _kind(hints[name])
+            values[name] = None if value is None and name in optional else _from_file(args.config, name, value, kind)
     values |= {name: value for name, value in vars(args).items() if name in known}
     return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
 
 
-def _from_file(path: Path, name: str, value: Any, hint: Any) -> Any:
+def add_config(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """
+    Declares `--config`, and makes what its file says the defaults of the other arguments.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            The sub-command's parser, with its arguments.
+        path (`Path`, *optional*):
+            YAML file with arguments by the names of their flags; those without a flag by `folders`, `output` and the like.
+
+    Raises:
+        `ValueError`: If the file cannot be read, or has other names, or values that an argument does not take.
+    """
+    actions = {(action.option_strings or [action.dest])[-1].lstrip("-"): action for action in parser._actions}
+    del actions["help"]
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with arguments by name; flags win over it"
+    )
+    for name, value in ({} if path is None else _read_file(path, set(actions))).items():
+        action = actions[name]
+        if value is None:
+            continue
+        kind: dict[str, Any] = {"type": action.type or str}
+        if action.choices is not None:
+            kind["choices"] = action.choices
+        elif action.nargs == 0:
+            kind["type"] = parse_boolean
+        elif action.nargs is not None or isinstance(action, argparse._AppendAction):
+            kind["nargs"] = "+"
+        action.required = False
+        parser.set_defaults(**{action.dest: _from_file(path, name, value, kind)})
+
+
+def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
+    """What a YAML file says, if it is of arguments alone."""
+    if not path.is_file():
+        raise ValueError(f"There is no file `{path}`; give a YAML file.")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{path}` is no YAML ({error}); fix it.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"`{path}` must hold arguments by name, such as `seed: 1`.")
+    unknown = sorted(set(values) - known)
+    if unknown:
+        hint = did_you_mean(str(unknown[0]), known)
+        raise ValueError(f"`{path}` has `{unknown[0]}`, which is no argument; remove it.{hint}")
+    return values
+
+
+def _from_file(path: Path, name: str, value: Any, kind: dict[str, Any]) -> Any:
     """A value of the YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text."""
-    kind = _kind(hint)
-    if value is None and type(None) in get_args(hint):
-        return None
     if "choices" in kind:
         if value not in kind["choices"]:
             raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {', '.join(kind['choices'])}.")
         return value
-    if kind["type"] is parse_object and isinstance(value, dict):
-        return value
+
+    def parse(each: Any) -> Any:
+        if isinstance(each, list):
+            return [parse(part) for part in each]
+        return each if isinstance(each, dict) and kind["type"] is parse_object else kind["type"](str(each))
+
     several = kind.get("nargs") == "+"
     try:
-        parsed = [kind["type"](str(each)) for each in (value if several and isinstance(value, list) else [value])]
+        return parse(value if isinstance(value, list) or not several else [value])
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise ValueError(f"`{path}` has `{name}: {value}`, which cannot be read ({error}).") from error
-    return parsed if several else parsed[0]
 
 
 def _kind(hint: Any) -> dict[str, Any]:

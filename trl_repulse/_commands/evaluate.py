@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
+from ._card import add_card, check_card, write_on_card
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
@@ -83,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
     )
+    add_card(reading)
     parser.set_defaults(run=run)
 
 
@@ -127,6 +129,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     check_output(args.figure)
     if args.figure is not None and args.figure.suffix not in FIGURES:
         raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
+    check_card(args.card, len(args.folders))
     if args.per_prompt and len(args.folders) > 1:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     # What is wrong of the reading is said before anything is sampled
@@ -271,3 +274,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
             str(folder): each.column(args.column).ravel() for folder, each in zip(args.folders, samples, strict=True)
         }
         plot_rewards(columns, args.figure, args.thresholds, args.column)
+    if args.card is not None:
+        data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
+        metrics = {f"mean {report.column}" if name == "mean" else name: it for name, it in report.overall.items()}
+        write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)

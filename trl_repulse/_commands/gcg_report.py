@@ -9,6 +9,8 @@ from typing import Any
 
 from ..evaluation.gcg.records import read_results
 from ..evaluation.gcg.report import format_report, success_curve, summarize
+from ..evaluation.tails import Estimate
+from ._card import add_card, check_card, write_on_card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file as well")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw attack success against the threshold")
+    add_card(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 0, or 1 with a message if there is nothing to report."""
     try:
+        check_card(args.card)
         header, records = read_results(*args.results)
         summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
         print(format_report(summary))
@@ -39,10 +43,23 @@ def run(args: argparse.Namespace) -> int:
 
             args.figure.parent.mkdir(parents=True, exist_ok=True)
             plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
+        if args.card is not None:
+            _write_on_card(args, summary)
     except (ValueError, OSError) as error:
         print(f"trl-repulse gcg-report: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _write_on_card(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+    metrics = {
+        f"{name} (score < {threshold}), {phase}": Estimate(**rates[phase][key])
+        for threshold, rates in summary["thresholds"].items()
+        for key, name in (("success", "attack success"), ("bad_share", "bad samples"))
+        for phase in ("before", "after")
+    }
+    text = f"```text\n{format_report(summary)}\n```"
+    write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])
 
 
 def _without_nan(value: Any) -> Any:

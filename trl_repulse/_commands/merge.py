@@ -105,10 +105,7 @@ def merge(
     try:
         model.save_pretrained(output)
         tokenizer.save_pretrained(output)
-        if is_proposal(adapter):
-            card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
-            card.data.library_name, card.data.base_model = "transformers", None
-            card.save(output / _CARD)
+        _write_card(adapter, output)
         del adapted, model  # there need not be room for two
         saved = load_model(AutoModelForCausalLM, str(output), "merged model", dtype="auto", **loading)
         _check_logits(_logits(saved, ids), merged, 0.01, f"{adapter} cannot be merged: the files of the merged model")
@@ -118,6 +115,18 @@ def merge(
         if output.is_dir() and not existed:
             output.rmdir()
         raise
+
+
+def _write_card(adapter: Path, output: Path) -> None:
+    """Takes along the card of a trained adapter, as one of full weights; PEFT's form, which nobody has filled in, stays behind."""
+    if "trl" not in _tags(adapter):
+        return
+    card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
+    card.data.library_name = "transformers"
+    card.data.tags = [tag for tag in card.data.tags if tag != "lora" and not tag.startswith("base_model:adapter:")]
+    if is_proposal(adapter):
+        card.data.base_model = None
+    card.save(output / _CARD)
 
 
 def _untie(adapted: Any) -> None:
@@ -189,7 +198,11 @@ def is_proposal(folder: Path) -> bool:
     Returns:
         `bool`: `False` without a card.
     """
+    return {"proposal", "not-for-deployment"} <= set(_tags(folder))
+
+
+def _tags(folder: Path) -> list[str]:
+    """Tags of a model's card, if it has one."""
     if not (folder / _CARD).is_file():
-        return False
-    tags = ModelCard.load(folder / _CARD, ignore_metadata_errors=True).data.tags or []
-    return {"proposal", "not-for-deployment"} <= set(tags)
+        return []
+    return ModelCard.load(folder / _CARD, ignore_metadata_errors=True).data.tags or []

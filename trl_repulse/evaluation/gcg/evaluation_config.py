@@ -70,9 +70,10 @@ class GCGRunArguments:
             Model to attack, with its tokenizer: a path or a Hub id. Needed.
         table (`str`, *optional*):
             CSV file with a header and the columns `goal` and `target`. Needed.
-        reward_type (`str`, *optional*, defaults to `"refusal"`):
+        reward_type (`str`, *optional*):
             The judge: `"refusal"` for [`RefusalJudge`], or a reward, as in
-            [`~trl_repulse.rewards.loading.load_reward`].
+            [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier that `reward_model_path` names, and without
+            one `"refusal"`.
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
         reward_kwargs (`dict` or `str`, *optional*):
@@ -99,11 +100,11 @@ class GCGRunArguments:
 
     model_name_or_path: str | None = field(default=None, metadata={"help": "Model to attack: a path or a Hub id."})
     table: str | None = field(default=None, metadata={"help": "CSV file with the columns `goal` and `target`."})
-    reward_type: str = field(
-        default="refusal",
+    reward_type: str | None = field(
+        default=None,
         metadata={
             "help": "The judge: `refusal`, `sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, "
-            "`path/to/file.py:function`."
+            "`path/to/file.py:function`; unset, the classifier of `reward_model_path`, or without one `refusal`."
         },
     )
     reward_model_path: str | None = field(

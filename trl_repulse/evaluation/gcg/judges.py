@@ -22,10 +22,12 @@ class RewardJudge:
     Args:
         reward (`Callable`):
             Reward function, as a trainer takes it, asynchronous or not.
+        as_messages (`bool`, *optional*, defaults to `True`):
+            Whether goal and response are messages. If not they are plain text, as a model without a chat template is trained.
     """
 
-    def __init__(self, reward: Callable[..., list[float | None]]):
-        self.reward = reward
+    def __init__(self, reward: Callable[..., list[float | None]], as_messages: bool = True):
+        self.reward, self._as_messages = reward, as_messages
         self.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
 
     def __call__(self, goals: list[str], responses: list[str]) -> list[float | None]:
@@ -41,6 +43,8 @@ class RewardJudge:
         Returns:
             `list[float]`: one reward a response; of an asynchronous reward, what gives it when awaited.
         """
+        if not self._as_messages:
+            return self.reward(prompts=goals, completions=responses)
         return self.reward(prompts=_messages("user", goals), completions=_messages("assistant", responses))
 
 

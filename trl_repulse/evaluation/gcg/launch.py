@@ -1,15 +1,17 @@
 """An evaluation from names: model, table and judge are loaded, the results are written and reported."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ..._loading import load_model, load_tokenizer
 from ..._vocabulary import check_same_tokens
 from ...rewards.loading import load_reward
 from ...trainers._rewards import with_checks
+from .._generation import as_function
 from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg, read_table
 from .judges import Judge, RefusalJudge, RewardJudge
@@ -48,24 +50,25 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
             state.device
         )
     index, count = map(int, run.shard.split("/"))
-    evaluate_gcg(
-        model.to(state.device), tokenizer, run.table, load_judge(run), config, run.output, (index, count), draft
-    )
+    judge = load_judge(run, config)
+    evaluate_gcg(model.to(state.device), tokenizer, run.table, judge, config, run.output, (index, count), draft)
     if not state.is_main_process:
         return ""
-    thresholds = run.threshold or ([0.5] if run.reward_type == "refusal" else [])
+    thresholds = run.threshold or ([0.5] if isinstance(judge, RefusalJudge) else [])
     if not thresholds:
         return f"Results: {run.output}. Report: trl-repulse gcg-report {run.output} --threshold THRESHOLD"
     return format_report(summarize(*read_results(run.output), thresholds))
 
 
-def load_judge(run: GCGRunArguments) -> Judge:
+def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     """
     The judge that the arguments name.
 
     Args:
         run ([`~trl_repulse.evaluation.gcg.GCGRunArguments`]):
             Names the judge.
+        config ([`~trl_repulse.evaluation.gcg.GCGEvaluationConfig`]):
+            Says whether a reward reads conversations or plain text.
 
     Returns:
         `Callable`: goals and responses to scores.
@@ -74,12 +77,21 @@ def load_judge(run: GCGRunArguments) -> Judge:
         `ValueError`: If there is no such judge or it refuses its arguments.
     """
     kwargs = run.reward_kwargs or {}
-    if run.reward_type == "refusal":
+    if run.reward_type == "refusal" or run.reward_type is run.reward_model_path is None:
+        if run.reward_model_path is not None:
+            raise ValueError("`reward_model_path` has no effect with `reward_type='refusal'`; leave one of them out.")
         try:
             return RefusalJudge(**kwargs)
         except TypeError as error:
             raise ValueError(f"`reward_kwargs={kwargs}`: `refusal` takes `phrases` and `match`.") from error
-    if run.reward_type is None:  # `null` in a YAML file; the path alone is no judge
-        raise ValueError("`reward_type` is needed: 'refusal', or which kind of reward judges.")
-    reward = load_reward(run.reward_type, run.reward_model_path, **kwargs)
-    return RewardJudge(with_checks(reward, reward.__name__))
+    reward: Any = load_reward(run.reward_type, run.reward_model_path, **kwargs)
+    as_messages = config.prompt_format == "chat"
+    if not isinstance(reward, str):
+        return RewardJudge(with_checks(reward, reward.__name__), as_messages)
+    # A classifier, which reads goal and response as it does in training
+    options = {"trust_remote_code": run.trust_remote_code}
+    tokenizer = load_tokenizer(reward, "reward model", **options)
+    model = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **options)
+    _, function = as_function(model, tokenizer, PartialState().device, config.chat_template_kwargs)
+    function.unchecked = model.to(PartialState().device)  # by whose weights the judge is known
+    return RewardJudge(function, as_messages)
