@@ -1,5 +1,5 @@
 """
-The README's figure: P(bad) against KL of finished runs in a held-out world, at two KL coefficients, a point a run and a mean a method.
+The README's figure: P(bad) against KL of finished runs in a held-out world, at two KL coefficients a method, a point a run and a mean a method.
 
     python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out.png
 """
@@ -31,6 +31,10 @@ METHODS = {
     ("RePULSe on PPO", "#d99a00", "^"): {
         0.2: "PPO, hot policy, learning rate 1.2e-3",
         0.4: "PPO, hot policy, KL coefficient 0.4",
+    },
+    ("policy as proposal", "#3f8f4f", "v"): {  # nearly all of its objective is the worst sample of a prompt, so that KL weighs less
+        0.4: "policy as proposal, KL coefficient 0.4",
+        2.0: "policy as proposal, KL coefficient 2",
     },
 }
 LEAST = 1e-9  # what no sample showed is drawn here
