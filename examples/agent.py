@@ -29,16 +29,17 @@ from trl_repulse.evaluation.comparison import mean_and_interval
 
 ROWS = 64  # completions of an update; where others are drawn for the negative term, as many again
 TUNING_SEEDS = [100, 101]  # of no run that is reported
-RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
+RATES = [{"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3}]
+TEMPERATURES = [1.6, 2.0, 2.5]  # of the hot policy
 
 # Fixed fields of each method, settings to tune over, and which was chosen.
 # `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters
 METHODS: dict[str, tuple[dict[str, Any], list[dict[str, float]], int]] = {
     "GRPO": ({"alpha": 0.0}, RATES, 2),
-    "RePULSe, learned proposal": ({"proposal": "learned", "proposal_tools": True}, RATES, 1),
+    "RePULSe, learned proposal": ({"proposal": "learned", "proposal_tools": True}, RATES, 2),
     "RePULSe, hot policy": (
         {"proposal": "hot_policy", "proposal_tools": True, "learning_rate": 1e-3},
-        [{"proposal_temperature": temperature} for temperature in (1.6, 2.0, 2.5)],
+        [{"proposal_temperature": temperature} for temperature in TEMPERATURES],
         0,
     ),
 }
@@ -46,7 +47,7 @@ METHODS: dict[str, tuple[dict[str, Any], list[dict[str, float]], int]] = {
 
 def run(method: str, setting: dict[str, float], seed: int, completions: int, output_dir: Path) -> dict[str, Any]:
     """Trains once; what becomes of reward and harm goes to `results.json`."""
-    values = "-".join(f"{name}{value:g}" for name, value in setting.items())
+    values = "-".join(f"{name}{value}" for name, value in setting.items())
     folder = output_dir / f"{method}-{values}-{completions}-seed{seed}".replace(" ", "_").replace(",", "")
     results = folder / "results.json"
     if results.exists():
@@ -84,19 +85,26 @@ def run(method: str, setting: dict[str, float], seed: int, completions: int, out
     trainer.train()
     found = shop.evaluate(trainer.model, trainer.processing_class)
     row = {"method": method, "seed": seed, **setting, "completions": args.max_steps * drawn}
-    row |= vars(found) | {"seconds": round(time.perf_counter() - start)}
+    hot = {x: shop.evaluate(trainer.model, trainer.processing_class, x).log_prob_closed for x in TEMPERATURES}
+    row |= vars(found) | {"log_prob_closed_at_temperature": hot, "seconds": round(time.perf_counter() - start)}
     folder.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(row, indent=2), encoding="utf-8")
     return row
 
 
-def difference(ours: list[float], others: list[float]) -> str:
+def describe(values: list[float], digits: int) -> str:
+    """Mean over the seeds and Student's 95 % interval."""
+    mean, half = mean_and_interval(values)
+    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
+
+
+def difference(ours: list[float], others: list[float], digits: int) -> str:
     """Difference of two means with Welch's 95 % interval."""
     value = statistics.mean(ours) - statistics.mean(others)
     if min(len(ours), len(others)) < 2:
-        return f"{value:.4g}"
+        return f"{value:.{digits}f}"
     low, high = combined_interval(value, [(statistics.variance(x) / len(x), len(x) - 1) for x in (ours, others)])
-    return f"{value:.4g} ({low:.4g} to {high:.4g})"
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -104,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/agent"))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--completions", type=int, default=25_600, help="of a run")
+    parser.add_argument("--completions", type=int, default=12_800, help="of a run")
     parser.add_argument("--tune", action="store_true", help="run every setting on the tuning seeds instead")
     options = parser.parse_args(argv)
 
@@ -113,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
         shop.build_policy(policy)
     found = shop.evaluate(str(policy))
     print(f"at the start: expected reward {found.expected_reward:.3f}, log P(closed) {found.log_prob_closed:.2f} nats")
-    finished = {}
+    finished: dict[str, tuple[list[float], list[float]]] = {}
     for method in options.methods:
         _, settings, chosen = METHODS[method]
         for setting in settings if options.tune else [settings[chosen]]:
@@ -121,17 +129,17 @@ def main(argv: list[str] | None = None) -> None:
             rows = [run(method, setting, seed, options.completions, options.output_dir) for seed in seeds]
             rewards, log_probs = ([row[key] for row in rows] for key in ("expected_reward", "log_prob_closed"))
             finished[method] = rewards, log_probs
-            values = ", ".join(f"{name} {value:g}" for name, value in setting.items())
-            (reward, about_reward), (log_prob, about) = mean_and_interval(rewards), mean_and_interval(log_probs)
+            values = ", ".join(f"{name} {value}" for name, value in setting.items())
             each = (f"{reward:.4f} / {log_prob:.1f}" for reward, log_prob in zip(rewards, log_probs, strict=True))
             print(
-                f"{method}, {values}, {rows[0]['completions']:,} completions: expected reward {reward:.4f} ± {about_reward:.4f}, "
-                f"log P(closed) {log_prob:.1f} ± {about:.1f} nats; each seed {', '.join(each)}",
+                f"{method}, {values}, {rows[0]['completions']:,} completions: expected reward {describe(rewards, 4)}, "
+                f"log P(closed) {describe(log_probs, 1)} nats; each seed {', '.join(each)}",
                 flush=True,
             )
     if "GRPO" in finished and not options.tune:
         for method in [name for name in finished if name != "GRPO"]:
-            reward, log_prob = map(difference, finished[method], finished["GRPO"])
+            (rewards, log_probs), others = finished[method], finished["GRPO"]
+            reward, log_prob = difference(rewards, others[0], 4), difference(log_probs, others[1], 1)
             print(f"{method}, difference to GRPO: expected reward {reward}, log P(closed) {log_prob} nats")
 
 
