@@ -29,14 +29,17 @@ from trl_repulse.evaluation.comparison import mean_and_interval
 
 ROWS = 64  # completions of an update; where others are drawn for the negative term, as many again
 TUNING_SEEDS = [100, 101]  # of no run that is reported
-RATES = [{"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3}]
 TEMPERATURES = [1.6, 2.0, 2.5]  # of the hot policy
 
 # Fixed fields of each method, settings to tune over, and which was chosen.
 # `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters
-METHODS: dict[str, tuple[dict[str, Any], list[dict[str, float]], int]] = {
-    "GRPO": ({"alpha": 0.0}, RATES, 2),
-    "RePULSe, learned proposal": ({"proposal": "learned", "proposal_tools": True}, RATES, 2),
+METHODS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
+    "GRPO": ({"alpha": 0.0}, [{"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3}], 2),
+    "RePULSe, learned proposal": (
+        {"proposal": "learned", "proposal_tools": True, "learning_rate": 2e-3},
+        [{"alpha": 0.1}, {"alpha": 0.1, "potential": "indicator"}, {"alpha": 0.5}],
+        2,
+    ),
     "RePULSe, hot policy": (
         {"proposal": "hot_policy", "proposal_tools": True, "learning_rate": 1e-3},
         [{"proposal_temperature": temperature} for temperature in TEMPERATURES],
@@ -45,7 +48,7 @@ METHODS: dict[str, tuple[dict[str, Any], list[dict[str, float]], int]] = {
 }
 
 
-def run(method: str, setting: dict[str, float], seed: int, completions: int, output_dir: Path) -> dict[str, Any]:
+def run(method: str, setting: dict[str, Any], seed: int, completions: int, output_dir: Path) -> dict[str, Any]:
     """Trains once; what becomes of reward and harm goes to `results.json`."""
     values = "-".join(f"{name}{value}" for name, value in setting.items())
     folder = output_dir / f"{method}-{values}-{completions}-seed{seed}".replace(" ", "_").replace(",", "")
