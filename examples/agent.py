@@ -5,7 +5,7 @@ Trains an agent with tools, in a small shop where one of them does harm, with GR
     python examples/agent.py --methods GRPO --seeds 7       # one run
     python examples/agent.py --tune                         # every setting instead, on the tuning seeds
 
-All runs have the same number of completions, KL coefficient, batch and linear decay of the learning rate, and each method has three
+All runs have the same number of completions, KL coefficient, batch and linear decay of the learning rate, and each method has four
 settings. Of those within 0.01 of the method's best mean reward on the tuning seeds, the one with the lowest mean log P(closed) is chosen.
 Both quantities are exact. The policy is pre-trained first (half a minute). Finished runs are not repeated: an interrupted comparison goes
 on where it stopped.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PrinterCallback
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.cli import Parser
@@ -29,16 +30,16 @@ from trl_repulse.evaluation.comparison import mean_and_interval
 
 ROWS = 64  # completions of an update; where others are drawn for the negative term, as many again
 TUNING_SEEDS = [100, 101]  # of no run that is reported
-TEMPERATURES = [1.6, 2.0, 2.5]  # of the hot policy
+TEMPERATURES = [1.6, 2.0, 2.5, 3.0]  # of the hot policy
 
 # Fixed fields of each method, settings to tune over, and which was chosen.
 # `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters
 METHODS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
-    "GRPO": ({"alpha": 0.0}, [{"learning_rate": 5e-4}, {"learning_rate": 1e-3}, {"learning_rate": 2e-3}], 2),
+    "GRPO": ({"alpha": 0.0}, [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3, 4e-3)], 2),
     "RePULSe, learned proposal": (
         {"proposal": "learned", "proposal_tools": True, "learning_rate": 2e-3},
-        [{"alpha": 0.1}, {"alpha": 0.1, "potential": "indicator"}, {"alpha": 0.5}],
-        2,
+        [{"alpha": alpha, "potential": potential} for potential in ("tilted", "indicator") for alpha in (0.1, 0.5)],
+        1,
     ),
     "RePULSe, hot policy": (
         {"proposal": "hot_policy", "proposal_tools": True, "learning_rate": 1e-3},
@@ -72,7 +73,7 @@ def run(method: str, setting: dict[str, Any], seed: int, completions: int, outpu
         activation_checkpointing=False,
         report_to="none",
         save_strategy="no",
-        logging_strategy="no",
+        logging_steps=10,
         disable_tqdm=True,
         **fields,
     )
@@ -84,8 +85,10 @@ def run(method: str, setting: dict[str, Any], seed: int, completions: int, outpu
         environment_factory=shop.Shop,
         proposal_environment_factory=shop.Shop if args.draws_twice else None,
     )
+    trainer.remove_callback(PrinterCallback)  # logs go to `trainer_state.json`, which `trl-repulse diagnose` reads
     start = time.perf_counter()
     trainer.train()
+    trainer.save_state()
     found = shop.evaluate(trainer.model, trainer.processing_class)
     row = {"method": method, "seed": seed, **setting, "completions": args.max_steps * drawn}
     hot = {x: shop.evaluate(trainer.model, trainer.processing_class, x).log_prob_closed for x in TEMPERATURES}

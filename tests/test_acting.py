@@ -512,7 +512,7 @@ def test_the_example_tunes_on_other_seeds_than_it_reports(tmp_path, policy_dir, 
     monkeypatch.setattr(example, "run", run)
     example.main(["--output_dir", str(tmp_path), "--tune"])
     settings = {method: {setting for name, setting, _ in asked if name == method} for method in example.METHODS}
-    assert {len(found) for found in settings.values()} == {3} and len(asked) == 9 * len(example.TUNING_SEEDS)
+    assert {len(found) for found in settings.values()} == {4} and len(asked) == 12 * len(example.TUNING_SEEDS)
     capsys.readouterr()
     tuning, numbers = asked, iter(range(1000))
     asked = []
