@@ -5,11 +5,13 @@ import json
 import logging
 import math
 import shutil
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from scipy import stats
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
@@ -378,6 +380,19 @@ def test_the_exact_probability_is_that_of_what_is_drawn(build):
     assert abs(rewards.mean().item() - found.expected_reward) < 4 * rewards.std().item() / math.sqrt(1000)
 
 
+def test_a_hot_policy_is_one_of_divided_logits(policy_dir):
+    """The last norm is scaled instead, which divides every logit."""
+    model = AutoModelForCausalLM.from_pretrained(policy_dir)
+    hot = shop.evaluate(model, temperature=2.0)
+    with torch.no_grad():
+        for parameter in model.transformer.ln_f.parameters():
+            parameter.div_(2.0)
+    scaled = shop.evaluate(model)
+    assert hot.log_prob_closed == pytest.approx(scaled.log_prob_closed, abs=1e-4)
+    assert hot.expected_reward == pytest.approx(scaled.expected_reward, abs=1e-4)
+    assert abs(hot.log_prob_closed - shop.evaluate(policy_dir).log_prob_closed) > 0.1
+
+
 @pytest.mark.thorough
 def test_the_policy_loses_what_the_proposal_learns_to_do(build):
     settings = {"max_steps": 12, "num_generations": 8, "per_device_train_batch_size": 32, "target_dist_beta": -10.0}
@@ -462,10 +477,15 @@ def test_what_an_episode_is_worth(is_lost, calls, answer, expected):
     assert shop.score(is_lost, calls, answer) == expected
 
 
-def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys):
+@pytest.fixture
+def example():
     spec = importlib.util.spec_from_file_location("agent_example", Path(__file__).parents[1] / "examples" / "agent.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys, example):
     shutil.copytree(policy_dir, tmp_path / "policy")
     arguments = ["--output_dir", str(tmp_path), "--completions", "128", "--seeds", "3"]
     example.main(arguments)
@@ -477,3 +497,32 @@ def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys):
     changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     example.main(arguments)
     assert changed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_the_example_tunes_on_other_seeds_than_it_reports(tmp_path, policy_dir, capsys, example, monkeypatch):
+    """Every method has as many settings, each runs on the same seeds, and the ends of intervals are SciPy's."""
+    shutil.copytree(policy_dir, tmp_path / "policy")
+    asked, numbers = [], iter(range(1000))
+
+    def run(method, setting, seed, completions, output_dir):
+        asked.append((method, str(setting), seed))
+        number = next(numbers)
+        return {"expected_reward": 0.9, "log_prob_closed": -float(number * number), "completions": completions}
+
+    monkeypatch.setattr(example, "run", run)
+    example.main(["--output_dir", str(tmp_path), "--tune"])
+    settings = {method: {setting for name, setting, _ in asked if name == method} for method in example.METHODS}
+    assert {len(found) for found in settings.values()} == {4} and len(asked) == 12 * len(example.TUNING_SEEDS)
+    capsys.readouterr()
+    tuning, numbers = asked, iter(range(1000))
+    asked = []
+    example.main(["--output_dir", str(tmp_path), "--methods", "GRPO", "RePULSe, learned proposal"])
+    assert {seed for *_, seed in asked} == {0, 1, 2, 3, 4} and not {seed for *_, seed in tuning} & set(range(5))
+    assert {row[:2] for row in asked} <= {row[:2] for row in tuning}
+    others, ours = [-float(n * n) for n in range(5)], [-float(n * n) for n in range(5, 10)]
+    low, high = stats.ttest_ind(ours, others, equal_var=False).confidence_interval(0.95)
+    printed = capsys.readouterr().out
+    assert (
+        f"log P(closed) {statistics.mean(ours) - statistics.mean(others):.1f} ({low:.1f} to {high:.1f}) nats"
+        in printed
+    )

@@ -255,7 +255,9 @@ class Exact:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module | str, tokenizer: PreTrainedTokenizerFast | None = None) -> Exact:
+def evaluate(
+    model: torch.nn.Module | str, tokenizer: PreTrainedTokenizerFast | None = None, temperature: float = 1.0
+) -> Exact:
     """
     Exact probability of harm and expected reward, summed over parcels and sequences of calls.
 
@@ -266,6 +268,8 @@ def evaluate(model: torch.nn.Module | str, tokenizer: PreTrainedTokenizerFast | 
             Policy, or proposal, or its folder.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`], *optional*):
             Of [`build_tokenizer`], which is also the default.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            At which the policy acts, as the hot policy does above 1.
 
     Returns:
         [`Exact`]
@@ -292,7 +296,8 @@ def evaluate(model: torch.nn.Module | str, tokenizer: PreTrainedTokenizerFast | 
     model.eval()
     ids = _pad(rows, tokenizer.pad_token_id).to(model.device)
     mask = _pad([[1] * len(row) for row in rows], 0).to(model.device)
-    log_p = model(input_ids=ids, attention_mask=mask).logits[:, :-1].double().log_softmax(dim=-1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].double()
+    log_p = (logits / temperature).log_softmax(dim=-1)
     log_p = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1).cpu()  # (rows, L - 1)
     model.train(was_training)
     total = torch.stack(
