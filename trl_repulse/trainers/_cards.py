@@ -83,7 +83,7 @@ def amend_model_card(trainer: Any) -> None:
             metric_value=value,
         )
         for name, value in (trainer.measured or {}).items()
-        if math.isfinite(value)
+        if value is not None and math.isfinite(value)
     ] or None
     added = ""
     if getattr(args, "has_proposal", False):

@@ -82,7 +82,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
     # Numbers by name, for the card's metadata (`model-index`); for whoever measures the policy to set
-    measured: dict[str, float] | None = None
+    measured: dict[str, float | None] | None = None
     # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
     # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16).
     # Second models are withheld whoever uploads: an earlier run of another trainer may have left one in the folder
