@@ -32,7 +32,11 @@ METHODS = {
         0.2: "PPO, hot policy, learning rate 1.2e-3",
         0.4: "PPO, hot policy, KL coefficient 0.4",
     },
-    ("policy as proposal", "#3f8f4f", "v"): {  # nearly all of its objective is the worst sample of a prompt, so that KL weighs less
+    (
+        "policy as proposal",
+        "#3f8f4f",
+        "v",
+    ): {  # nearly all of its objective is the worst sample of a prompt, so that KL weighs less
         0.4: "policy as proposal, KL coefficient 0.4",
         2.0: "policy as proposal, KL coefficient 2",
     },
