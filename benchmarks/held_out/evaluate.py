@@ -58,7 +58,9 @@ class HeldOutWorld:
         return with_fused_activations(AutoModelForCausalLM.from_pretrained(self.policy_path).eval())
 
     def load_reward_model(self) -> torch.nn.Module:
-        return with_fused_activations(AutoModelForSequenceClassification.from_pretrained(self.reward_model_path).eval())
+        return with_fused_activations(
+            AutoModelForSequenceClassification.from_pretrained(self.reward_model_path).eval()
+        )
 
 
 def with_fused_activations(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,5 +1,5 @@
 """
-Methods of a plan that learn from samples drawn beforehand, with TRL's own trainers: `dpo`, `kto`, `npo` and `raft`.
+Methods of a plan that learn from samples drawn beforehand, with TRL's own trainers: `dpo`, `npo` and `raft`.
 
 A method has `rounds` (1 by default). In each, the policy as it is then draws its share of the completions on the training prompts at
 temperature 1, the world's reward model scores them, and the policy is trained on what `data_of` makes of them. The reference is the
@@ -8,6 +8,7 @@ initial policy in every round.
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.nn import functional
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from trl_repulse.preferences import RewardedCompletion, preference_rows, unpaired_rows
+from trl_repulse.preferences import RewardedCompletion, preference_rows
 
 from .evaluate import HeldOutWorld, draw, score
 
@@ -71,10 +72,16 @@ class NPOTrainer(SFTTrainer):
 
 TRAINERS: dict[str, tuple[type, type]] = {
     "dpo": (DPOTrainer, DPOConfig),
-    "kto": (KTOTrainer, KTOConfig),
     "npo": (NPOTrainer, NPOConfig),
     "raft": (SFTTrainer, SFTConfig),
 }
+
+
+@lru_cache(maxsize=1)
+def collect_initial(folder: Path, number: int, seed: int) -> list[RewardedCompletion]:
+    """What the initial policy of a world draws; methods with the same seed and number learn from the same completions."""
+    world = HeldOutWorld(folder)
+    return collect(world, world.load_policy(), number, seed)
 
 
 def collect(world: HeldOutWorld, model: torch.nn.Module, number: int, seed: int) -> list[RewardedCompletion]:
@@ -97,7 +104,6 @@ def data_of(trainer: str, drawn: list[RewardedCompletion], threshold: float) -> 
 
     - `dpo`: the worst quarter of each prompt's completions, each against one of its best, the worst against the best. Pairs of bad
       completions alone would be a few hundred, of some prompts, and would leave the reward of all others as it is.
-    - `kto`: the completions under their prompt's median are labelled bad, the others good.
     - `npo`: the completions with a reward under `threshold`, and nothing else.
     - `raft`: the best completion of each prompt.
     """
@@ -113,11 +119,7 @@ def data_of(trainer: str, drawn: list[RewardedCompletion], threshold: float) -> 
     for group in groups.values():
         middle = median(each.reward for each in group)
         centred = [replace(each, reward=each.reward - middle) for each in group]
-        if all(each.reward == 0 for each in centred):
-            continue  # nothing to choose between
-        if trainer == "kto":
-            rows += unpaired_rows(centred, threshold=0.0)
-        else:
+        if any(each.reward < 0 for each in centred):  # else there is nothing to choose between
             rows += preference_rows(centred, threshold=0.0, max_bad=max(1, round(REJECTED_SHARE * len(group))))
     return rows
 
@@ -129,9 +131,10 @@ def train(
     trainer_class, config_class = TRAINERS[method["trainer"]]
     model, rounds, history = world.load_policy(), method.get("rounds", 1), []
     for number in range(rounds):
-        drawn = collect(world, model, completions // rounds, 1_000_000 * (number + 1) + seed)
+        share, draws = completions // rounds, 1_000_000 * (number + 1) + seed
+        drawn = collect(world, model, share, draws) if number else collect_initial(world.folder, share, draws)
         rows = Dataset.from_list(data_of(method["trainer"], drawn, world.threshold)).shuffle(seed=seed)
-        keep = ("prompt", "chosen", "rejected", "completion", "label")
+        keep = ("prompt", "chosen", "rejected", "completion")
         rows = rows.select_columns([name for name in rows.column_names if name in keep])
         trainer = trainer_class(
             model=model,
