@@ -53,7 +53,7 @@ class NPOTrainer(SFTTrainer):
 
     def __init__(self, *args: Any, ref_model: torch.nn.Module, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.ref_model = ref_model
+        self.ref_model = ref_model.eval()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         with torch.no_grad():
