@@ -1,6 +1,7 @@
 """What `benchmarks/held_out` promises: prompts, replies and constructions of its worlds, and samples of its evaluation."""
 
 import itertools
+import json
 import math
 import random
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import DynamicCache, GPT2Config
 
-from benchmarks.held_out import evaluate, offline
+from benchmarks.held_out import build, evaluate, offline
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
 from benchmarks.held_out.grammar import split_tokens
 from benchmarks.held_out.worlds import WORLDS
@@ -176,3 +177,32 @@ def test_npo(tmp_path, tokenizer):
     expected = (-2 / 0.5 * torch.nn.functional.logsigmoid(-0.5 * ratios)).mean()
     with torch.no_grad():
         assert trainer.compute_loss(model, batch).item() == pytest.approx(expected.item(), abs=1e-3)
+
+
+@pytest.fixture
+def tiny_world(tmp_path):
+    """A folder like those that `build.py` writes, with random models and eight prompts."""
+    world = WORLDS["shop"]
+    tokenizer, prompts = build_tokenizer(world), draw_prompts(world)[0][:8]
+    torch.manual_seed(0)
+    for name, classifier in (("policy", False), ("reward_model", True)):
+        build.build_model("gpt2", len(tokenizer), 16, 1, classifier=classifier).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in prompts))
+    (tmp_path / "world.json").write_text(json.dumps({"name": "shop", "threshold": 0.0}))
+    return evaluate.HeldOutWorld(tmp_path)
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("name, rounds", [("dpo", 2), ("npo", 1), ("raft", 2)])
+def test_offline_methods(tiny_world, tmp_path, name, rounds):
+    """All draw what they are told to draw, in as many rounds, and the reward of the policy rises."""
+    method = {"trainer": name, "rounds": rounds, "config": {"learning_rate": 3e-3, "num_train_epochs": 3}}
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "draw", lambda *args: counts.append(len(args[2]) * args[3]) or evaluate.draw(*args))
+        trainer, history = offline.train(tiny_world, method, 0, 330, tmp_path)
+    assert sum(counts) == 330 and [row["round"] for row in history if "rows" in row] == [*range(rounds)]
+    drawn = [offline.collect(tiny_world, each, 400, 9) for each in (tiny_world.load_policy(), trainer.model)]
+    before, after = (torch.tensor([each.reward for each in part]).mean() for part in drawn)
+    assert after > before

@@ -6,12 +6,13 @@ Conditional fine-tuning: the reward stands before the answer as one of five tags
         --max_completion_length 64 --learning_rate 1e-5
 
 A tag is a token, `<|reward_0|>` to `<|reward_4|>` for the worst to the best fifth of all samples, and follows the prompt, as in
-Quark (arXiv 2205.13636). Prompts are plain text. `output_dir` then has the model (`model`) and the samples.
+Quark (arXiv 2205.13636). Prompts are plain text. `output_dir` then has the model and the samples.
 """
 
 import argparse
 
 import numpy as np
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from trl import SFTConfig, SFTTrainer
@@ -60,13 +61,13 @@ def main() -> None:
     completions, rewards = sample("before", options.model)
     tags = np.searchsorted(np.quantile(rewards, [0.2, 0.4, 0.6, 0.8]), rewards, side="right")
     tagged = [prompts[place // options.num_samples] + TAGS[tag] for place, tag in enumerate(tags)]
+    rows = Dataset.from_dict({"prompt": tagged, "completion": completions})
 
     tokenizer, model = (kind.from_pretrained(options.model) for kind in (AutoTokenizer, AutoModelForCausalLM))
-    tokenizer.add_tokens(TAGS)
-    model.resize_token_embeddings(len(tokenizer))
-    rates = {"learning_rate": options.learning_rate, "num_train_epochs": options.num_train_epochs}
-    args = SFTConfig(f"{options.output_dir}/model", **rates, save_strategy="no", report_to="none")
-    rows = Dataset.from_dict({"prompt": tagged, "completion": completions})
+    model.resize_token_embeddings(len(tokenizer) + tokenizer.add_tokens(TAGS))
+    fields = {name: getattr(options, name) for name in ("learning_rate", "num_train_epochs")}
+    fields |= {"bf16": torch.accelerator.is_available(), "save_strategy": "no", "report_to": "none"}
+    args = SFTConfig(f"{options.output_dir}/model", **fields)
     trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     trainer.save_model(args.output_dir)

@@ -11,6 +11,7 @@ The reference is the first model, in every round. `output_dir` then has the samp
 
 import argparse
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.0, help="reward under which a completion is rejected")
     parser.add_argument("--max_bad", type=int, default=16, help="rejected completions of a prompt, the worst ones")
     parser.add_argument("--max_completion_length", type=int, default=2)
-    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--beta", type=float, default=0.1, help="of DPO")
     parser.add_argument("--num_train_epochs", type=float, default=2, help="of a round")
     options = parser.parse_args()
@@ -49,6 +50,7 @@ def main() -> None:
         learning_rate=options.learning_rate,
         beta=options.beta,
         num_train_epochs=options.num_train_epochs,
+        bf16=torch.accelerator.is_available(),
         save_strategy="no",
         report_to="none",
     )

@@ -11,6 +11,7 @@ Rejection sampling (RAFT): sample, keep the best completions of each prompt, fin
 import argparse
 from collections import defaultdict
 
+import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=64, help="completions of each prompt in a round")
     parser.add_argument("--keep", type=int, default=8, help="of them, how many are trained on")
     parser.add_argument("--max_completion_length", type=int, default=2)
-    parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--num_train_epochs", type=float, default=4, help="of a round")
     options = parser.parse_args()
     if not 1 <= options.keep <= options.num_samples or options.rounds < 1:
@@ -54,6 +55,7 @@ def main() -> None:
         output_dir=f"{options.output_dir}/model",
         learning_rate=options.learning_rate,
         num_train_epochs=options.num_train_epochs,
+        bf16=torch.accelerator.is_available(),
         save_strategy="no",
         report_to="none",
     )
