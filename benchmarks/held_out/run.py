@@ -149,14 +149,7 @@ def proposed(world: Any, model: torch.nn.Module, seed: int, temperature: float) 
 
 
 def run(
-    world_folder: Path,
-    name: str,
-    method: dict[str, Any],
-    seed: int,
-    completions: int,
-    folder: Path,
-    samples: int,
-    hot_samples: int,
+    world_folder: Path, name: str, method: dict[str, Any], seed: int, completions: int, folder: Path, samples: int
 ) -> None:
     """Trains and evaluates one run; `results.json` appears when it is done."""
     from .evaluate import HeldOutWorld
@@ -176,7 +169,7 @@ def run(
                 "seed": seed,
                 "completions": completions,
                 "definition": method,
-                "policy": evaluate(world, trainer.model, seed, samples, hot_samples),
+                "policy": evaluate(world, trainer.model, seed, samples),
             }
             if (proposal := getattr(trainer, "proposal", None)) is not None:
                 results["proposal"] = proposed(world, proposal.module, seed, 1.0)
@@ -202,23 +195,22 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="some of the plan's methods; by default all")
     parser.add_argument("--completions", type=int, default=16_000)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="evaluated completions a prompt")
-    parser.add_argument("--hot_samples", type=int, default=HOT_SAMPLES, help="more of them at a higher temperature")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
     if unknown := set(options.methods or ()) - set(plan):
         sys.exit(f"error: {options.plan} has no method {sorted(unknown)}; it has {', '.join(plan)}.")
-    jobs, counts = [], (options.samples, options.hot_samples)
+    jobs = []
     for seed in options.seeds:
         for name in options.methods or plan:
             digest = hashlib.sha256(json.dumps(plan[name], sort_keys=True).encode()).hexdigest()[:8]
             label = "".join(letter if letter.isalnum() else "-" for letter in name)
             folder = options.output_dir / f"{options.completions}-{label}-{digest}-seed{seed}"
             if not (folder / "results.json").exists():
-                jobs.append((options.world, name, plan[name], seed, options.completions, folder, *counts))
+                jobs.append((options.world, name, plan[name], seed, options.completions, folder, options.samples))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:
-        waiting = {pool.submit(run, *job): job[5].name for job in jobs}
+        waiting = {pool.submit(run, *job): job[-2].name for job in jobs}
         for done, future in enumerate(as_completed(waiting), 1):
             error = future.exception()
             said = f"failed: {error!r}" if error else "done"
