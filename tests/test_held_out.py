@@ -6,6 +6,7 @@ import math
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -196,13 +197,18 @@ def tiny_world(tmp_path):
 @pytest.mark.trainer
 @pytest.mark.parametrize("name, rounds", [("dpo", 2), ("npo", 1), ("raft", 2)])
 def test_offline_methods(tiny_world, tmp_path, name, rounds):
-    """All draw what they are told to draw, in as many rounds, and the reward of the policy rises."""
+    """All draw what they are told to draw, in as many rounds, and make what has a low reward less likely than what has a high one."""
     method = {"trainer": name, "rounds": rounds, "config": {"learning_rate": 3e-3, "num_train_epochs": 3}}
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "draw", lambda *args: counts.append(len(args[2]) * args[3]) or evaluate.draw(*args))
         trainer, history = offline.train(tiny_world, method, 0, 330, tmp_path)
     assert sum(counts) == 330 and [row["round"] for row in history if "rows" in row] == [*range(rounds)]
-    drawn = [offline.collect(tiny_world, each, 400, 9) for each in (tiny_world.load_policy(), trainer.model)]
-    before, after = (torch.tensor([each.reward for each in part]).mean() for part in drawn)
-    assert after > before
+    initial, reward_model, tokenizer = tiny_world.load_policy(), tiny_world.load_reward_model(), tiny_world.tokenizer
+    model, prompts = trainer.model.eval(), tiny_world.prompts("train")
+    found = []
+    for prompt, drawn in zip(prompts, evaluate.draw(initial, tokenizer, prompts, 60, 9), strict=True):
+        rewards = evaluate.score(reward_model, tokenizer, prompt, drawn.completions)
+        gains = evaluate.log_probs(model, tokenizer, prompt, drawn.completions) - drawn.log_probs
+        found.append(np.corrcoef(rewards, gains)[0, 1])
+    assert np.mean(found) > 0.1
