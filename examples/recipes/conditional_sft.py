@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--reward_model_path", default=embedded.reward_model_path(), help="a one-label classifier")
     parser.add_argument("--prompts", default=embedded.prompts_path(), help="file or data set of prompts")
     parser.add_argument("--output_dir", default="conditional-sft")
-    parser.add_argument("--num_samples", type=int, default=128, help="completions of each prompt")
+    parser.add_argument("--num_samples", type=int, default=256, help="completions of each prompt")
     parser.add_argument("--max_completion_length", type=int, default=2)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--num_train_epochs", type=float, default=4)
