@@ -167,10 +167,11 @@ def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: in
         counted = counts[chosen, : counts[chosen].sum(dim=1).max()]
         part = completions[chosen, : counted.shape[1]]
         cache = DynamicCache(config=model.config)  # the prompt is read once
-        first = model(input_ids=lead, past_key_values=cache, use_cache=True).logits[:, -1:]
-        cache.batch_repeat_interleave(len(part))
-        others = model(input_ids=part[:, :-1], past_key_values=cache, use_cache=True).logits
-        logits = torch.cat([first.expand(len(part), -1, -1), others], dim=1).float()
-        found = logits.log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
+        logits = model(input_ids=lead, past_key_values=cache, use_cache=True).logits[:, -1:].expand(len(part), -1, -1)
+        if part.shape[1] > 1:
+            cache.batch_repeat_interleave(len(part))
+            others = model(input_ids=part[:, :-1], past_key_values=cache, use_cache=True).logits
+            logits = torch.cat([logits, others], dim=1)
+        found = logits.float().log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
         values[chosen] = (found * counted).double().sum(dim=1)
     return values.numpy()
