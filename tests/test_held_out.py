@@ -1,18 +1,23 @@
 """What `benchmarks/held_out` promises: prompts, replies and constructions of its worlds, and samples of its evaluation."""
 
 import itertools
+import json
 import math
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import DynamicCache, GPT2Config
 
-from benchmarks.held_out import evaluate
+from benchmarks.held_out import build, evaluate, offline
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
 from benchmarks.held_out.grammar import split_tokens
 from benchmarks.held_out.worlds import WORLDS
+from trl_repulse.preferences import RewardedCompletion
+
+from .conftest import build_model
 
 
 @pytest.fixture(params=WORLDS)
@@ -114,3 +119,108 @@ def test_samples_as_counts(monkeypatch):
         weights = evaluate.mixture_weights(samples, 20_000, 20_000)
         found += sum(w for row, w in zip(samples.completions, weights, strict=True) if tuple(row.tolist()) in rare)
     assert 1e-4 < expected < 2e-2 and found == pytest.approx(expected, rel=0.1)
+
+
+def test_log_probs_read_the_prompt_once(tokenizer):
+    """They are those of passes over the whole text, row by row, whatever stands behind the end token."""
+    model = build_model("gpt2", len(tokenizer)).eval()
+    torch.manual_seed(0)
+    completions = torch.randint(3, len(tokenizer), (7, 6))
+    completions[2] = completions[5, 4:] = tokenizer.eos_token_id
+    lead = tokenizer("the cat sat")["input_ids"]
+    expected = []
+    for row in completions.tolist():
+        row = row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row
+        logits = model(torch.tensor([lead + row])).logits[0, len(lead) - 1 : -1]
+        expected.append(sum(logits.log_softmax(dim=-1)[range(len(row)), row].tolist()))
+    for rows in (1, 3):  # alone, one of them is an end token and nothing else
+        found = evaluate.log_probs(model, tokenizer, "the cat sat", completions, rows)
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_offline_data():
+    drawn = [RewardedCompletion("a", f" {r}", float(r)) for r in (-6, -5, -1, 0, 1, 2, 3, 4)]
+    drawn += [RewardedCompletion("b", f" {r}", float(r)) for r in (1, 7)] + [RewardedCompletion("c", " x", 2.0)]
+    pairs = offline.data_of("dpo", drawn, -4.0)
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in pairs] == [
+        ("a", " 4", " -6"),
+        ("a", " 3", " -5"),
+        ("b", " 7", " 1"),
+    ]
+    assert [row["completion"] for row in offline.data_of("npo", drawn, -4.0)] == [" -6", " -5"]
+    assert [row["completion"] for row in offline.data_of("raft", drawn, -4.0)] == [" 4", " 7", " x"]
+
+
+@pytest.mark.trainer
+def test_npo(tmp_path, tokenizer):
+    """The loss is the paper's; training lowers the probability of the completions, and leaves the reference."""
+    model, reference = (build_model("gpt2", len(tokenizer)) for _ in range(2))
+    rows = Dataset.from_list(
+        [{"prompt": "the cat", "completion": " ate bad"}, {"prompt": "the dog", "completion": " bad"}]
+    )
+    args = offline.NPOConfig(
+        **offline.COMMON | {"output_dir": str(tmp_path), "learning_rate": 1e-2, "beta": 0.5, "max_steps": 10}
+    )
+    trainer = offline.NPOTrainer(model, args, train_dataset=rows, processing_class=tokenizer, ref_model=reference)
+
+    def score(of):
+        of.eval()
+        texts = [(row["prompt"], tokenizer(row["completion"] + tokenizer.eos_token)["input_ids"]) for row in rows]
+        return [evaluate.log_probs(of, tokenizer, lead, torch.tensor([ids]))[0] for lead, ids in texts]
+
+    before = score(model)
+    trainer.train()
+    after = score(model)
+    assert score(reference) == pytest.approx(before, abs=1e-5)
+    assert all(late < early - 1 for early, late in zip(before, after, strict=True))
+    batch = next(iter(trainer.get_eval_dataloader(trainer.train_dataset)))
+    ratios = torch.tensor(after) - torch.tensor(before)
+    expected = (-2 / 0.5 * torch.nn.functional.logsigmoid(-0.5 * ratios)).mean()
+    with torch.no_grad():
+        assert trainer.compute_loss(model, batch).item() == pytest.approx(expected.item(), abs=1e-3)
+
+
+@pytest.fixture
+def tiny_world(tmp_path):
+    """A folder like those that `build.py` writes, with random models and eight prompts."""
+    world = WORLDS["shop"]
+    tokenizer, prompts = build_tokenizer(world), draw_prompts(world)[0][:8]
+    torch.manual_seed(0)
+    for name, classifier in (("policy", False), ("reward_model", True)):
+        build.build_model("gpt2", len(tokenizer), 16, 1, classifier=classifier).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in prompts))
+    (tmp_path / "world.json").write_text(json.dumps({"name": "shop", "threshold": 0.0}))
+    return evaluate.HeldOutWorld(tmp_path)
+
+
+@pytest.mark.trainer
+@pytest.mark.thorough
+@pytest.mark.parametrize("name, rounds", [("dpo", 2), ("npo", 1), ("raft", 2)])
+def test_offline_methods(tiny_world, tmp_path, name, rounds):
+    """All draw what they are told to draw, in as many rounds, and learn from the rows of the last one what they are to learn."""
+    method = {"trainer": name, "rounds": rounds, "config": {"learning_rate": 3e-3, "num_train_epochs": 3}}
+    counts, rows = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        make = offline.data_of
+        patch.setattr(offline, "draw", lambda *args: counts.append(len(args[2]) * args[3]) or evaluate.draw(*args))
+        patch.setattr(offline, "data_of", lambda *args: rows.append(make(*args)) or rows[-1])
+        trainer, history = offline.train(tiny_world, method, 0, 330, tmp_path)
+    assert sum(counts) == 330 and [row["round"] for row in history if "rows" in row] == [*range(rounds)]
+
+    def gain(column):
+        """Mean log-probability of the rows' completions under the trained policy, over that under the initial one."""
+        tokenizer, values = tiny_world.tokenizer, []
+        for row in rows[-1]:
+            ids = torch.tensor([tokenizer(row[column] + tokenizer.eos_token)["input_ids"]])
+            late, early = (
+                evaluate.log_probs(model, tokenizer, row["prompt"], ids)[0]
+                for model in (trainer.model.eval(), tiny_world.load_policy())
+            )
+            values.append(late - early)
+        return sum(values) / len(values)
+
+    if name == "dpo":
+        assert gain("chosen") > gain("rejected") + 1
+    else:
+        assert gain("completion") * {"npo": -1, "raft": 1}[name] > 1

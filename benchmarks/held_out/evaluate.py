@@ -21,6 +21,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
 )
+from transformers.activations import NewGELUActivation
 
 from .worlds import WORLDS
 
@@ -54,10 +55,21 @@ class HeldOutWorld:
         return [json.loads(line)["prompt"] for line in lines]
 
     def load_policy(self) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(self.policy_path).eval()
+        return with_fused_activations(AutoModelForCausalLM.from_pretrained(self.policy_path).eval())
 
     def load_reward_model(self) -> torch.nn.Module:
-        return AutoModelForSequenceClassification.from_pretrained(self.reward_model_path).eval()
+        return with_fused_activations(
+            AutoModelForSequenceClassification.from_pretrained(self.reward_model_path).eval()
+        )
+
+
+def with_fused_activations(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with GPT-2's activation in one operation instead of eight, which takes a third off its time on a CPU."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, torch.nn.GELU(approximate="tanh"))
+    return model
 
 
 @dataclass
@@ -146,13 +158,20 @@ def score(reward_model, tokenizer, prompt: str, completions: torch.Tensor, rows:
 @torch.no_grad()
 def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: int = 512) -> np.ndarray:
     """Log-probabilities of a prompt's completions (D, T), end token included, shape (D,), nats."""
-    lead = torch.tensor(tokenizer(prompt)["input_ids"])
-    values = []
-    for part in completions.split(rows):
-        ended = (part == tokenizer.eos_token_id).long()
-        counts = ended.cumsum(dim=1) - ended == 0  # up to the first end token
-        ids = torch.cat([lead.expand(len(part), -1), part], dim=1)
-        logits = model(input_ids=ids).logits[:, len(lead) - 1 : -1].float()
-        chosen = logits.log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
-        values.append((chosen * counts).double().sum(dim=1))
-    return torch.cat(values).numpy()
+    lead = torch.tensor([tokenizer(prompt)["input_ids"]])
+    ended = (completions == tokenizer.eos_token_id).long()
+    counts = ended.cumsum(dim=1) - ended == 0  # up to the first end token
+    order = counts.sum(dim=1).argsort()
+    values = torch.empty(len(completions), dtype=torch.double)
+    for chosen in order.split(rows):
+        counted = counts[chosen, : counts[chosen].sum(dim=1).max()]
+        part = completions[chosen, : counted.shape[1]]
+        cache = DynamicCache(config=model.config)  # the prompt is read once
+        logits = model(input_ids=lead, past_key_values=cache, use_cache=True).logits[:, -1:].expand(len(part), -1, -1)
+        if part.shape[1] > 1:
+            cache.batch_repeat_interleave(len(part))
+            others = model(input_ids=part[:, :-1], past_key_values=cache, use_cache=True).logits
+            logits = torch.cat([logits, others], dim=1)
+        found = logits.float().log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
+        values[chosen] = (found * counted).double().sum(dim=1)
+    return values.numpy()

@@ -66,6 +66,10 @@ def train(world: Any, method: dict[str, Any], seed: int, completions: int, folde
     """One run of a method; its trainer, and what it logged."""
     from datasets import Dataset
 
+    from . import offline
+
+    if method["trainer"] in offline.TRAINERS:
+        return offline.train(world, method, seed, completions, folder)
     trainer_class, config_class = trainer_of(method["trainer"])
     drawn_by = 2 if method.get("draws_twice") else 1  # from a proposal too
     size = COMPLETIONS_PER_PROMPT // drawn_by
