@@ -122,18 +122,22 @@ def _fork(folder: Path, args) -> None:
         )
         for rank in range(size)
     ]
-    for process in ranks:
-        process.start()
-    until = time.monotonic() + TIMEOUT
-    while (left := [process for process in ranks if process.exitcode is None]) and time.monotonic() < until:
-        if any(process.exitcode for process in ranks):
-            break
-        wait([process.sentinel for process in left], max(until - time.monotonic(), 0))
-    for process in left:
-        process.kill()
-        process.join()
-    errors = "".join(path.read_text()[-3000:] for path in sorted(folder.glob("*.err")))
-    assert not any(process.exitcode for process in ranks), errors
+    started, until = [], time.monotonic() + TIMEOUT
+    try:
+        for process in ranks:
+            process.start()
+            started.append(process)
+        while (left := [process for process in ranks if process.exitcode is None]) and time.monotonic() < until:
+            if any(process.exitcode for process in ranks):
+                break
+            wait([process.sentinel for process in left], max(until - time.monotonic(), 0))
+    finally:
+        for process in started:
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+    errors = "".join(f"{path.name}: {path.read_text()[-3000:]}\n" for path in sorted(folder.glob("*.err")))
+    assert not any(process.exitcode for process in ranks), f"{[process.exitcode for process in ranks]}\n{errors}"
 
 
 def _rank(argv: list[str], environment: dict[str, str], path: Path) -> None:

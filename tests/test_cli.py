@@ -291,6 +291,8 @@ def test_arguments_from_a_file(tmp_path):
     assert args.rewards == [{"reward_type": "toxicity"}] and args.chat_template_kwargs == {"thinking": False}
     args = build_parser("evaluate", path).parse_args(["evaluate", "three", "--thresholds", "1", "2"])
     assert (args.folders, args.thresholds, args.model) == ([Path("three")], [1.0, 2.0], "m")
+    args = build_parser("evaluate", path).parse_args(["evaluate", "--reward", '{"a": 1}', "--reward", '{"b": 2}'])
+    assert args.rewards == [{"a": 1}, {"b": 2}]  # in the place of the file's
     path.write_text("output: figure\nmethod: [[a, b], [c, d]]\nreference_point: [1, 2]\n")
     args = build_parser("frontier", path).parse_args(["frontier"])
     assert args.methods == [["a", "b"], ["c", "d"]] and args.reference_point == [1.0, 2.0]
@@ -304,6 +306,7 @@ def test_arguments_from_a_file(tmp_path):
         ("help: a\n", "has `help`, which is no argument"),
         ("dtype: float31\n", "has `dtype: float31`, which must be one of auto, float32"),
         ("allow_proposal: maybe\n", "has `allow_proposal: maybe`, which cannot be read"),
+        ("adapter: [a, b]\n", "has `adapter: ['a', 'b']`, which takes one value"),
         ("- a\n", "must hold arguments by name"),
     ],
 )
@@ -314,6 +317,14 @@ def test_a_file_that_is_refused_is_one_line(tmp_path, capsys, text, words):
     assert main(["merge", "--config", str(path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("trl-repulse merge: ") and words.format(path) in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--conf"], ["--config", "{}", "--config"]])
+def test_the_file_is_named_once_and_in_full(tmp_path, capsys, flags):
+    path = tmp_path / "a.yaml"
+    path.write_text("adapter: a\n")
+    assert main(["merge", *(flag.format(path) for flag in flags), str(path)]) == 1
+    assert "`--config` is to be given once, and in full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "gcg"])

@@ -5,6 +5,7 @@ import json
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -289,7 +290,7 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
 def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
     trainer = make(ReinforceTrainer, push_to_hub=True, hub_model_id="me/out")
     trainer.tail_report = "P(bad) = 1e-4 (95 %: 5e-5 to 2e-4), 100,000 samples"
-    trainer.measured = {"p_bad": 1e-4, "missing": float("nan"), "unknown": None}
+    trainer.measured = {"p_bad": np.float64(1e-4), "missing": float("nan"), "unknown": None}
     trainer.push_to_hub(dataset_name="me/prompts")
     card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
     assert f"### Measured\n\n{trainer.tail_report}\n\n### Data" in card.text

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -142,9 +141,14 @@ def test_mistakes_are_one_line(pipeline, recorded, configs):
         pipeline("--method", "reinforce")
     with open(configs / "5_report.yaml", "a") as file:
         file.write("confidence: 0.9\n")
-    with pytest.raises(SystemExit, match="5_report was begun with another .*; `--from 5_report` runs it"):
+    with pytest.raises(SystemExit, match="5_report was begun with another .* anew with `--from 5_report`"):
         pipeline()
-    for text, words in (("seed: 0\n", "has no `output_dir`; add it"), ("a: [\n", "is no YAML, correct it")):
+    pipeline("--only", "4_merge")  # before it
+    for text, words in (
+        ("seed: 0\n", "has no `output_dir`; add it"),
+        ("output_dir: mine\n", "has another `output_dir`; write"),
+        ("a: [\n", "is no YAML, correct it"),
+    ):
         (configs / "3_train.yaml").write_text(text)
         with pytest.raises(SystemExit, match=f"error: `.*3_train.yaml` {words}"):
             pipeline("--from", "3_train")
@@ -227,11 +231,13 @@ def test_a_pipeline_that_is_killed_goes_on(configs, tmp_path):
         str(tmp_path / "out"),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(words, env=environment)
-    while not list(tmp_path.glob("out/1_sft/checkpoint-1?/trainer_state.json")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process, until = subprocess.Popen(words, env=environment), time.monotonic() + 600
+    try:
+        while not list(tmp_path.glob("out/1_sft/checkpoint-1?/trainer_state.json")):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        process.terminate()  # SIGTERM
     assert process.wait(timeout=30) == 143
     done = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/done/0_data.json")}
     assert done and not (tmp_path / "out" / "1_sft" / "model.safetensors").exists()
@@ -242,7 +248,7 @@ def test_a_pipeline_that_is_killed_goes_on(configs, tmp_path):
         for folder in (tmp_path / "stopped", tmp_path / "out" / "1_sft")
     ]
     assert found[0] == found[1]  # nothing goes on behind its back
-    again = subprocess.run(words, env=environment, capture_output=True, text=True)
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "0_data: done" in again.stdout and "--resume_from_checkpoint" in again.stdout
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/done/0_data.json")} == done

@@ -121,6 +121,10 @@ def main(argv: list[str] | None = None) -> int:
             return launch(command, argv[1:])
         try:
             argv = with_config(argv)
+            if argv.count("--config") > 1 or {"--co", "--con", "--conf"}.intersection(
+                arg.split("=")[0] for arg in argv
+            ):
+                raise ValueError("`--config` is to be given once, and in full.")
             parser = build_parser(command, Path(argv[argv.index("--config") + 1]) if "--config" in argv else None)
         except ValueError as error:  # of the file of `--config`
             print(f"trl-repulse {command}: {error}", file=sys.stderr)

@@ -228,7 +228,7 @@ def plot_rewards(
 
     Args:
         rewards (`Mapping[str, numpy.ndarray]`):
-            Rewards of one model or of several, by the name in the legend. NaN, the mark of a missing reward, is left out.
+            Rewards of one model or of several, by the name in the legend. Those that are not finite are left out.
         path (`str` or `Path`):
             File to write; its suffix decides the format, its folder is created if missing.
         thresholds (`Sequence[float]`, *optional*, defaults to `()`):

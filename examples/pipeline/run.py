@@ -61,7 +61,9 @@ def commands_of(step: str, configs: Path, folder: Path, method: str) -> list[lis
         command = ["trl-repulse", command, "--config", path]
         return [[*command, *more], command]
     command = {"1_sft": ["trl", "sft"], "2_reward": ["trl", "reward"]}.get(step, ["trl-repulse", method])
-    checkpoint = last_checkpoint(folder / read(configs, step, "output_dir"))
+    if read(configs, step, "output_dir") != step:
+        sys.exit(f"error: `{configs / step}.yaml` has another `output_dir`; write `output_dir: {step}`.")
+    checkpoint = last_checkpoint(folder / step)
     resume = [] if checkpoint is None else ["--resume_from_checkpoint", str(checkpoint)]
     return [[*command, "--config", path, *resume]]
 
@@ -135,13 +137,14 @@ def main(argv: list[str] | None = None) -> None:
         for step in steps[steps.index(options.start) :]:
             (done / f"{step}.json").unlink(missing_ok=True)
             shutil.rmtree(folder / step, ignore_errors=True)
-    for step in steps:
+    for step in steps if options.only is None else steps[: steps.index(options.only) + 1]:
         path, settings = done / f"{step}.json", {"config": (configs / f"{step}.yaml").read_text(encoding="utf-8")}
         settings |= {"method": options.method} if step == "3_train" else {}
         begun = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if begun and {name: begun.get(name) for name in settings} != settings:
             sys.exit(
-                f"error: {step} was begun with another `{step}.yaml` or `--method`; `--from {step}` runs it and what follows anew."
+                f"error: {step} was begun with another `{step}.yaml` or `--method`; go back to it, or run {step} and what "
+                f"follows anew with `--from {step}`."
             )
         if "seconds" in begun:
             print(f"{step}: done", flush=True)

@@ -1,9 +1,8 @@
 """
 Rejection sampling (RAFT): sample, keep the best completions of each prompt, fine-tune on them, and repeat.
 
-    python examples/recipes/raft.py                                             # the embedded world
-    python examples/recipes/raft.py --model my/model --reward_model_path judge --prompts prompts.jsonl \
-        --max_completion_length 64 --learning_rate 1e-5
+    python examples/recipes/raft.py    # the embedded world
+    python examples/recipes/raft.py --model my/model --reward_model_path judge --prompts p.jsonl --learning_rate 1e-5
 
 `output_dir` then has the samples of each round and of the trained model (`samples-0` and so on), and the model (`model`).
 """
@@ -51,6 +50,8 @@ def main() -> None:
         parser.error("`--rounds` must be at least 1, and `--keep` between 1 and `--num_samples`")
 
     prompts, reward = load_prompts(options.prompts), load_reward(options.reward_type, options.reward_model_path)
+    if not isinstance(prompts[0]["prompt"], str):
+        raise ValueError(f"`{options.prompts}` has conversations; this recipe takes prompts that are plain text.")
     args = SFTConfig(
         output_dir=f"{options.output_dir}/model",
         learning_rate=options.learning_rate,

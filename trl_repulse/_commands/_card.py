@@ -85,7 +85,7 @@ def write_on_card(
     card = ModelCard.load(path) if path.is_file() else ModelCard(_NEW.format(name=folder.resolve().name))
     begin, end = f"<!-- {heading} -->", f"<!-- end of {heading} -->"
     section = f"{begin}\n### {heading}\n\n{text}\n\n{end}"
-    if begin in card.text:
+    if begin in card.text and end in card.text.partition(begin)[2]:
         card.text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: section, card.text, flags=re.DOTALL)
     elif "\n### Framework versions" in card.text:  # of a card that TRL wrote
         card.text = card.text.replace("\n### Framework versions", f"\n{section}\n\n### Framework versions", 1)

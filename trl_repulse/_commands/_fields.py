@@ -127,7 +127,17 @@ def add_config(parser: argparse.ArgumentParser, path: Path | None) -> None:
         elif action.nargs is not None or isinstance(action, argparse._AppendAction):
             kind["nargs"] = "+"
         action.required = False
-        parser.set_defaults(**{action.dest: _from_file(path, name, value, kind)})
+        parsed = _from_file(path, name, value, kind)
+        parser.set_defaults(
+            **{action.dest: _Replaced(parsed) if isinstance(action, argparse._AppendAction) else parsed}
+        )
+
+
+class _Replaced(list):
+    """The default of a flag that appends: argparse copies it before the first flag is appended, and flags win over the file."""
+
+    def __copy__(self) -> list[Any]:
+        return []
 
 
 def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
@@ -160,6 +170,8 @@ def _from_file(path: Path, name: str, value: Any, kind: dict[str, Any]) -> Any:
         return each if isinstance(each, dict) and kind["type"] is parse_object else kind["type"](str(each))
 
     several = kind.get("nargs") == "+"
+    if isinstance(value, list) and not several:
+        raise ValueError(f"`{path}` has `{name}: {value}`, which takes one value; give it without the brackets.")
     try:
         return parse(value if isinstance(value, list) or not several else [value])
     except (ValueError, argparse.ArgumentTypeError) as error:
@@ -200,13 +212,15 @@ def parse_object(value: str) -> dict[str, Any]:
     return parsed
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, flag: str = "--output") -> None:
     """
     Refuses a file that could not be written, before there is anything to lose.
 
     Args:
         path (`Path`, *optional*):
             File to write; its folder is made. `None` passes.
+        flag (`str`, *optional*, defaults to `"--output"`):
+            The flag that names it.
 
     Raises:
         `ValueError`: If it is a folder, or its folder cannot be made or written to.
@@ -216,12 +230,12 @@ def check_output(path: Path | None) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"`--output {path}` cannot be written: {error}.") from error
+        raise ValueError(f"`{flag} {path}` cannot be written: {error}.") from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         fault = (
             "is a folder; name a file" if path.is_dir() else "is in a folder that cannot be written to; name another"
         )
-        raise ValueError(f"`--output {path}` {fault}.")
+        raise ValueError(f"`{flag} {path}` {fault}.")
 
 
 def with_config(argv: list[str], default_config: str | None = None) -> list[str]:

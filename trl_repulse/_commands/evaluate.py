@@ -126,7 +126,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     from ..evaluation.report import estimates, tail_report
 
     check_output(args.output)
-    check_output(args.figure)
+    check_output(args.figure, "--figure")
     if args.figure is not None and args.figure.suffix not in FIGURES:
         raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
     check_card(args.card, len(args.folders))

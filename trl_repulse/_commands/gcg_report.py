@@ -11,6 +11,7 @@ from ..evaluation.gcg.records import read_results
 from ..evaluation.gcg.report import format_report, success_curve, summarize
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, write_on_card
+from ._fields import check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +33,16 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 0, or 1 with a message if there is nothing to report."""
     try:
         check_card(args.card)
+        check_output(args.json, "--json")
+        check_output(args.figure, "--figure")
         header, records = read_results(*args.results)
         summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
         print(format_report(summary))
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(_without_nan(summary), indent=2), encoding="utf-8")
         if args.figure is not None:
             from ..plots import plot_attack_success
 
-            args.figure.parent.mkdir(parents=True, exist_ok=True)
             plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
         if args.card is not None:
             _write_on_card(args, summary)

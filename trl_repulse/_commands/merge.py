@@ -122,7 +122,10 @@ def _write_card(adapter: Path, output: Path) -> None:
     if "trl" not in _tags(adapter):
         return
     card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
-    card.data.library_name = "transformers"
+    card.data.library_name, card.data.model_name = "transformers", output.resolve().name
+    card.text = card.text.replace(
+        f"# Model Card for {adapter.resolve().name}", f"# Model Card for {output.resolve().name}", 1
+    )
     card.data.tags = [tag for tag in card.data.tags if tag != "lora" and not tag.startswith("base_model:adapter:")]
     if is_proposal(adapter):
         card.data.base_model = None

@@ -47,11 +47,15 @@ def launch(command: str, argv: list[str]) -> int:
     try:
         argv = with_config(argv)
         if not {"-h", "--help"}.isdisjoint(argv):
-            # transformers (5.23) imports an installed PEFT beside its arguments, which is half of the time until the help
-            # is there. The process ends with it; in one that goes on, transformers has been imported
-            if "transformers" not in sys.modules:
+            # transformers (5.23) imports an installed PEFT beside its arguments, half of the time until the help is there
+            hidden = "transformers" not in sys.modules and "peft" not in sys.modules
+            if hidden:
                 sys.modules["peft"] = None
-            from ..arguments import ARGUMENTS, TrainingParser
+            try:
+                from ..arguments import ARGUMENTS, TrainingParser
+            finally:
+                if hidden:
+                    del sys.modules["peft"]
 
             parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
             parser.set_defaults_with_config(**_settings(argv))

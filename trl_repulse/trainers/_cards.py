@@ -80,7 +80,7 @@ def amend_model_card(trainer: Any) -> None:
             dataset_type=card.data.datasets or "prompts",
             dataset_name=card.data.datasets or "prompts",
             metric_type=name,
-            metric_value=value,
+            metric_value=float(value),  # a number of NumPy would be written as an object
         )
         for name, value in (trainer.measured or {}).items()
         if value is not None and math.isfinite(value)

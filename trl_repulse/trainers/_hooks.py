@@ -442,8 +442,9 @@ class TrainerHooks(SecondModels, PooledMetrics):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         # An upload has written the card. PEFT writes one of an adapter, with the local path of its base
-        if not _internal_call and not self.args.push_to_hub and output_dir in (None, self.args.output_dir):
-            self.create_model_card(Path(self.args.output_dir).name)
+        own = Path(self.args.output_dir).resolve()
+        if not _internal_call and not self.args.push_to_hub and Path(output_dir or own).resolve() == own:
+            self.create_model_card(own.name)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)
