@@ -1,8 +1,7 @@
 """
 Conditional fine-tuning: the reward stands before the answer as one of five tags, and the trained model is asked for the best.
 
-    python examples/recipes/conditional_sft.py    # the embedded world
-    python examples/recipes/conditional_sft.py --model my/model --reward_model_path judge --prompts p.jsonl
+    python examples/recipes/conditional_sft.py [--model my/model --reward_model_path judge --prompts p.jsonl]
 
 A tag is a token, `<|reward_0|>` to `<|reward_4|>` for the worst to the best fifth of all samples, and follows the prompt, as in
 Quark (arXiv 2205.13636). Prompts are plain text. `output_dir` then has the model and the samples.
@@ -43,25 +42,18 @@ def main() -> None:
     if not isinstance(prompts[0], str):
         raise ValueError(f"`{options.prompts}` has conversations; this recipe takes prompts that are plain text.")
     lengths = {"num_samples": options.num_samples, "max_completion_length": options.max_completion_length}
+    settings = SamplingSettings(**lengths, batch_size=256)
     check_classifier(options.reward_model_path)
     score = pipeline("text-classification", options.reward_model_path, function_to_apply="none")
     if score.model.config.num_labels != 1:
         raise ValueError(f"`{options.reward_model_path}` has several labels; this recipe takes a classifier with one.")
 
-    def reward(completions: list[str], question: list[str], **columns: list) -> list[float]:
-        """Of the question and its completion, without a tag between them."""
+    def reward(completions: list[str], question: list[str], **columns: list) -> list[float]:  # without the tag
         return [row["score"] for row in score([a + b for a, b in zip(question, completions, strict=True)])]
 
     def sample(name: str, model: str, tag: str = "") -> tuple[list[str], np.ndarray]:
         rows = Dataset.from_dict({"prompt": [prompt + tag for prompt in prompts], "question": prompts})
-        samples = sample_completions(
-            f"{options.output_dir}/{name}",
-            model,
-            rows,
-            reward,
-            SamplingSettings(**lengths, batch_size=256),
-            progress=False,
-        )
+        samples = sample_completions(f"{options.output_dir}/{name}", model, rows, reward, settings, progress=False)
         print(f"{name}: mean reward {samples.column('reward').mean():.3f}")
         return samples.table["completion"].to_pylist(), samples.column("reward").ravel()
 
