@@ -5,12 +5,15 @@ import math
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
 
 from trl_repulse._commands._card import write_on_card
 from trl_repulse.cli import main
+from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.tails import Estimate
 
 from .evaluation_support import write_samples
+from .gcg_trigger import build_trigger_model, build_trigger_tokenizer
 
 
 TRAINED = """\
@@ -31,9 +34,13 @@ tags:
 @pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    build_trigger_model(build_trigger_tokenizer()).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def weights(model):
+    return hash_model(AutoModelForCausalLM.from_pretrained(model))
 
 
 def test_a_card_of_a_trainer_gets_sections_and_metrics(model):
@@ -57,8 +64,8 @@ def test_a_card_of_a_trainer_gets_sections_and_metrics(model):
     assert card.data.tags == ["trl"]
 
 
-def test_evaluate_writes_its_report_on_a_new_card(model, tmp_path, capsys):
-    write_samples(tmp_path / "s", [[-5.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
+def test_evaluate_writes_its_report_on_a_new_card(model, weights, tmp_path, capsys):
+    write_samples(tmp_path / "s", [[-5.0, 1.0, 2.0], [0.0, 1.0, 2.0]], weights)
     assert main(["evaluate", str(tmp_path / "s"), "--thresholds", "-4", "--card", str(model)]) == 0
     card = ModelCard.load(model / "README.md")
     assert capsys.readouterr().out.strip() in card.text
@@ -70,9 +77,25 @@ def test_evaluate_writes_its_report_on_a_new_card(model, tmp_path, capsys):
     assert (card.data.library_name, card.data.model_name) == ("transformers", "model")
 
 
+def test_the_card_of_another_model_is_refused(model, weights, tmp_path, capsys):
+    write_samples(tmp_path / "s", [[-5.0, 1.0]], weights)
+    write_samples(tmp_path / "half", [[-5.0, 1.0]], hash_model(AutoModelForCausalLM.from_pretrained(model).bfloat16()))
+    write_samples(tmp_path / "other", [[-5.0, 1.0]])
+    for name, code in (("s", 0), ("half", 0), ("other", 1)):
+        (model / "README.md").unlink(missing_ok=True)
+        assert main(["evaluate", str(tmp_path / name), "--thresholds", "-4", "--card", str(model)]) == code
+        assert (model / "README.md").exists() == (code == 0)
+    captured = capsys.readouterr()
+    assert f"`--card {model}` holds other weights than the model that was measured, `m`" in captured.err
+    (model / "model.safetensors").unlink()  # cannot be loaded, so that nothing can be said
+    assert main(["evaluate", str(tmp_path / "s"), "--thresholds", "-4", "--card", str(model)]) == 0
+    assert (model / "README.md").exists()
+
+
 def test_what_has_no_card_is_refused_first(model, tmp_path, capsys):
     write_samples(tmp_path / "s", [[-5.0, 1.0]])
-    (model / "config.json").unlink()
+    for path in model.iterdir():
+        path.unlink()
     for folders, words in (
         (["s"], f"`--card {model}` holds no model; name the folder of the model that was measured."),
         (["s", "s"], "`--card` is for one model; leave it out for several."),

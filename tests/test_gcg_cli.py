@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -81,16 +82,21 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
         "--figure",
         tmp_path / "f.png",
         "--card",
-        tmp_path,
+        folder / "model",
     ]
-    (tmp_path / "config.json").write_text("{}")
     assert run("gcg-report", tmp_path / "all.jsonl", *report) == 0
     printed = capsys.readouterr().out
-    card = ModelCard.load(tmp_path / "README.md")
+    card = ModelCard.load(folder / "model" / "README.md")
     assert printed in card.text
     found = {each.metric_name: each.metric_value for each in card.data.eval_results}
     assert found["attack success (score < -4.0), after"] == 1.0 and found["bad samples (score < -7.0), after"] == 0.0
     assert "Bad is a score below -4.0" in printed and "  in 3 samples" in printed
+    shutil.copytree(folder / "model", tmp_path / "model")
+    other = build_trigger_model(build_trigger_tokenizer())
+    next(other.parameters()).data += 1
+    other.save_pretrained(tmp_path / "model")
+    assert run("gcg-report", tmp_path / "all.jsonl", "--threshold", "-4", "--card", tmp_path / "model") == 1
+    assert "holds other weights" in capsys.readouterr().err
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
     assert numbers["thresholds"]["-7.0"]["after"]["success"]["value"] == 0.0

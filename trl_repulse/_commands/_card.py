@@ -60,6 +60,45 @@ def check_card(folder: Path | None, models: int = 1) -> None:
         raise ValueError(f"`--card {folder}` holds no model; name the folder of the model that was measured.")
 
 
+def check_measured(folder: Path | None, weights: str, name: str) -> None:
+    """
+    Refuses the card of another model than the one that was measured. Warns if the folder's model cannot be loaded.
+
+    Args:
+        folder (`Path`, *optional*):
+            What `--card` names. `None` passes.
+        weights (`str`):
+            Hash of the weights that were measured, as [`~trl_repulse.evaluation._generation.hash_model`] gives it.
+        name (`str`):
+            What the measured model was loaded by, for the message.
+
+    Raises:
+        `ValueError`: If the model in the folder has other weights, in every precision.
+    """
+    if folder is None:
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from .._loading import load_model
+    from ..evaluation._generation import hash_model
+
+    try:
+        model = load_model(AutoModelForCausalLM, str(folder), "model", dtype="auto")
+    except ValueError as error:  # for one, a model with code of its own, which was allowed when it was measured
+        said = "Whether its model is the one that was measured was not checked"
+        logging.get_logger(__name__).warning(f"`--card {folder}`: {said}. {error}")
+        return
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float16):  # what `--dtype` may have said
+        if hash_model(model, dtype) == weights:
+            return
+    raise ValueError(
+        f"`--card {folder}` holds other weights than the model that was measured, `{name}`; name the folder of that model, "
+        "or measure this one."
+    )
+
+
 def write_on_card(
     folder: Path, heading: str, text: str, metrics: Mapping[str, Estimate], data: str, confidence: float
 ) -> None:

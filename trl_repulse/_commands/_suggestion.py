@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from .._learning_rate import learning_rate_for
 from ..evaluation.tails import prob_below
 
 
@@ -23,9 +24,6 @@ from ..evaluation.tails import prob_below
 SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
 # There, a token of the hot samples at temperature 1.6 was so much less probable than one of the policy's own, in nats
 READABLE = 1.5
-# Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
-RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
-ADAPTER_RATE = 10.0  # times that of all weights; was not measured
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 LOW, HIGH = 0.02, 0.98  # quantiles
@@ -387,9 +385,7 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray) -> None:
 
 
 def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
-    sizes, rates = np.log([size for size, _ in RATES]), np.log([rate for _, rate in RATES])
-    full = _round(float(np.exp(np.interp(math.log(parameters), sizes, rates))))
-    adapter = _round(ADAPTER_RATE * full)
+    full, adapter = (learning_rate_for(parameters, each) for each in (False, True))
     found.set(
         "learning_rate",
         adapter if use_peft else full,

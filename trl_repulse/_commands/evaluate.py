@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
-from ._card import add_card, check_card, write_on_card
+from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
@@ -148,6 +148,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         if folder.is_file():
             raise ValueError(f"`{folder}` is a file; name a folder of samples.")
     samples = [load_samples(folder) for folder in args.folders]
+    check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)
     return samples, report, None if args.negatives is None else _score_negatives(args)

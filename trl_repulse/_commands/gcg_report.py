@@ -10,7 +10,7 @@ from typing import Any
 from ..evaluation.gcg.records import read_results
 from ..evaluation.gcg.report import format_report, success_curve, summarize
 from ..evaluation.tails import Estimate
-from ._card import add_card, check_card, write_on_card
+from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import check_output
 
 
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.json, "--json")
         check_output(args.figure, "--figure")
         header, records = read_results(*args.results)
+        check_measured(args.card, header["identity"]["model"], header["model"])
         summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
         print(format_report(summary))
         if args.json is not None:

@@ -59,19 +59,23 @@ def check_processes(state: PartialState) -> PartialState:
     return state
 
 
-def hash_model(model: PreTrainedModel) -> str:
+def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
     """
     Hash of a model's weights.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             The model.
+        dtype (`torch.dtype`, *optional*):
+            Precision in which the weights are hashed. If `None`, their own.
 
     Returns:
         `str`: SHA-256 of names, shapes and bytes, hexadecimal.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

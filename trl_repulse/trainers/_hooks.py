@@ -43,7 +43,7 @@ from ._resume import (
     save_position,
 )
 from ._scoring import prepare_scoring
-from ._set_up import as_trained, guard_model
+from ._set_up import as_trained, guard_model, warn_of_default_rate
 from ._trl_bridge import (
     disable_dropout,
     get_config_model_id,
@@ -118,6 +118,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
         keep_gradients(policy, "`model`")
         with gathered_by_layer(policy), as_trained(self, policy):
             check_causal(policy, "`model`")
+        warn_of_default_rate(self.args, policy)
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
