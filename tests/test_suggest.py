@@ -4,10 +4,10 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -418,6 +418,6 @@ def test_a_trainer_says_what_the_default_learning_rate_does(make, tokenizer, mon
         make(ReinforceTrainer, model=model, extra={"processing_class": tokenizer}, learning_rate=rate)
     (text,) = said
     assert f"a model of {model.num_parameters():,} parameters hardly changes; set it, e.g. to 0.0006" in text
-    large = SimpleNamespace(parameters=lambda: [SimpleNamespace(numel=lambda: int(1.24e9))])
+    large = torch.nn.Linear(1, int(1.24e9), bias=False, device="meta")
     _set_up.warn_of_default_rate(ReinforceConfig("out", use_cpu=True, bf16=False), large)
     assert len(said) == 1
