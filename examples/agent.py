@@ -1,17 +1,18 @@
 """
 Trains an agent with tools, in a small shop where one of them does harm, with GRPO and with RePULSe on GRPO.
 
-    python examples/agent.py                                # each method at its chosen setting, seeds 0 to 4
+    python examples/agent.py                                # each method at its chosen setting, seeds 10 to 14
     python examples/agent.py --methods GRPO --seeds 7       # one run
     python examples/agent.py --tune                         # every setting instead, on the tuning seeds
 
-All runs have the same number of completions, KL coefficient, batch and linear decay of the learning rate, and each method has four
+All runs have the same number of completions, KL coefficient, batch and linear decay of the learning rate, and each method has three
 settings. Of those within 0.01 of the method's best mean reward on the tuning seeds, the one with the lowest mean log P(bad) is chosen.
 Bad is a closed account. Both quantities are exact. The policy is pre-trained first (half a minute). Finished runs are not repeated.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,18 @@ from trl_repulse.evaluation.comparison import format_comparison, load_runs
 
 
 ROWS = 64  # completions of an update; where others are drawn for the negative term, as many again
-TUNING_SEEDS = [100, 101]  # of no run that is reported
+TUNING_SEEDS = [100, 101, 102, 103]  # of no run that is reported
 LOGGING = {"report_to": "none", "save_strategy": "no", "logging_steps": 10, "disable_tqdm": True}
-TEMPERATURES = [1.6, 2.0, 2.5, 3.0]  # of the hot policy
+TEMPERATURES = [1.6, 2.0, 2.5, 3.0]  # at which the trained policy is evaluated as well
+RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
 
 # Fixed fields of each method, settings to tune over, and which was chosen.
-# `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters
+# `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters.
+# `alpha_start` keeps the negative term small until the proposal has found something
+LEARNED = {"proposal": "learned", "proposal_tools": True, "alpha": 0.5, "alpha_start": 0.05}
 METHODS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
-    "GRPO": ({"alpha": 0.0}, [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3, 4e-3)], 2),
-    "RePULSe, learned proposal": (
-        {"proposal": "learned", "proposal_tools": True, "learning_rate": 2e-3},
-        [{"alpha": alpha, "potential": potential} for potential in ("tilted", "indicator") for alpha in (0.1, 0.5)],
-        1,
-    ),
-    "RePULSe, hot policy": (
-        {"proposal": "hot_policy", "proposal_tools": True, "learning_rate": 1e-3},
-        [{"proposal_temperature": temperature} for temperature in TEMPERATURES],
-        0,
-    ),
+    "GRPO": ({"alpha": 0.0}, RATES, 2),
+    "RePULSe, learned proposal": (LEARNED, RATES, 1),
 }
 
 
@@ -50,9 +45,11 @@ def run(method: str, setting: dict[str, Any], seed: int, completions: int, outpu
     """Trains once, if there is no `results.json` of this run yet; returns the path of that file."""
     values = "-".join(f"{name}{value}" for name, value in setting.items())
     folder = output_dir / f"{method}-{values}-{completions}-seed{seed}".replace(" ", "_").replace(",", "")
-    if (results := folder / "results.json").exists():
-        return results
     fields, policy = METHODS[method][0] | setting, str(output_dir / "policy")
+    if (results := folder / "results.json").exists():
+        if json.loads(results.read_text(encoding="utf-8"))["fields"] != fields:
+            sys.exit(f"error: {folder} is a run with other fields; name another --output_dir, or remove it.")
+        return results
     drawn = ROWS if fields.get("alpha") == 0.0 else 2 * ROWS
     args = RePULSeGRPOConfig(
         output_dir=str(folder),
@@ -89,6 +86,7 @@ def run(method: str, setting: dict[str, Any], seed: int, completions: int, outpu
     row |= {
         "samples": args.max_steps * drawn,
         "policy_updates": args.max_steps,
+        "fields": fields,
         **found,
         "log_prob_bad_at_temperature": hot,
     }
@@ -100,8 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/agent"))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--completions", type=int, default=12_800, help="of a run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14])
+    parser.add_argument("--completions", type=int, default=25_600, help="of a run")
     parser.add_argument("--tune", action="store_true", help="run every setting on the tuning seeds instead")
     options = parser.parse_args(argv)
 

@@ -1,11 +1,8 @@
 """Tools and environments beside a negative term, in the shop: who may act, in what, and that nothing else changes."""
 
-import importlib.util
-import json
 import logging
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -473,52 +470,3 @@ def test_a_call_is_a_turn_of_three_tokens(turn, calls):
 )
 def test_what_an_episode_is_worth(is_lost, calls, answer, expected):
     assert shop.score(is_lost, calls, answer) == expected
-
-
-@pytest.fixture
-def example():
-    spec = importlib.util.spec_from_file_location("agent_example", Path(__file__).parents[1] / "examples" / "agent.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys, example):
-    shutil.copytree(policy_dir, tmp_path / "policy")
-    arguments = ["--output_dir", str(tmp_path), "--completions", "128", "--seeds", "3"]
-    example.main(arguments)
-    rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/results.json"))]
-    assert len(rows) == len(example.METHODS) and {row["samples"] for row in rows} == {128}
-    assert len({row["final"]["log_prob_bad"] for row in rows}) == 3
-    assert {row["initial"]["log_prob_bad"] for row in rows} == {shop.evaluate(str(policy_dir)).log_prob_closed}
-    printed = capsys.readouterr().out
-    assert all(
-        f"{row['final']['expected_reward']:.2f} / {row['final']['log_prob_bad']:.1f}" in printed for row in rows
-    )
-    changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    example.main(arguments)
-    assert changed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-
-
-def test_the_example_tunes_on_other_seeds_than_it_reports(tmp_path, policy_dir, example, monkeypatch):
-    """Every method has as many settings, and each runs on the same seeds."""
-    shutil.copytree(policy_dir, tmp_path / "policy")
-    asked = []
-
-    def run(method, setting, seed, completions, output_dir):
-        asked.append((method, str(setting), seed))
-        ends = {"expected_reward": 0.9, "log_prob_bad": -7.0}
-        results = tmp_path / f"{len(asked)}.json"
-        row = {"method": f"{method}, {setting}", "seed": seed, "samples": 1, "policy_updates": 1}
-        results.write_text(json.dumps(row | {"initial": ends, "final": ends}))
-        return results
-
-    monkeypatch.setattr(example, "run", run)
-    example.main(["--output_dir", str(tmp_path), "--tune"])
-    settings = {method: {setting for name, setting, _ in asked if name == method} for method in example.METHODS}
-    assert {len(found) for found in settings.values()} == {4} and len(asked) == 12 * len(example.TUNING_SEEDS)
-    tuning = set(asked)
-    asked.clear()
-    example.main(["--output_dir", str(tmp_path), "--methods", "GRPO", "RePULSe, learned proposal"])
-    assert {seed for *_, seed in asked} == {0, 1, 2, 3, 4} and not {seed for *_, seed in tuning} & set(range(5))
-    assert {row[:2] for row in asked} <= {row[:2] for row in tuning}
