@@ -147,6 +147,10 @@ def test_offline_data():
         ("a", " 3", " -5"),
         ("b", " 7", " 1"),
     ]
+    unpaired = [tuple(row.values()) for row in offline.data_of("kto", drawn, -4.0)]
+    assert unpaired == [
+        (row["prompt"], row[side], side == "chosen") for row in pairs for side in ("chosen", "rejected")
+    ]
     assert [row["completion"] for row in offline.data_of("npo", drawn, -4.0)] == [" -6", " -5"]
     assert [row["completion"] for row in offline.data_of("raft", drawn, -4.0)] == [" 4", " 7", " x"]
 
@@ -196,7 +200,7 @@ def tiny_world(tmp_path):
 
 @pytest.mark.trainer
 @pytest.mark.thorough
-@pytest.mark.parametrize("name, rounds", [("dpo", 2), ("npo", 1), ("raft", 2)])
+@pytest.mark.parametrize("name, rounds", [("dpo", 2), ("kto", 1), ("npo", 1), ("raft", 4)])
 def test_offline_methods(tiny_world, tmp_path, name, rounds):
     """All draw what they are told to draw, in as many rounds, and learn from the rows of the last one what they are to learn."""
     method = {"trainer": name, "rounds": rounds, "config": {"learning_rate": 3e-3, "num_train_epochs": 3}}
@@ -208,10 +212,12 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
         trainer, history = offline.train(tiny_world, method, 0, 330, tmp_path)
     assert sum(counts) == 330 and [row["round"] for row in history if "rows" in row] == [*range(rounds)]
 
-    def gain(column):
+    def gain(column, label=None):
         """Mean log-probability of the rows' completions under the trained policy, over that under the initial one."""
         tokenizer, values = tiny_world.tokenizer, []
         for row in rows[-1]:
+            if row.get("label") is not label:
+                continue
             ids = torch.tensor([tokenizer(row[column] + tokenizer.eos_token)["input_ids"]])
             late, early = (
                 evaluate.log_probs(model, tokenizer, row["prompt"], ids)[0]
@@ -222,5 +228,7 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
 
     if name == "dpo":
         assert gain("chosen") > gain("rejected") + 1
+    elif name == "kto":
+        assert gain("completion", True) > gain("completion", False) + 1
     else:
         assert gain("completion") * {"npo": -1, "raft": 1}[name] > 1

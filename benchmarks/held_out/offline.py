@@ -1,5 +1,5 @@
 """
-Methods of a plan that learn from samples drawn beforehand, with TRL's own trainers: `dpo`, `npo` and `raft`.
+Methods of a plan that learn from samples drawn beforehand, with TRL's own trainers: `dpo`, `kto`, `npo` and `raft`.
 
 A method has `rounds` (1 by default). In each, the policy as it is then draws its share of the completions on the training prompts at
 temperature 1, the world's reward model scores them, and the policy is trained on what `data_of` makes of them. The reference is the
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.nn import functional
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from trl_repulse.preferences import RewardedCompletion, preference_rows
 
 from .evaluate import HeldOutWorld, draw, score
 
 
-REJECTED_SHARE = 0.25  # of a prompt's completions, for `dpo`
+REJECTED_SHARE = 0.25  # of a prompt's completions, for `dpo` and `kto`
 COMMON = {
     "use_cpu": True,
     "bf16": False,
@@ -72,6 +72,7 @@ class NPOTrainer(SFTTrainer):
 
 TRAINERS: dict[str, tuple[type, type]] = {
     "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
     "npo": (NPOTrainer, NPOConfig),
     "raft": (SFTTrainer, SFTConfig),
 }
@@ -104,6 +105,7 @@ def data_of(trainer: str, drawn: list[RewardedCompletion], threshold: float) -> 
 
     - `dpo`: the worst quarter of each prompt's completions, each against one of its best, the worst against the best. Pairs of bad
       completions alone would be a few hundred, of some prompts, and would leave the reward of all others as it is.
+    - `kto`: the completions of these pairs, each once, the chosen ones as good and the rejected ones as bad.
     - `npo`: the completions with a reward under `threshold`, and nothing else.
     - `raft`: the best completion of each prompt.
     """
@@ -121,6 +123,11 @@ def data_of(trainer: str, drawn: list[RewardedCompletion], threshold: float) -> 
         centred = [replace(each, reward=each.reward - middle) for each in group]
         if any(each.reward < 0 for each in centred):  # else there is nothing to choose between
             rows += preference_rows(centred, threshold=0.0, max_bad=max(1, round(REJECTED_SHARE * len(group))))
+    if trainer == "kto":
+        sides = dict.fromkeys(
+            (row["prompt"], row[side], side == "chosen") for row in rows for side in ("chosen", "rejected")
+        )
+        return [{"prompt": prompt, "completion": text, "label": good} for prompt, text, good in sides]
     return rows
 
 
@@ -131,10 +138,11 @@ def train(
     trainer_class, config_class = TRAINERS[method["trainer"]]
     model, rounds, history = world.load_policy(), method.get("rounds", 1), []
     for number in range(rounds):
-        share, draws = completions // rounds, 1_000_000 * (number + 1) + seed
+        share = completions * (number + 1) // rounds - completions * number // rounds
+        draws = 1_000_000 * (number + 1) + seed
         drawn = collect(world, model, share, draws) if number else collect_initial(world.folder, share, draws)
         rows = Dataset.from_list(data_of(method["trainer"], drawn, world.threshold)).shuffle(seed=seed)
-        keep = ("prompt", "chosen", "rejected", "completion")
+        keep = ("prompt", "chosen", "rejected", "completion", "label")
         rows = rows.select_columns([name for name in rows.column_names if name in keep])
         trainer = trainer_class(
             model=model,
