@@ -39,7 +39,9 @@ def test_defaults(make):
     config = make()
     assert config.has_proposal
     assert (config.alpha, config.target_dist_beta, config.potential) == (0.1, -10.0, "tilted")
-    assert config.beta == RLOOConfig(output_dir=config.output_dir, use_cpu=True, bf16=False).beta
+    assert (config.beta, config.num_generations) == (0.2, 4)  # measured: docs/held_out.md
+    reinforce, rloo = (kind(config.output_dir, use_cpu=True, bf16=False) for kind in (ReinforceConfig, RLOOConfig))
+    assert (reinforce.beta, reinforce.num_generations) == (rloo.beta, rloo.num_generations)
     assert config.target_dist_beta < 0 < config.alpha
     assert config.alpha_normalization == "samples" and config.logprob_reduction == "mean"
     assert config.disable_dropout

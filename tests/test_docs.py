@@ -156,6 +156,7 @@ def test_configuration_docstrings_state_the_defaults(config, name):
 def test_changed_defaults_are_announced(config):
     trl_config, ours = {
         PPOConfig: (GRPOConfig, PPOConfig),
+        RePULSeConfig: (ReinforceConfig, RePULSeConfig),
         RePULSePPOConfig: (PPOConfig, RePULSePPOConfig),
         RePULSeGRPOConfig: (GRPOConfig, RePULSeGRPOConfig),
     }.get(config, (GRPOConfig, ReinforceConfig))

@@ -1,6 +1,6 @@
 """Configuration of [`~trl_repulse.RePULSeTrainer`]."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ._checks import check_repulse_config, require
 from .negative_term_config import NegativeTermConfig
@@ -14,13 +14,24 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
 
     > [!WARNING]
     > **`beta` is not RePULSe's β.** `beta` stays what it is everywhere in TRL, the coefficient of the KL penalty to the
-    > reference model (0.05 by default). The paper's β, the inverse temperature of the target
+    > reference model (0.2 by default). The paper's β, the inverse temperature of the target
     > σ ∝ policy · exp(β·reward), is `target_dist_beta`, and it is **negative** here: σ seeks low rewards.
 
     Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`ReinforceConfig`], [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler
     apply to each model on its own; only the proposal's learning rate can differ.
+
+    > [!NOTE]
+    > These parameters have default values different from [`ReinforceConfig`]. They are those that did best in two held-out worlds
+    > (docs/held_out.md):
+    > - `beta`: Defaults to `0.2` instead of `0.05`.
+    > - `num_generations`: Defaults to `4` instead of `2`.
     """
+
+    beta: float = field(default=0.2, metadata={"help": "Coefficient of the KL penalty, which is part of the return."})
+    num_generations: int | None = field(
+        default=4, metadata={"help": "Number of completions a prompt, at least 2, whose returns are compared."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
