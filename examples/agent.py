@@ -32,7 +32,7 @@ TEMPERATURES = [1.6, 2.0, 2.5, 3.0]  # at which the trained policy is evaluated 
 RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
 
 # Fixed fields of each method, settings to tune over, and which was chosen.
-# `proposal_tools` gives what looks for harm leave to act with the tools: here nothing that it does in them matters.
+# `proposal_tools` lets the proposal call the tools: here nothing that it does with them matters.
 # `alpha_start` keeps the negative term small until the proposal has found something
 LEARNED = {"proposal": "learned", "proposal_tools": True, "alpha": 0.5, "alpha_start": 0.05}
 METHODS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {

@@ -6,7 +6,8 @@ import pickle
 import pytest
 from trl import GRPOConfig, RLOOConfig, TrlParser
 
-from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
+from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig
 
 
@@ -78,7 +79,6 @@ REFUSED = [
     ("alpha", {"alpha": float("inf")}),
     ("alpha_start", {"alpha_start": -1.0}),
     ("alpha_start", {"alpha_start": 0.0}),
-    ("alpha_start", {"alpha": 0.0, "alpha_start": 1.0}),
     ("target_dist_beta_start", {"target_dist_beta_start": 5.0}),
     (
         "target_dist_beta_start",
@@ -222,6 +222,18 @@ def test_values_of_trls_fields_that_train_something_else_are_refused(make, confi
 def test_limits_of_the_reward_in_the_wrong_order_are_refused(make):
     with pytest.raises(ValueError, match="`reward_clip_range=.* must be a lower limit and a higher one"):
         make(ReinforceConfig, reward_clip_range=(1.0, -1.0))
+    with pytest.raises(ValueError, match="`reward_clip_range=.* must be a lower limit and a higher one"):
+        make(ReinforceConfig, reward_clip_range=[1.0])
+
+
+def test_limits_of_the_reward_as_a_flag():
+    embedded_run = [ARGUMENTS["reinforce"], embedded.settings_path("reinforce")]
+    _, args, _ = parse(["--reward_clip_range", "-5", "5"], *embedded_run)
+    assert args.reward_clip_range == [-5.0, 5.0]
+
+
+def test_a_schedule_may_stay_where_alpha_is_0(make):
+    assert make(alpha=0.0, alpha_start=0.05).alpha == 0
 
 
 @pytest.mark.parametrize(("name", "kwargs"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])

@@ -178,7 +178,7 @@ def test_a_short_log_is_not_judged():
 def test_values_of_fields_are_in_the_remedy():
     log = make_log(proposal__log_z_gap=9.0)
     [finding] = diagnose(log, SETTINGS | {"proposal_learning_rate": 0.03}).findings
-    assert "lower `proposal_learning_rate` (now 0.03), make `target_dist_beta` less negative" in finding.remedy
+    assert "lower `proposal_learning_rate` (now 0.03), bring `target_dist_beta` nearer to 0" in finding.remedy
 
 
 # Runs made to fail, by benchmarks/failing_runs.py

@@ -241,12 +241,13 @@ def test_values_of_a_file_that_are_refused(tmp_path, capsys, text, message):
 
 def test_a_file_reads_as_flags_do(folder, tmp_path):
     """PyYAML takes 1e-3 for text, and a single threshold is a number."""
-    text = "threshold: 0.5\nstop_loss: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\n"
+    text = "threshold: 0.5\nstop_loss: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\nfilter_roundtrip: off\n"
     (tmp_path / "config.yaml").write_text(text + "model_name_or_path: m\ntable: t\nreward_kwargs: {match: any}\n")
     args = build_parser("gcg").parse_args(["gcg", "--config", str(tmp_path / "config.yaml")])
     arguments, config = read_fields(args, GCGRunArguments, GCGEvaluationConfig)
     assert arguments.threshold == [0.5] and arguments.reward_kwargs == {"match": "any"}
     assert (config.stop_loss, config.num_steps, config.save_responses, config.max_targets) == (1e-3, 7, True, None)
+    assert config.filter_roundtrip == "off"
     assert GCGRunArguments(model_name_or_path="m", table="t", threshold=0.5).threshold == [0.5]
 
 

@@ -2,7 +2,8 @@
 
 `TRAINING` names the commands that train, which `trl_repulse._commands.train` launches. `COMMANDS` names each of the
 others and its module, which is imported once the command is asked for and has a function `add_arguments(parser)` that
-declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them takes `--config` as well.
+declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them but
+`serve-reward`, which has sub-commands, takes `--config` as well.
 """
 
 import argparse
@@ -92,7 +93,7 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             import_module(module).add_arguments(subparser)
-            if "--config" not in subparser._option_string_actions:
+            if "--config" not in subparser._option_string_actions and subparser._subparsers is None:
                 add_config(subparser, config)
     return parser
 

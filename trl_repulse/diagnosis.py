@@ -73,15 +73,15 @@ class Symptom:
             Its name, in words.
         cause (`str`):
             What it mostly comes from.
-        remedy (`str`):
-            Which field to set, and in which direction; fields stand in braces.
+        remedy (`tuple[str, ...]`):
+            Which fields to set, and in which direction: alternatives, the best first. Fields stand in braces.
         heading (`str`):
             The anchor of its section in docs/reading_a_run.md.
     """
 
     title: str
     cause: str
-    remedy: str
+    remedy: tuple[str, ...]
     heading: str
 
 
@@ -90,63 +90,73 @@ SYMPTOMS = {
     "not_finite": Symptom(
         "Losses or gradients that are not finite",
         "the reward has a huge scale, the learning rate is far too high, or fp16 overflows",
-        "scale the reward or set {reward_clip_range}, lower {learning_rate}, or set `bf16=True` in place of `fp16=True`",
+        ("scale or clip the reward", "lower {learning_rate}", "set `bf16=True` in place of `fp16=True`"),
         "losses-or-gradients-that-are-not-finite",
     ),
     "constant_reward": Symptom(
         "A reward that does not vary",
         "the reward function gives all completions the same number, so that there is nothing to learn",
-        "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+        (
+            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+        ),
         "a-reward-that-does-not-vary",
     ),
     "empty": Symptom(
         "Completions are empty",
         "the reward pays for saying nothing or, where it is the proposal that says nothing, punishes it more than anything else",
-        "give empty completions the reward of other bad outputs, neither a higher nor a lower one",
+        ("give empty completions the reward of other bad outputs, neither a higher nor a lower one",),
         "completions-are-empty",
     ),
     "cut": Symptom(
         "Completions are cut off",
         "the policy does not end its completions within {max_completion_length} tokens, or learns to go on because the reward "
         "pays for length",
-        "raise {max_completion_length}, set `mask_truncated_completions=True`, or take length out of the reward",
+        ("raise {max_completion_length}", "take length out of the reward"),
         "completions-are-cut-off",
     ),
     "falling_return": Symptom(
         "The return falls",
         "the learning rate is too high, the negative term is too strong, or prompts are lost",
-        "lower {learning_rate}, lower {alpha}, lower {max_grad_norm}, or raise {beta}",
+        ("lower {learning_rate}", "lower {alpha}", "lower {max_grad_norm}", "raise {beta}"),
         "the-return-falls",
     ),
     "rising_kl": Symptom(
         "The KL rises without a gain in reward",
         "the policy drifts: the KL penalty is too weak, or the learning rate or the negative term too strong",
-        "raise {beta}, lower {learning_rate}, lower {alpha}, or stop where the reward stopped growing",
+        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "stop where the reward stopped growing"),
         "the-kl-rises-without-a-gain-in-reward",
     ),
     "nothing_bad": Symptom(
         "Nothing bad is found",
         "{bad_reward_threshold} is below every reward that is drawn, or the samples are not hot enough",
-        "raise {bad_reward_threshold}, raise {proposal_temperature}, or raise {num_proposal_generations}",
+        ("raise {bad_reward_threshold}", "raise {proposal_temperature}", "raise {num_proposal_generations}"),
         "nothing-bad-is-found",
     ),
     "turned_target": Symptom(
         "The proposal draws good outputs",
         "the target has turned, because {target_dist_beta} is too weak for the distance between good and bad rewards, or the "
         "proposal has not learned yet",
-        "make {target_dist_beta} more negative, raise {proposal_learning_rate}, or stop before the rewards meet",
+        (
+            "take {target_dist_beta} further from 0",
+            "raise {proposal_learning_rate}",
+            "stop before the rewards meet",
+        ),
         "the-proposal-draws-good-outputs",
     ),
     "collapse": Symptom(
         "The proposal has collapsed",
         "the proposal learns faster than it can follow its target, or the target is too sharp",
-        "lower {proposal_learning_rate}, make {target_dist_beta} less negative, or go back to an earlier checkpoint",
+        (
+            "lower {proposal_learning_rate}",
+            "bring {target_dist_beta} nearer to 0",
+            "go back to an earlier checkpoint",
+        ),
         "the-proposal-has-collapsed",
     ),
     "ess": Symptom(
         "One sample carries the weights",
         "{target_dist_beta} is too strong, or the proposal is far from its target",
-        "make {target_dist_beta} less negative, raise {num_generations}, or raise {proposal_learning_rate}",
+        ("bring {target_dist_beta} nearer to 0", "raise {num_generations}", "raise {proposal_learning_rate}"),
         "one-sample-carries-the-weights",
     ),
 }
@@ -246,9 +256,22 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
         if evidence is None:
             diagnosis.sound.append(name)
             continue
-        cause, remedy = (_with_values(text, log.settings) for text in (symptom.cause, symptom.remedy))
+        cause, remedy = (
+            _with_values(text, log.settings) for text in (symptom.cause, _alternatives(symptom.remedy, log.settings))
+        )
         diagnosis.findings.append(Finding(name, evidence, cause, remedy, f"{PAGE}#{symptom.heading}"))
     return diagnosis
+
+
+def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
+    """A sentence of the alternatives, without those that name a field that does nothing in this run."""
+    idle = set()
+    if settings and not settings.get("alpha", "potential" in settings):
+        idle.add("{alpha}")
+    if settings.get("potential") == "indicator":
+        idle.add("{target_dist_beta}")
+    left = [each for each in remedy if not any(name in each for name in idle)]
+    return left[0] if len(left) == 1 else f"{', '.join(left[:-1])}{',' * (len(left) > 2)} or {left[-1]}"
 
 
 def _with_values(text: str, settings: dict[str, Any]) -> str:

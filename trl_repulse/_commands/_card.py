@@ -60,13 +60,13 @@ def check_card(folder: Path | None, models: int = 1) -> None:
         raise ValueError(f"`--card {folder}` holds no model; name the folder of the model that was measured.")
 
 
-def check_measured(folder: Path | None, weights: str, name: str) -> None:
+def check_measured(folder: Path, weights: str, name: str) -> None:
     """
     Refuses the card of another model than the one that was measured. Warns if the folder's model cannot be loaded.
 
     Args:
-        folder (`Path`, *optional*):
-            What `--card` names. `None` passes.
+        folder (`Path`):
+            What `--card` names.
         weights (`str`):
             Hash of the weights that were measured, as [`~trl_repulse.evaluation._generation.hash_model`] gives it.
         name (`str`):
@@ -75,8 +75,6 @@ def check_measured(folder: Path | None, weights: str, name: str) -> None:
     Raises:
         `ValueError`: If the model in the folder has other weights, in every precision.
     """
-    if folder is None:
-        return
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -160,6 +160,9 @@ def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
 def _from_file(path: Path, name: str, value: Any, kind: dict[str, Any]) -> Any:
     """A value of the YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text."""
     if "choices" in kind:
+        if isinstance(value, bool):  # YAML takes `off` and `no` for false
+            words = ("on", "yes", "true") if value else ("off", "no", "false")
+            value = next((word for word in words if word in kind["choices"]), value)
         if value not in kind["choices"]:
             raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {', '.join(kind['choices'])}.")
         return value

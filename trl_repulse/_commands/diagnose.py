@@ -1,13 +1,13 @@
 """`trl-repulse diagnose`: what is wrong with a run, as far as its log shows it. No model is needed."""
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from .._run_log import load_log
 from ..diagnosis import SYMPTOMS, Diagnosis, diagnose
+from ..evaluation.records import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,7 @@ def run(args: argparse.Namespace) -> int:
         path, history, settings = load_log(args.folder)
         diagnosis = diagnose(history, settings)
         if args.json is not None:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            content = {"log": str(path), **asdict(diagnosis)}
-            args.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_report(args.json, {"log": str(path), **asdict(diagnosis)})
     except (ValueError, OSError) as error:
         print(f"trl-repulse diagnose: {error}", file=sys.stderr)
         return 2

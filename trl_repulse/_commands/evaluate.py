@@ -148,7 +148,6 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         if folder.is_file():
             raise ValueError(f"`{folder}` is a file; name a folder of samples.")
     samples = [load_samples(folder) for folder in args.folders]
-    check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)
     return samples, report, None if args.negatives is None else _score_negatives(args)
@@ -276,6 +275,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         }
         plot_rewards(columns, args.figure, args.thresholds, args.column)
     if args.card is not None:
+        check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
         data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
         metrics = {f"mean {report.column}" if name == "mean" else name: it for name, it in report.overall.items()}
         write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)

@@ -1,14 +1,13 @@
 """`trl-repulse gcg-report`: what the results of attacks say at given thresholds. No model is needed."""
 
 import argparse
-import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..evaluation.gcg.records import read_results
 from ..evaluation.gcg.report import format_report, success_curve, summarize
+from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import check_output
@@ -36,16 +35,16 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.json, "--json")
         check_output(args.figure, "--figure")
         header, records = read_results(*args.results)
-        check_measured(args.card, header["identity"]["model"], header["model"])
         summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
         print(format_report(summary))
         if args.json is not None:
-            args.json.write_text(json.dumps(_without_nan(summary), indent=2), encoding="utf-8")
+            write_report(args.json, summary)
         if args.figure is not None:
             from ..plots import plot_attack_success
 
             plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
         if args.card is not None:
+            check_measured(args.card, header["identity"]["model"], header["model"])
             _write_on_card(args, summary)
     except (ValueError, OSError) as error:
         print(f"trl-repulse gcg-report: {error}", file=sys.stderr)
@@ -62,10 +61,3 @@ def _write_on_card(args: argparse.Namespace, summary: dict[str, Any]) -> None:
     }
     text = f"```text\n{format_report(summary)}\n```"
     write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])
-
-
-def _without_nan(value: Any) -> Any:
-    """The same with `None` for NaN, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,13 +1,13 @@
 """`trl-repulse rare-events`: how often a model does what it hardly ever does, by importance sampling."""
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from .._errors import describe_error, from_reward
+from ..evaluation.records import write_report
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         if state.is_main_process:
             print(format_report(report))
             if args.output is not None:
-                _write(args.output, report)
+                write_report(args.output, report)
     except Exception as error:  # a reward may fail with any
         if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
             raise
@@ -200,20 +200,3 @@ def _count(value: str) -> int:
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
     return int(number)
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    """Writes the report, or nothing: a file is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_finite(report), indent=2, default=str, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    """The same, with `None` for each float that is not finite."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -128,9 +128,9 @@ def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     require_choice(args, "proposal_update_order", ("before", "after"))
     require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 leaves the negative term out)")
     _check_target(args)
-    _check_schedules(args)
     if args.alpha == 0:
         return  # one switch to the policy's own loss: what belongs to the proposal may stay in a configuration file
+    _check_schedules(args)
     if args.proposal != "hot_policy":
         remedy = "is the hot policy's; set `proposal='hot_policy'`, or leave it unset"
         require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)

@@ -78,7 +78,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
             How far the logarithm of that variable moves, in nats, after the first update on each batch of generations: at most this if
             there are no bad completions, and about this if there are twice as many as ε allows.
-        reward_clip_range (`tuple[float, float]`, *optional*):
+        reward_clip_range (`list[float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
             [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
@@ -151,7 +151,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             "help": "How far the logarithm of that dual variable moves at most, in nats, where there are no bad completions."
         },
     )
-    reward_clip_range: tuple[float, float] | None = field(
+    reward_clip_range: list[float] | None = field(
         default=None,
         metadata={"help": "Lowest and highest reward the policy sees, as (min, max). If `None`, it is not clipped."},
     )
@@ -170,9 +170,11 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         for what, names in _GRPO_ONLY.items():
             for name in names:
                 require(self, getattr(self, name) == defaults[name], name, f"{what}; leave it at {defaults[name]!r}")
-        if self.reward_clip_range:
-            low, high = self.reward_clip_range
-            require(self, low < high, "reward_clip_range", "must be a lower limit and a higher one")
+        if self.reward_clip_range is not None:
+            limits = list(self.reward_clip_range)
+            ordered = len(limits) == 2 and limits[0] < limits[1]
+            require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
+            self.reward_clip_range = limits
         require_choice(self, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
         require_choice(self, "logprob_reduction", ("mean", "sum"))
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")

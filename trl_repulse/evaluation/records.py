@@ -11,6 +11,7 @@ Every file appears under its name only once it is whole and on the disk.
 import ast
 import hashlib
 import json
+import math
 import os
 import re
 import uuid
@@ -70,6 +71,28 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """
     text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_report(path: Path, content: dict[str, Any]) -> None:
+    """
+    Writes numbers for others to read, as [`write_json`] does; the folder is made.
+
+    Args:
+        path (`Path`):
+            File to write.
+        content (`dict`):
+            What JSON knows, and other values, which become text. A number that is not finite becomes `None`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, plain_json(_finite(content)))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def digest(content: Any) -> str:

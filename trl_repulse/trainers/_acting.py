@@ -24,16 +24,16 @@ Factory = Callable[[], Any]
 _BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts")
 
 
-def refuse_acting(args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
+def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
     """Refuses, among a trainer's other arguments by name, what writes into completions, unless `alpha` is 0."""
     for name in ("tools", "rollout_func", "environment_factory"):
-        if given.get(name) and (args is None or args.alpha > 0):
+        if given.get(name) and args.alpha > 0:
             raise ValueError(
-                f"`{name}` does not go with a negative term on this trainer; use `RePULSeGRPOTrainer`, or set `alpha=0`."
+                f"`{name}` does not go with a negative term on this trainer; use `RePULSeGRPOTrainer`, or leave it out."
             )
 
 
-def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory: Any) -> None:
+def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -> None:
     """
     Refuses to let a proposal, or the hot policy, act unless its user says so. `given` are the trainer's other arguments by name.
 
@@ -42,7 +42,7 @@ def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory:
             `rollout_func`; or if a factory has no use.
     """
     own = given.get("environment_factory")
-    draws = args is None or args.draws_twice
+    draws = args.draws_twice
     if factory is not None and (own is None or not draws):
         missing = (
             "an `environment_factory`" if own is None else "completions of a proposal, or of the policy drawn hotter,"
@@ -50,7 +50,7 @@ def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory:
         raise ValueError(f"`proposal_environment_factory` has no use without {missing}; leave it out.")
     if not draws:
         return
-    others = "The proposal" if args is not None and args.has_proposal else "The policy, drawn hotter,"
+    others = "The proposal" if args.has_proposal else "The policy, drawn hotter,"
     remedy = "Set `alpha=0`, or `proposal='policy'`, which draws nothing more"
     if given.get("rollout_func"):
         raise ValueError(
@@ -60,7 +60,7 @@ def check_acting(args: RePULSeGRPOConfig | None, given: dict[str, Any], factory:
     names = [name for name in ("tools", "environment_factory") if given.get(name)]
     if not names:
         return
-    if args is None or not args.proposal_tools:
+    if not args.proposal_tools:
         raise ValueError(
             f"{others} draws completions of its own to find the policy's worst behaviour, and would act with your `{names[0]}` as badly "
             "as it can. If nothing that it does there matters, say so with `proposal_tools=True`"

@@ -4,12 +4,15 @@ import json
 import math
 import textwrap
 from collections.abc import Sized
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard
+
+from ..configs import NegativeTermConfig
 
 
 # What the model cards of trainers with a negative term, and of its baseline, refer to
@@ -32,11 +35,12 @@ _VERSIONS = "### Framework versions\n\n"
 _NO_BASE = "[None](https://huggingface.co/None)"
 _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
-    value_learning_rate beta alpha alpha_normalization target_dist_beta potential proposal proposal_temperature
-    proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
-    gae_lambda gamma value_clip whiten_advantages reward_transform reward_transform_alpha reward_transform_beta
-    reward_transform_threshold seed
+    value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
+    proposal_temperature proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
+    normalize_advantages cvar_level max_bad_probability gae_lambda gamma value_clip whiten_advantages reward_clip_range
+    reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
 """.split()
+_OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}
 
 _PROPOSAL_CARD = """\
 ---
@@ -58,7 +62,7 @@ library_name: {library}
 > have become. `trl-repulse` never uploads it with the policy; if this is a repository, keep it private.
 
 - Policy it was trained beside: `{policy}`
-- Target: policy · potential, `potential={potential}`, `target_dist_beta={beta}` (negative: low rewards are sought)
+- Target: policy · potential, `potential={potential}`, {target}
 - trl-repulse: {version}
 """
 
@@ -99,20 +103,47 @@ def amend_model_card(trainer: Any) -> None:
         added += f"- Rows of prompts: {len(trainer.train_dataset)}\n"
     added += f"- Updates: {trainer.state.global_step}\n\n"
     added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
-    settings = [(name, getattr(args, name)) for name in _SHOWN if getattr(args, name, None) is not None]
+    settings = [(name, getattr(args, name)) for name in _SHOWN if _has_effect(args, name)]
     added += "".join(f"| `{name}` | {value} |\n" for name, value in settings)
     added += f"\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
     card.save(path)
 
 
-def write_proposal_card(directory: Path, policy: str, potential: str, beta: float) -> None:
+def _has_effect(args: Any, name: str) -> bool:
+    """Whether a run has a setting, and it changes something."""
+    if getattr(args, name, None) is None:
+        return False
+    if getattr(args, "alpha", 0) == 0:
+        return name != "alpha" and name not in _OF_NEGATIVE_TERM
+    return {
+        "target_dist_beta": args.potential != "indicator",
+        "target_class": args.potential == "class",
+        "proposal_temperature": args.draws_hot,
+        "proposal_loss": args.has_proposal,
+        "proposal_learning_rate": args.has_proposal,
+        "num_proposal_generations": args.draws_twice,
+    }.get(name, True)
+
+
+def write_proposal_card(directory: Path, policy: str, args: NegativeTermConfig) -> None:
     """Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside."""
+    name, meaning = {
+        "tilted": ("target_dist_beta", "negative: low rewards are sought"),
+        "indicator": ("bad_reward_threshold", "rewards under it are sought"),
+        "class": ("target_class", "that class is sought"),
+    }[args.potential]
+    target = f"`{name}={getattr(args, name)}` ({meaning})"
     library, base, adapter = "transformers", "", directory / "adapter_config.json"
     if adapter.is_file():
         library, name = "peft", json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
         base = f"base_model: {name}\n" if name and not Path(name).is_dir() else ""
     text = _PROPOSAL_CARD.format(
-        library=library, base=base, policy=policy, potential=potential, beta=beta, version=version("trl-repulse")
+        library=library,
+        base=base,
+        policy=policy,
+        potential=args.potential,
+        target=target,
+        version=version("trl-repulse"),
     )
     (directory / "README.md").write_text(text, encoding="utf-8")

@@ -17,8 +17,8 @@ from ._negative_term import NEGATIVE, OWN, NegativeTerm
 
 logger = get_logger(__name__)
 
-BATCHES = int(THRESHOLDS["updates"].value)  # that a warning looks back on
-LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these batches
+UPDATES = int(THRESHOLDS["updates"].value)  # that a warning looks back on
+LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these updates
 FEWEST_DISTINCT = THRESHOLDS["distinct"].value  # of a prompt's samples, where they are enough to judge
 ENOUGH_SAMPLES = THRESHOLDS["samples"].value
 
@@ -38,8 +38,9 @@ class CollapseWatch:
 
     def __init__(self, part: NegativeTerm):
         self._part = part
-        self._gaps: deque[float] = deque(maxlen=BATCHES)
-        self._distinct: deque[float] = deque(maxlen=BATCHES)
+        self._gaps: deque[float] = deque(maxlen=UPDATES)
+        self._distinct: deque[float] = deque(maxlen=UPDATES)
+        self._of_update: list[tuple[float | None, float]] = []  # gap and distinct samples of each of its micro-batches
         self._warned = False
 
     def look(self, batch: dict[str, torch.Tensor], own_log_p: torch.Tensor, log_p: torch.Tensor) -> Moments:
@@ -85,10 +86,16 @@ class CollapseWatch:
             self._warn(gap.mean if gap.count else None, distinct.mean * size, size)
 
     def _warn(self, gap: float | None, distinct: float, size: int) -> None:
+        self._of_update.append((gap, distinct))
+        if not self._part.trainer.accelerator.sync_gradients:
+            return
+        gaps = [each for each, _ in self._of_update if each is not None]  # with an indicator many a batch has none
+        distinct = sum(each for _, each in self._of_update) / len(self._of_update)
+        self._of_update.clear()
         self._distinct.append(distinct)
-        if gap is not None:  # with an indicator many a batch has none
-            self._gaps.append(gap)
-        gap, alike = (sum(each) / BATCHES if len(each) == BATCHES else None for each in (self._gaps, self._distinct))
+        if gaps:
+            self._gaps.append(sum(gaps) / len(gaps))
+        gap, alike = (sum(each) / UPDATES if len(each) == UPDATES else None for each in (self._gaps, self._distinct))
         if self._warned:
             return
         if gap is not None and gap > LARGEST_GAP:
@@ -99,7 +106,8 @@ class CollapseWatch:
         else:
             return
         self._warned = True
+        weaker = "" if self._part.trainer.args.potential == "indicator" else ", bring `target_dist_beta` nearer to 0"
         logger.warning(
-            f"The proposal has collapsed. Over the last {BATCHES} batches its samples {seen}. `proposal/ess` does not show this. "
-            "Lower `proposal_learning_rate`, make `target_dist_beta` less negative, or go back to an earlier checkpoint."
+            f"The proposal has collapsed. Over the last {UPDATES} updates its samples {seen}. `proposal/ess` does not show this. "
+            f"Lower `proposal_learning_rate`{weaker}, or go back to an earlier checkpoint."
         )

@@ -159,9 +159,9 @@ class LearnedProposal(DrawnTerm):
             return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, K)
 
         log_w = log_weights(None)
-        log_importance(trainer, PROPOSAL_FOLDER, log_w, trainer._to_prompts(~rewards.isnan(), size))
         weights = {"proposal_w": trainer._to_units(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
+            log_importance(trainer, PROPOSAL_FOLDER, log_w, trainer._to_prompts(~rewards.isnan(), size))
             self._watch.compare(batch, log_w, self._watch.look(batch, own_log_p, log_p))
             negative_log_w = log_w if args.reweighting_beta is None else log_weights(args.reweighting_beta)
             returns = [None, None]

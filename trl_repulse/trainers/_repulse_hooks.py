@@ -100,7 +100,7 @@ class RePULSeHooks(ProposalUploads):
         named = {name: value for name, value in options.items() if name in signature.parameters}
         return signature.bind_partial(None, *args, **named).arguments
 
-    def _check_acting(self, args: NegativeTermConfig | None, given: dict[str, Any]) -> None:
+    def _check_acting(self, args: NegativeTermConfig, given: dict[str, Any]) -> None:
         """Refuses tools and environments, before anything is loaded."""
         refuse_acting(args, given)
 
@@ -143,7 +143,7 @@ class RePULSeHooks(ProposalUploads):
     def _describe_second(self, path: Path) -> None:
         if path.name == PROPOSAL_FOLDER:
             name = self.args.hub_model_id or Path(self.args.output_dir).name
-            write_proposal_card(path, name, self.args.potential, self.args.target_dist_beta)
+            write_proposal_card(path, name, self.args)
 
     def _save_checkpoint(self, model, trial):
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters

@@ -3,6 +3,8 @@
 import contextlib
 from typing import Any
 
+from trl import GRPOTrainer
+
 from ..configs import RePULSeGRPOConfig
 from ..generation._probe import Guard
 from ..models._deepspeed import zero_stage
@@ -87,7 +89,7 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
         if self.tools and self.args.draws_twice:
             self._proposal_world = ProposalWorld(self, proposal_environment_factory)
 
-    def _check_acting(self, args: RePULSeGRPOConfig | None, given: dict[str, Any]) -> None:
+    def _check_acting(self, args: RePULSeGRPOConfig, given: dict[str, Any]) -> None:
         check_acting(args, given, self._proposal_factory)
 
     def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
@@ -98,6 +100,11 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
             super()._prepare_scoring()
         else:
             self._guard = Guard(share_prompts=False, repeat_cache=False)
+
+    def _generate_single_turn(self, *args: Any, **options: Any):
+        if self.args.alpha > 0:
+            return super()._generate_single_turn(*args, **options)
+        return GRPOTrainer._generate_single_turn(self, *args, **options)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any):
         if self.args.alpha > 0:
