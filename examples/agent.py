@@ -37,7 +37,7 @@ RATES = [{"learning_rate": rate} for rate in (5e-4, 1e-3, 2e-3)]
 LEARNED = {"proposal": "learned", "proposal_tools": True, "alpha": 0.5, "alpha_start": 0.05}
 METHODS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
     "GRPO": ({"alpha": 0.0}, RATES, 2),
-    "RePULSe, learned proposal": (LEARNED, RATES, 1),
+    "RePULSe, learned proposal": (LEARNED, RATES, 2),
 }
 
 

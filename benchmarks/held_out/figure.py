@@ -1,5 +1,5 @@
 """
-The README's figure: P(bad) against KL of finished runs in a held-out world, at two KL coefficients a method, a point a run and a mean a method.
+The README's figure: P(bad) against KL of finished runs in a held-out world, at several KL coefficients a method, a point a run and a mean each.
 
     python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out.png
 """
@@ -30,6 +30,7 @@ METHODS = {
     },
     ("RePULSe on PPO", "#d99a00", "^"): {
         0.2: "PPO, hot policy, learning rate 1.2e-3",
+        0.35: "PPO, hot policy, KL coefficient 0.35",
         0.4: "PPO, hot policy, KL coefficient 0.4",
     },
     (
