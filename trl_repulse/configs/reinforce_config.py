@@ -171,7 +171,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             for name in names:
                 require(self, getattr(self, name) == defaults[name], name, f"{what}; leave it at {defaults[name]!r}")
         if self.reward_clip_range is not None:
-            limits = list(self.reward_clip_range)
+            # A file may have numbers like 1e-3, which PyYAML takes for text
+            limits = [] if isinstance(self.reward_clip_range, str) else list(map(float, self.reward_clip_range))
             ordered = len(limits) == 2 and limits[0] < limits[1]
             require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
             self.reward_clip_range = limits
