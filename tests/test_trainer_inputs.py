@@ -176,8 +176,9 @@ def test_a_policy_from_nowhere_has_no_reference(make, tokenizer, trainer_cls):
 
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer])
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
-def test_reinforce_takes_no_tools(make, nothing_loaded, trainer_cls, name):
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_reinforce_takes_no_tools(make, nothing_loaded, trainer_cls, name, alpha):
     given = [print] if name == "tools" else print
-    settings = {"alpha": 0.0} if trainer_cls is RePULSeTrainer else {}
+    settings = {"alpha": alpha} if trainer_cls is RePULSeTrainer else {}
     with pytest.raises(ValueError, match=f"`{name}` is not for `{trainer_cls.__name__}`.*leave it out"):
         make(trainer_cls, extra={name: given}, **settings)

@@ -29,7 +29,7 @@ def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
     for name in ("tools", "rollout_func", "environment_factory"):
         if given.get(name) and args.alpha > 0:
             raise ValueError(
-                f"`{name}` does not go with a negative term on this trainer; use `RePULSeGRPOTrainer`, or leave it out."
+                f"`{name}` does not go with a negative term on this trainer; use `RePULSeGRPOTrainer`, or set `alpha=0`."
             )
 
 

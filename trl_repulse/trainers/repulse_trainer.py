@@ -75,6 +75,9 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
     _name = "RePULSe"
     _config_cls = RePULSeConfig
 
+    def _check_acting(self, args: RePULSeConfig, given: dict[str, Any]) -> None:
+        """REINFORCE refuses tools whatever `alpha` is."""
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = super()._generate_and_score_completions(inputs)
         return batch if self._negative is None else batch | self._negative.sample(inputs, batch)
