@@ -24,7 +24,8 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
     loss. It is the mean over samples of a coefficient times the completion's mean log-probability (`logprob_reduction`). Where a
     generation batch serves several updates, it is clipped as in [`RePULSeTrainer`].
 
-    With `alpha=0` the updates are [`~trl.GRPOTrainer`]'s to the last bit: nothing of this package has part in sampling and scoring.
+    With `alpha=0` the updates are [`~trl.GRPOTrainer`]'s with the same settings, bit for bit: sampling and scoring are TRL's own.
+    `disable_dropout` is `True` by default here.
 
     Example:
 
