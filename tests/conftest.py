@@ -81,10 +81,9 @@ def pytest_collection_finish(session):
 
 
 def build_accelerator():
-    """Accelerate's, on the device of the tests."""
-    if not USE_CPU:  # else what a configuration for the CPU set in an earlier test would stay
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(cpu=USE_CPU)
+    """Accelerate's, on the device of the tests, in float32."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # else an earlier test's device and precision would stay
+    return Accelerator(cpu=USE_CPU, mixed_precision="no")
 
 
 def build_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
