@@ -95,7 +95,6 @@ REFUSED = [
     ("proposal_temperature", HOT | {"proposal_temperature": 0.9}),
     ("proposal_temperature", HOT | {"proposal_temperature": 2.5, "use_vllm": True}),
     ("proposal_temperature", HOT | {"proposal_temperature": float("nan")}),
-    ("bad_reward_threshold", HOT | {"bad_reward_threshold": None}),
     ("negative_loss", HOT | {"negative_loss": "reinforce"}),
     ("uniform_weights", HOT | {"uniform_weights": True}),
     (
@@ -126,7 +125,6 @@ REFUSED = [
     ("num_proposal_generations", {"proposal_loss": "vargrad", "num_proposal_generations": 1}),
     ("proposal_update_order", {"proposal_update_order": "during"}),
     ("target_dist_beta", {"proposal": "hot_policy", "bad_reward_threshold": 0.0, "target_dist_beta": -1.0}),
-    ("bad_reward_threshold", {"proposal": "hot_policy"}),
     ("proposal", {"proposal": "best"}),
     ("vllm_sleep_level", {"vllm_sleep_level": 3}),
     ("vllm_sleep_level", {"vllm_sleep_level": 1}),
@@ -355,7 +353,7 @@ def test_reinforce_reads_or_refuses_each_field_of_grpo_that_rloo_has_not():
     assert of_grpo.keys() - of_rloo.keys() - {"log_completions_hub_repo"} == NOT_OF_REINFORCE.keys()
     assert of_rloo.keys() - own.keys() == set()
     changed = {name for name in of_rloo if own[name].default != of_rloo[name].default}
-    assert changed == {"disable_dropout"}
+    assert changed == {"disable_dropout", "learning_rate"}
 
 
 @pytest.mark.parametrize("config_cls", ALL)

@@ -163,7 +163,7 @@ OURS = {
         "`target_dist_beta` of `RePULSeConfig`",
     ),
     "nothing says what is bad": (
-        lambda user: user.command(bad_reward_threshold=None),
+        lambda user: user.command(bad_reward_threshold=None, potential="indicator", proposal="learned"),
         "`bad_reward_threshold=None` is needed",
         "set the reward under which a completion counts as bad",
     ),

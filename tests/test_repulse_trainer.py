@@ -1,6 +1,5 @@
 """RePULSeTrainer as a user meets it: directions, passes, logs, files, resume, what would be uploaded."""
 
-import functools
 import json
 import shutil
 from collections import Counter
@@ -383,14 +382,6 @@ def test_refused_models(make, model_dirs, tokenizer):
         make(extra={"proposal_model": build_model("gpt2", 30)})
     with pytest.raises(ValueError, match="builds no proposal"):
         make(alpha=0.0, extra={"proposal_model": model_dirs["gpt2"]})
-
-
-def test_a_default_configuration_lacks_what_counts_as_bad(tmp_path, monkeypatch, model_dirs, prompts, reward):
-    monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(RePULSeConfig, use_cpu=USE_CPU, bf16=False)
-    monkeypatch.setattr(RePULSeTrainer, "_config_cls", staticmethod(on_cpu))
-    with pytest.raises(ValueError, match="`bad_reward_threshold=None` is needed by `proposal='hot_policy'`"):
-        RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
 
 
 def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer, embedded
+from trl_repulse import embedded
 from trl_repulse._commands import train as train_command
 from trl_repulse._commands._suggestion import (
     ALPHA,
@@ -25,11 +24,10 @@ from trl_repulse._commands._suggestion import (
     Samples,
     suggest_settings,
 )
-from trl_repulse._learning_rate import RATES
+from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.cli import main
 from trl_repulse.methods import train
-from trl_repulse.trainers import _set_up
 
 from .conftest import build_model, build_tokenizer
 from .reward_models import build_tokenizer as build_reward_tokenizer
@@ -408,16 +406,3 @@ def test_the_guide_has_the_rules_of_the_command():
         assert f"{mantissa}e-{int(exponent)} at {number}" in text
     found = suggest()
     assert all(f"`{name}`" in text for name in found.values if name not in ("proposal", "max_completion_length"))
-
-
-def test_a_trainer_says_what_the_default_learning_rate_does(make, tokenizer, monkeypatch):
-    said = []
-    monkeypatch.setattr(_set_up.logger, "warning_once", said.append)
-    model = build_model("gpt2", len(tokenizer))
-    for rate in (1e-6, 2e-6):
-        make(ReinforceTrainer, model=model, extra={"processing_class": tokenizer}, learning_rate=rate)
-    (text,) = said
-    assert f"a model of {model.num_parameters():,} parameters hardly changes; set it, e.g. to 0.0006" in text
-    large = torch.nn.Linear(1, int(1.24e9), bias=False, device="meta")
-    _set_up.warn_of_default_rate(ReinforceConfig("out", use_cpu=True, bf16=False), large)
-    assert len(said) == 1

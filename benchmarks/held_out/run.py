@@ -5,7 +5,8 @@ Trains and evaluates many runs in a held-out world, several at a time, and keeps
         --output_dir runs/held_out/shop-baselines --seeds 0 1 2
 
 A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
-completions, of the same number of prompts an update. Finished runs are not repeated.
+completions, of the same number of prompts an update. With `bare: true` a method has its configuration's own defaults
+instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated.
 """
 
 import argparse
@@ -44,6 +45,8 @@ COMMON = {
     "logging_steps": 10,
     "dataloader_pin_memory": False,
 }
+# Which of these are left where a plan says `bare`: none that decides what is learned, but for the length of completions
+_OF_THE_MACHINE = ("use_cpu", "bf16", "max_completion_length", "save_strategy", "report_to", "disable_tqdm")
 
 
 def trainer_of(name: str) -> tuple[type, type]:
@@ -65,6 +68,7 @@ def trainer_of(name: str) -> tuple[type, type]:
 def train(world: Any, method: dict[str, Any], seed: int, completions: int, folder: Path) -> tuple[Any, list[dict]]:
     """One run of a method; its trainer, and what it logged."""
     from datasets import Dataset
+    from peft import LoraConfig
 
     from . import offline
 
@@ -80,14 +84,19 @@ def train(world: Any, method: dict[str, Any], seed: int, completions: int, folde
         "per_device_train_batch_size": PROMPTS_PER_UPDATE * size,
         "max_steps": math.ceil(completions / (PROMPTS_PER_UPDATE * COMPLETIONS_PER_PROMPT)),
     }
+    if method.get("bare"):  # the defaults of the configuration, as many epochs as it says
+        fields = {name: fields[name] for name in ("output_dir", "seed", *_OF_THE_MACHINE)}
     trainer = trainer_class(
         model=world.policy_path,
         reward_funcs=world.reward_model_path,
         args=config_class(**(fields | method["config"])),
         train_dataset=Dataset.from_dict({"prompt": world.prompts("train")}),
         processing_class=world.tokenizer,
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if method.get("adapter") else None,
     )
     trainer.train()
+    if method.get("adapter"):
+        trainer.model = trainer.model.merge_and_unload()
     return trainer, trainer.state.log_history
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from .._learning_rate import learning_rate_for
+from .._rules_of_thumb import LOW, bad_threshold_for, learning_rate_for, rounded
 from ..evaluation.tails import prob_below
 
 
@@ -26,7 +26,7 @@ SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
 READABLE = 1.5
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
-LOW, HIGH = 0.02, 0.98  # quantiles
+HIGH = 0.98  # quantile
 
 
 @dataclass(frozen=True)
@@ -268,15 +268,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
 
 
 def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float | None) -> float:
-    ordered = np.unique(rewards)
-    threshold = given
-    if threshold is None:
-        step = 10.0 ** (math.floor(math.log10(rewards.std())) - 1)
-        threshold = _round(round(float(np.quantile(rewards, LOW)) / step) * step, 6)
-        if not (rewards < threshold).any():  # of few distinct rewards the lowest is bad
-            threshold = _round(float(ordered[:2].mean()), 6)
-            if not ordered[0] < threshold <= ordered[1]:
-                threshold = float(ordered[1])
+    threshold = bad_threshold_for(rewards) if given is None else given
     below = prob_below(rewards[None], threshold)
     advice = "Rule of thumb: about the 2 % quantile. Read the lowest samples, and move it to what you call bad."
     found.set(
@@ -366,19 +358,19 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray) -> None:
         low, high = rewards.min(), rewards.max()
     found.set(
         "beta",
-        _round(KL_COEFFICIENT * spread / SPREAD),
+        rounded(KL_COEFFICIENT * spread / SPREAD),
         f"KL penalty. Measured: the reward's standard deviation {'within a prompt' if within else 'over all samples'} is {spread:.3g}. "
         f"Rule of thumb: {KL_COEFFICIENT / SPREAD:.2f} of it, as in the held-out worlds ({KL_COEFFICIENT:g} at {SPREAD:g}). Twice as much "
         "stays nearer to the initial policy.",
     )
     found.set(
         "alpha",
-        _round(ALPHA * spread / SPREAD),
+        rounded(ALPHA * spread / SPREAD),
         f"Weight of the negative term. Rule of thumb: {ALPHA / SPREAD:.1f} of that standard deviation, as in the held-out worlds "
         f"({ALPHA:g} at {SPREAD:g}). With Adam a reward in other units makes the same updates, if `beta` and `alpha` are in these units.",
     )
     found.notes["learned proposal"] = (
-        f"with `proposal: learned` set `target_dist_beta: {-_round(TARGET_NATS / (high - low), 2):g}`. Rule of thumb: "
+        f"with `proposal: learned` set `target_dist_beta: {-rounded(TARGET_NATS / (high - low), 2):g}`. Rule of thumb: "
         f"{TARGET_NATS:g} nats over the range of the reward ({low:.3g} to {high:.3g} without the lowest and the highest 2 %, measured), as in "
         f"the embedded world. The target then prefers bad outputs down to a probability of about e^-{TARGET_NATS:g}."
     )
@@ -459,11 +451,6 @@ def _spread_within(rewards: np.ndarray) -> float | None:
     if not len(several):
         return None
     return float(np.sqrt(np.nanvar(several, axis=1, ddof=1).mean()))
-
-
-def _round(value: float, digits: int = 1) -> float:
-    """To so many digits that count."""
-    return float(f"{value:.{digits}g}")
 
 
 def _comment(text: str) -> list[str]:

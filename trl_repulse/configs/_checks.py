@@ -83,7 +83,7 @@ def check_shared(args: Any) -> None:
     )
     require(args, 0 <= args.beta < math.inf, "beta", remedy)
     remedy = "must be a finite number of at least 0"
-    require(args, 0 <= args.learning_rate < math.inf, "learning_rate", remedy)
+    require(args, args.learning_rate is None or 0 <= args.learning_rate < math.inf, "learning_rate", remedy)
     require(args, args.temperature > 0, "temperature", "must be above 0")
     for name in ("num_iterations", "steps_per_generation", "num_generations_eval"):
         value = getattr(args, name)
@@ -157,7 +157,9 @@ def _check_target(args: Any) -> None:
         remedy = "must be above 0 for the class potential, which it multiplies; 1.0 seeks the class as it is"
         require(args, 0 < args.target_dist_beta < math.inf, "target_dist_beta", remedy)
     else:
-        _check_threshold(args, "proposal" if args.draws_hot else "potential")
+        remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
+        known = args.alpha == 0 or args.draws_hot or args.bad_reward_threshold is not None
+        require(args, known, "bad_reward_threshold", remedy)
         for name in ("target_dist_beta_start", "reweighting_beta"):
             require(
                 args, getattr(args, name) is None, name, "has no effect on the indicator potential; leave it unset"
@@ -168,11 +170,6 @@ def _check_target(args: Any) -> None:
     if args.reweighting_beta is not None:
         remedy = "must have the sign of `target_dist_beta` and not be 0 (`uniform_weights=True` ignores the reward)"
         require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
-
-
-def _check_threshold(args: Any, name: str) -> None:
-    remedy = f"is needed by `{name}={getattr(args, name)!r}`; set the reward under which a completion counts as bad"
-    require(args, args.alpha == 0 or args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
 
 
 def _check_schedules(args: Any) -> None:
@@ -326,7 +323,6 @@ def _check_hot_policy(args: Any) -> None:
     fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0
     remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
     require(args, fits, "proposal_temperature", remedy)
-    _check_threshold(args, "proposal")
     remedy = "does not go with `proposal='hot_policy'`; leave it at "
     require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
     require(args, not args.uniform_weights, "uniform_weights", f"{remedy}False")

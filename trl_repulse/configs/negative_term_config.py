@@ -72,7 +72,7 @@ class NegativeTermConfig(KnownFields):
         proposal (`str`, *optional*, defaults to `"hot_policy"`):
             What finds the policy's bad outputs. `"hot_policy"`: the policy draws `num_proposal_generations` more completions a
             prompt at `proposal_temperature`; these *hot* samples and its own serve the negative term together, weighed against
-            their mixture, and only samples with a reward under `bad_reward_threshold`, which must be set, are pushed down.
+            their mixture, and only samples with a reward under `bad_reward_threshold` are pushed down.
             `"learned"`: a second model that learns to draw them, as in the paper. `"policy"`: the policy's own samples,
             weighted by the potential alone: no second sampling. The defaults of `alpha`, `alpha_normalization` and `potential`
             depend on it.

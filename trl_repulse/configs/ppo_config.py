@@ -63,6 +63,8 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > - `learning_rate`: Defaults to a rule of thumb for the model's size instead of `1e-6` (docs/guide.md). The trainer sets it, and
+    >   says so.
     > - `beta`: Defaults to `0.05` instead of `0.0`.
     > - `num_generations`: Defaults to `1` instead of `8`: nothing is compared within a prompt, and TRL's minimum of 2
     >   does not apply.
@@ -71,6 +73,12 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     >   differ from pass to pass. The value model never has dropout.
     """
 
+    learning_rate: float | None = field(  # type: ignore[assignment]  # of a configuration that is still without a model
+        default=None,
+        metadata={
+            "help": "Peak learning rate. If unset, a rule of thumb for the model's size, as in `trl-repulse suggest`."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},

@@ -86,7 +86,9 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             the published learning rates and `alpha` belong) or their `"sum"` (what the derivation gives).
 
     > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`], the first two as in [`~trl.RLOOConfig`]:
+    > These parameters have default values different from [`~trl.GRPOConfig`], `beta` and `num_generations` as in [`~trl.RLOOConfig`]:
+    > - `learning_rate`: Defaults to a rule of thumb for the model's size instead of `1e-6` (docs/guide.md). The trainer sets it, and
+    >   says so.
     > - `beta`: Defaults to `0.05` instead of `0.0`.
     > - `num_generations`: Defaults to `2` instead of `8`.
     > - `vllm_importance_sampling_correction`: Defaults to `False` instead of `True`: samples count as the policy's own.
@@ -94,6 +96,12 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     >   differ from pass to pass.
     """
 
+    learning_rate: float | None = field(  # type: ignore[assignment]  # of a configuration that is still without a model
+        default=None,
+        metadata={
+            "help": "Peak learning rate. If unset, a rule of thumb for the model's size, as in `trl-repulse suggest`."
+        },
+    )
     beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty, which is part of the return."})
     num_generations: int | None = field(
         default=2, metadata={"help": "Number of completions a prompt, at least 2, whose returns are compared."}

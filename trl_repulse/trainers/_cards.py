@@ -103,8 +103,10 @@ def amend_model_card(trainer: Any) -> None:
         added += f"- Rows of prompts: {len(trainer.train_dataset)}\n"
     added += f"- Updates: {trainer.state.global_step}\n\n"
     added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
-    settings = [(name, getattr(args, name)) for name in _SHOWN if _has_effect(args, name)]
-    added += "".join(f"| `{name}` | {value} |\n" for name, value in settings)
+    settings = {name: getattr(args, name) for name in _SHOWN if _has_effect(args, name)}
+    if trainer.bad_reward_threshold is not None:
+        settings["bad_reward_threshold"] = trainer.bad_reward_threshold
+    added += "".join(f"| `{name}` | {value} |\n" for name, value in settings.items())
     added += f"\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
     card.save(path)

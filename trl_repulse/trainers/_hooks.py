@@ -43,7 +43,7 @@ from ._resume import (
     save_position,
 )
 from ._scoring import prepare_scoring
-from ._set_up import as_trained, guard_model, warn_of_default_rate
+from ._set_up import as_trained, guard_model, set_learning_rate
 from ._trl_bridge import (
     disable_dropout,
     get_config_model_id,
@@ -118,7 +118,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
         keep_gradients(policy, "`model`")
         with gathered_by_layer(policy), as_trained(self, policy):
             check_causal(policy, "`model`")
-        warn_of_default_rate(self.args, policy)
+        set_learning_rate(self.args, policy)
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
@@ -215,6 +215,11 @@ class TrainerHooks(SecondModels, PooledMetrics):
                 for reward, tokenizer in readers:
                     of_reward = f"{where}, as the reward model '{reward}' reads it,"
                     render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
+
+    @property
+    def bad_reward_threshold(self) -> float | None:
+        """Reward under which a completion counts as bad; `None` if it is not known."""
+        return self.args.bad_reward_threshold
 
     @property
     def transforms_rewards(self) -> bool:

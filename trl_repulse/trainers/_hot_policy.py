@@ -5,6 +5,7 @@ completion tokens.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from ..generation._ahead import Ahead
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
+from ._bad_threshold import MeasuredThreshold
 from ._beside import PROPOSAL_FOLDER
 from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
@@ -37,6 +39,7 @@ class HotPolicy(DrawnTerm):
     def __init__(self, trainer: UnitSampling):
         super().__init__(trainer)
         self.temperature = trainer.args.proposal_temperature
+        self.measured = MeasuredThreshold(trainer) if trainer.args.bad_reward_threshold is None else None
         self._ahead: Ahead | None = None
         self._watch = CollapseWatch(self)
 
@@ -58,15 +61,23 @@ class HotPolicy(DrawnTerm):
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.draw`]."""
+        if self.measured is not None:
+            self.measured.observe(batch["rewards"])
         self.trainer._kept, self._ahead = self._ahead, None
         return super().draw(rows, batch)
+
+    @property
+    def _threshold(self) -> float:
+        """Reward under which a sample is bad; −inf, under which nothing is, as long as it is not known."""
+        threshold = self.trainer.bad_reward_threshold
+        return -math.inf if threshold is None else threshold
 
     def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
         """As [`NegativeTerm.tempered`]: the higher one, until samples are weighed, of what may be bad: nothing else has a weight."""
         if COEFFICIENTS[NEGATIVE] in batch:
             return None
         rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
-        bad = {name: ~(x >= self.trainer.args.bad_reward_threshold) for name, x in rewards.items()}
+        bad = {name: ~(x >= self._threshold) for name, x in rewards.items()}
         if self.trainer.use_vllm:  # whose log-probabilities are compared
             bad[NEGATIVE] = torch.ones_like(bad[NEGATIVE])
         return self.temperature, bad
@@ -98,7 +109,7 @@ class HotPolicy(DrawnTerm):
         at_1 = [sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in ((log_p, OWN), (log_p_hot, NEGATIVE))]
         hot = [sequence_log_prob(batch[f"{name}_tempered"], batch[f"{name}_mask"]) for name in (OWN, NEGATIVE)]
         log_potential = self.log_potential(rewards, args.reweighting_beta)
-        log_potential = log_potential.masked_fill(rewards >= args.bad_reward_threshold, -torch.inf)
+        log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
         log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
 
         self._watch.look(batch, log_p, log_p_hot)

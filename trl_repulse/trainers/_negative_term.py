@@ -17,6 +17,7 @@ Axis letters: U units of n policy samples and m others, P prompts, N policy samp
 
 import contextlib
 import copy
+import math
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ class NegativeTerm:
         args = self.trainer.args
         beta = self.scheduled("target_dist_beta") if beta is None else beta
         if args.potential == "indicator":
-            return indicator_log_potential(rewards, args.bad_reward_threshold)
+            threshold = self.trainer.bad_reward_threshold
+            return indicator_log_potential(rewards, -math.inf if threshold is None else threshold)
         if args.potential == "class":
             return class_log_potential(rewards, beta, args.target_class)
         return tilted_log_potential(rewards, beta, args.reward_cap)

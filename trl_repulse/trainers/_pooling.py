@@ -209,8 +209,8 @@ class PooledMetrics:
         for name, column in zip(self.reward_func_names, rewards_per_func.T, strict=True):
             self._record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
         self._record({"reward": mean, "reward_std": std}, Moments.of(rewards))
-        if self.args.bad_reward_threshold is not None:
-            bad = (rewards < self.args.bad_reward_threshold).float().masked_fill(rewards.isnan(), torch.nan)
+        if self.bad_reward_threshold is not None:
+            bad = (rewards < self.bad_reward_threshold).float().masked_fill(rewards.isnan(), torch.nan)
             self._record({"bad_fraction": mean}, Moments.of(bad))
         return rewards
 

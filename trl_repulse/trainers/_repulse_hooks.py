@@ -104,6 +104,12 @@ class RePULSeHooks(ProposalUploads):
         """Refuses tools and environments, before anything is loaded."""
         refuse_acting(args, given)
 
+    @property
+    def bad_reward_threshold(self) -> float | None:
+        """Reward under which a completion counts as bad, measured by the hot policy if it is not set; `None` until it is known."""
+        measured = self._negative.measured if isinstance(self._negative, HotPolicy) else None
+        return self.args.bad_reward_threshold if measured is None else measured.value
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         with contextlib.nullcontext() if self._negative is None else self._negative.drawing():
             return super()._generate_and_score_completions(inputs)

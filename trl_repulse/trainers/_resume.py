@@ -178,12 +178,14 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
             tensors |= {f"{i}.{name}": batch[name].detach().cpu().clone() for name in batch if is_tensor[name]}
             rest.append({name: value for name, value in batch.items() if not is_tensor[name]})
     negatives = Path(trainer.args.output_dir) / NEGATIVES
+    measured = _measured_threshold(trainer)
     position = {
         "num_processes": trainer.accelerator.num_processes,
         "step": trainer._step,
         "buffer": rest,
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
         "negatives_begin": _first_row(negatives),
+        "bad_reward_threshold": None if measured is None else measured.state(),
         "constraint": None if trainer._constraint is None else trainer._constraint.state(),
         "settings": _settings(trainer),
     }
@@ -204,6 +206,9 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
     trainer._step = position["step"]
     if trainer._constraint is not None and position.get("constraint") is not None:
         trainer._constraint.load_state(position["constraint"])
+    measured = _measured_threshold(trainer)
+    if measured is not None and position.get("bad_reward_threshold") is not None:
+        measured.load_state(position["bad_reward_threshold"])
     if position["buffer"] is not None:
         batches = [dict(batch) for batch in position["buffer"]]
         for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
@@ -225,6 +230,11 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
                 *(negatives, size, expected, checkpoint, EARLIER_NEGATIVES),
             )
     trainer.accelerator.wait_for_everyone()
+
+
+def _measured_threshold(trainer: Any) -> Any:
+    """What measures the reward under which an output is bad, where a run was not told."""
+    return getattr(getattr(trainer, "_negative", None), "measured", None)
 
 
 def _first_row(path: Path) -> str:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from trl import GRPOConfig
 
 from .._adapters import base_of
-from .._learning_rate import learning_rate_for
+from .._rules_of_thumb import learning_rate_for
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
 from ..models._deepspeed import gathered_by_layer, is_partitioned
@@ -69,11 +69,21 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     return replace(found[0], fused_head=found[1])
 
 
-def warn_of_default_rate(args: GRPOConfig, policy: nn.Module) -> None:
-    """Warns of TRL's default learning rate, which is for large models, where the rule of thumb gives ten times as much or more."""
+def set_learning_rate(args: GRPOConfig, policy: nn.Module) -> None:
+    """
+    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size.
+
+    Where a configuration keeps TRL's default, which is for large models, it warns if the rule gives ten times as much or more.
+    """
     parameters = sum(getattr(each, "ds_numel", each.numel()) for each in policy.parameters())
     wanted = learning_rate_for(max(parameters, 1), is_peft_model(policy))
-    if args.learning_rate == type(args).learning_rate and wanted >= 10 * args.learning_rate:
+    if args.learning_rate is None:
+        args.learning_rate = wanted
+        logger.warning_once(
+            f"`learning_rate` is not set. It is now {wanted:g}, by a rule of thumb for {parameters:,} parameters"
+            f"{', trained by an adapter' if is_peft_model(policy) else ''}."
+        )
+    elif args.learning_rate == type(args).learning_rate and wanted >= 10 * args.learning_rate:
         logger.warning_once(
             f"`learning_rate` is {args.learning_rate:g}, TRL's default, at which a model of {parameters:,} parameters hardly changes; "
             f"set it, e.g. to {wanted:g} (a rule of thumb; `trl-repulse suggest` has values for the other settings too)."

@@ -58,7 +58,7 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
             As for [`~trl.GRPOTrainer`]. Datasets need a `"prompt"` column, plain or conversational text. Where completions are drawn
             for the negative term, tools and environments need `proposal_tools=True`, and a `rollout_func` is refused.
         args ([`RePULSeGRPOConfig`]):
-            Configuration for this trainer. By default it needs a `bad_reward_threshold`.
+            Configuration for this trainer. If `None`, a default configuration is used.
         proposal_model, proposal_peft_config:
             As for [`RePULSeTrainer`], by name.
         proposal_environment_factory (`Callable` or `dict[str, Callable]`, *optional*):

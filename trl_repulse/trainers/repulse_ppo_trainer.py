@@ -43,7 +43,7 @@ class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
         optimizers, quantization_config, peft_config, value_model, value_peft_config:
             As for [`PPOTrainer`].
         args ([`RePULSePPOConfig`]):
-            Configuration for this trainer. By default it needs a `bad_reward_threshold`.
+            Configuration for this trainer. If `None`, a default configuration is used.
         proposal_model, proposal_peft_config:
             As for [`RePULSeTrainer`], by name.
 

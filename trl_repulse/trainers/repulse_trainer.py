@@ -54,7 +54,7 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
         optimizers, quantization_config, peft_config:
             As for [`ReinforceTrainer`].
         args ([`RePULSeConfig`]):
-            Configuration for this trainer. By default it needs a `bad_reward_threshold`.
+            Configuration for this trainer. If `None`, a default configuration is used.
         proposal_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Model the proposal starts from: a path, a model id, or a model. If `None`, a copy of the initial policy.
             Must have the policy's tokens, which are compared if a path has a tokenizer, and weights of its own. If `None` and

@@ -1,0 +1,188 @@
+"""Runs that are not told which reward is bad, nor a learning rate: both are found at the start, and said."""
+
+import logging
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from trl_repulse import (
+    PPOTrainer,
+    ReinforceTrainer,
+    RePULSeConfig,
+    RePULSeGRPOTrainer,
+    RePULSePPOTrainer,
+    RePULSeTrainer,
+)
+from trl_repulse._rules_of_thumb import bad_threshold_for, learning_rate_for
+from trl_repulse.trainers import _bad_threshold, _set_up
+from trl_repulse.trainers._hot_policy import HotPolicy
+
+from .conftest import USE_CPU, build_model, same_parameters
+
+
+pytestmark = pytest.mark.trainer
+
+HOT = {"proposal": "hot_policy", "potential": None, "target_dist_beta": None, "proposal_temperature": 2.0}
+HOT |= {"alpha": 1.0, "alpha_normalization": "none"}
+TRAINERS = [RePULSeTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(_bad_threshold, "_LEAST", 24)
+
+
+def recorded(trainer):
+    """Rewards of the policy's own samples in training, in order."""
+    rewards, observe = [], trainer._negative.measured.observe
+
+    def noted(batch):
+        if trainer.model.training:
+            rewards.extend(batch.flatten().tolist())
+        observe(batch)
+
+    trainer._negative.measured.observe = noted
+    return rewards
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_the_threshold_is_that_of_the_first_samples(make, few, caplog, tmp_path, trainer_cls):
+    trainer = make(trainer_cls, max_steps=4, **HOT)
+    rewards = recorded(trainer)
+    assert trainer.bad_reward_threshold is None
+    with caplog.at_level(logging.WARNING, logger=_bad_threshold.__name__):
+        trainer.train()
+    expected = bad_threshold_for(np.array(rewards[:32]))  # of 24 or more: of whole batches of 16
+    assert trainer.bad_reward_threshold == expected and trainer.args.bad_reward_threshold is None
+    (said,) = [each.getMessage() for each in caplog.records if each.name == _bad_threshold.__name__]
+    assert f"It is now {expected:g}, about the 2% quantile of the first 32 rewards" in said
+    logs = [row for row in trainer.state.log_history if "reward" in row]
+    assert [row.get("negative/bad_reward_threshold") for row in logs] == [None, *[pytest.approx(expected)] * 3]
+    assert "bad_fraction" not in logs[0] and "bad_fraction" in logs[-1]
+    assert "negative/p_bad" in logs[-1]
+    trainer.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"| `bad_reward_threshold` | {expected} |" in card
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_nothing_is_pushed_before(make, few, monkeypatch, trainer_cls):
+    pushed, weigh = [], HotPolicy.weigh
+
+    def spy(self, *args):
+        found = weigh(self, *args)
+        pushed.append((self.trainer.bad_reward_threshold, any(x.abs().sum() > 0 for x in found.values())))
+        return found
+
+    monkeypatch.setattr(HotPolicy, "weigh", spy)
+    make(trainer_cls, max_steps=4, **HOT).train()
+    assert any(found for _, found in pushed) and not any(found for known, found in pushed if known is None)
+    assert pushed[0][0] is None
+
+
+def test_equal_rewards_are_waited_out(make, monkeypatch):
+    """Of equal rewards none is bad; the threshold comes with the first that differs."""
+    monkeypatch.setattr(_bad_threshold, "_LEAST", 8)
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(0)
+        return [float(len(calls) > 4 and i % 2) for i in range(len(completions))]
+
+    trainer = make(reward_funcs=reward, max_steps=4, **HOT)
+    trainer.train()
+    assert trainer.bad_reward_threshold == 0.5
+
+
+def test_an_evaluation_measures_nothing(make, few, prompts):
+    trainer = make(extra={"eval_dataset": prompts}, per_device_eval_batch_size=16, **HOT)
+    for _ in range(4):
+        trainer.evaluate()
+    assert trainer.bad_reward_threshold is None and not trainer._negative.measured._rewards
+
+
+@pytest.mark.parametrize(("updates", "samples"), [(1000, 500), (40, 64), (10, 50)])
+def test_how_many_samples(make, updates, samples):
+    trainer = make(max_steps=updates, **HOT)
+    trainer.state.max_steps = updates
+    assert trainer._negative.measured._wanted() == samples
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_resumed_run_measures_the_same(make, monkeypatch, tmp_path, step):
+    """Before there are enough samples, and after."""
+    monkeypatch.setattr(_bad_threshold, "_LEAST", 40)
+    settings = HOT | {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, "optim": "adamw_torch"}
+    whole = make(output_dir=str(tmp_path / "whole"), **settings)
+    whole.train()
+    assert whole.bad_reward_threshold is not None
+    folder = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "whole", folder)
+    for later in range(step + 1, 6):
+        shutil.rmtree(folder / f"checkpoint-{later}")
+    resumed = make(output_dir=str(folder), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.bad_reward_threshold == whole.bad_reward_threshold
+    assert same_parameters(resumed.model, whole.model)
+    with pytest.raises(ValueError, match="bad_reward_threshold"):
+        make(output_dir=str(folder), **settings | {"bad_reward_threshold": -1.0}).train(resume_from_checkpoint=True)
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSePPOTrainer])
+def test_a_learning_rate_for_the_size(make, tokenizer, monkeypatch, trainer_cls, adapter):
+    said = []
+    monkeypatch.setattr(_set_up.logger, "warning_once", said.append)
+    model = build_model("gpt2", len(tokenizer))
+    of_all = model.num_parameters()
+    peft_config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]) if adapter else None
+    extra = {"processing_class": tokenizer, "peft_config": peft_config}
+    trainer = make(trainer_cls, model=model, extra=extra, learning_rate=None, max_steps=1, optim="adamw_torch")
+    expected = 6e-3 if adapter else 6e-4
+    (text,) = [each for each in said if "learning_rate" in each]
+    parameters = re.search(r"for ([\d,]+) parameters", text)[1]
+    assert int(parameters.replace(",", "")) >= of_all and f"It is now {expected:g}," in text
+    assert trainer.args.learning_rate == expected
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["lr"] == expected
+    for second in trainer._beside.values():
+        assert second.optimizer.param_groups[0]["lr"] == expected
+
+
+def test_grpo_keeps_the_rate_of_trl_and_warns(make, tokenizer, monkeypatch):
+    said = []
+    monkeypatch.setattr(_set_up.logger, "warning_once", said.append)
+    model = build_model("gpt2", len(tokenizer))
+    for rate in (1e-6, 2e-6):
+        make(RePULSeGRPOTrainer, model=model, extra={"processing_class": tokenizer}, learning_rate=rate)
+    (text,) = [each for each in said if "learning_rate" in each]
+    assert f"a model of {model.num_parameters():,} parameters hardly changes; set it, e.g. to 0.0006" in text
+    large = torch.nn.Linear(1, int(1.24e9), bias=False, device="meta")
+    args = make(RePULSeGRPOTrainer, learning_rate=1e-6).args
+    said.clear()
+    _set_up.set_learning_rate(args, large)
+    assert not said and args.learning_rate == 1e-6
+
+
+class OnThis(RePULSeConfig):
+    def __init__(self, output_dir):
+        super().__init__(output_dir, use_cpu=USE_CPU, bf16=False, max_completion_length=2, max_steps=30)
+
+
+def test_only_a_model_a_reward_and_prompts(tmp_path, monkeypatch, model_dirs, prompts, reward):
+    """Nothing else need be given, but that there is no accelerator here."""
+    monkeypatch.chdir(tmp_path)
+
+    monkeypatch.setattr(RePULSeTrainer, "_config_cls", OnThis)
+    trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
+    assert trainer.args.learning_rate == learning_rate_for(trainer.model.num_parameters(), False)
+    trainer.train()
+    assert trainer.bad_reward_threshold is not None

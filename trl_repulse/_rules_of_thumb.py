@@ -1,0 +1,56 @@
+"""Values for what a user has not set: a learning rate for a model's size, and the reward under which an output is bad."""
+
+import math
+
+import numpy as np
+
+
+# Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
+RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
+ADAPTER_RATE = 10.0  # times that of all weights; was not measured
+LOW = 0.02  # the quantile of the initial policy's rewards under which an output is bad
+
+
+def rounded(value: float, digits: int = 1) -> float:
+    """To so many digits that count."""
+    return float(f"{value:.{digits}g}")
+
+
+def learning_rate_for(parameters: int, adapter: bool) -> float:
+    """
+    Learning rate that the rule of thumb gives a model: [`RATES`], interpolated in logarithms, to one digit.
+
+    Args:
+        parameters (`int`):
+            Parameters of the model, an adapter's base included.
+        adapter (`bool`):
+            Whether an adapter is trained in place of all weights.
+
+    Returns:
+        `float`
+    """
+    sizes, rates = np.log([size for size, _ in RATES]), np.log([rate for _, rate in RATES])
+    full = rounded(float(np.exp(np.interp(math.log(parameters), sizes, rates))))
+    return rounded(ADAPTER_RATE * full) if adapter else full
+
+
+def bad_threshold_for(rewards: np.ndarray) -> float:
+    """
+    Reward under which an output is bad: about the 2 % quantile, rounded to a tenth of the standard deviation's power of ten. Of few
+    distinct rewards only the lowest is bad.
+
+    Args:
+        rewards (`numpy.ndarray` of shape `(n,)`):
+            Finite rewards of the initial policy's samples, at least two of them different.
+
+    Returns:
+        `float`
+    """
+    ordered = np.unique(rewards)
+    step = 10.0 ** (math.floor(math.log10(rewards.std())) - 1)
+    threshold = rounded(round(float(np.quantile(rewards, LOW)) / step) * step, 6)
+    if not (rewards < threshold).any():
+        threshold = rounded(float(ordered[:2].mean()), 6)
+        if not ordered[0] < threshold <= ordered[1]:
+            threshold = float(ordered[1])
+    return threshold
