@@ -10,6 +10,7 @@ from trl.trainer import grpo_trainer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.models._peft_bridge import adapter_layers
+from trl_repulse.trainers import _bad_threshold
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .conftest import build_model, build_tokenizer, word_reward
@@ -105,6 +106,7 @@ METHODS = {
     "adapters, checkpoints in fp16": CHECKPOINTS | {"fp16": True},
     "adapters, after": {"proposal_update_order": "after", "proposal_updates_per_step": 2},
     "hot": {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0},
+    "hot, threshold measured": {"proposal": "hot_policy", "proposal_temperature": 2.0},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "CVaR": {"cvar_level": 0.4},
@@ -114,7 +116,7 @@ METHODS = {
 
 def models_of(method: str, tokenizer) -> dict:
     """What makes the proposal: a model of its own, or an adapter beside the policy's; nothing for the hot policy."""
-    if method == "hot":
+    if method.startswith("hot"):
         return {}
     if not method.startswith("adapters"):
         return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
@@ -150,6 +152,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "beta": 0.3,
     }
     args = RePULSeConfig(**settings | METHODS[method])
+    _bad_threshold._LEAST = 12  # samples, of the first two of five updates
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
     # Of one token: nothing of it can be read ahead, by one of two processes

@@ -179,7 +179,7 @@ def train(
     assert result["world_size"] == processes
     sharded = (config or "").removeprefix("multi_node_")
     sharded = sharded if sharded.startswith(("zero", "fsdp")) else None
-    second = [] if variant == "hot" else [None if variant.startswith("adapters") else sharded]
+    second = [] if variant.startswith("hot") else [None if variant.startswith("adapters") else sharded]
     assert result["engines"] == [sharded, *second]
     return result
 

@@ -84,6 +84,7 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
         (2, 2, "CVaR"),
         (2, 2, "constraint"),
         (2, 2, "hot"),
+        (2, 2, "hot, threshold measured"),
         pytest.param(4, 1, "hot", marks=pytest.mark.slow),
         pytest.param(2, 2, "leave one out", marks=pytest.mark.slow),
         pytest.param(4, 1, "REINFORCE++", marks=pytest.mark.slow),
@@ -91,8 +92,12 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
     ],
 )
 def test_two_processes_equal_one(launch, batch_size, accumulation, method):
-    metrics = HOT_METRICS if method == "hot" else METRICS
-    assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), metrics)
+    metrics = HOT_METRICS if method.startswith("hot") else METRICS
+    alone, together = launch(1, 8, 1, method), launch(2, batch_size, accumulation, method)
+    assert_equal(alone, together, metrics)
+    if method.endswith("measured"):
+        found = [[row.get("negative/bad_reward_threshold") for row in each["logs"]] for each in (alone, together)]
+        assert found[0] == found[1] and found[0][0] is None and found[0][-1] is not None
 
 
 @pytest.mark.invariant

@@ -63,8 +63,8 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
-    > - `learning_rate`: Defaults to a rule of thumb for the model's size instead of `1e-6` (docs/guide.md). The trainer sets it, and
-    >   says so.
+    > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which the
+    >   trainer sets and prints.
     > - `beta`: Defaults to `0.05` instead of `0.0`.
     > - `num_generations`: Defaults to `1` instead of `8`: nothing is compared within a prompt, and TRL's minimum of 2
     >   does not apply.

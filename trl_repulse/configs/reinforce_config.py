@@ -87,8 +87,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`], `beta` and `num_generations` as in [`~trl.RLOOConfig`]:
-    > - `learning_rate`: Defaults to a rule of thumb for the model's size instead of `1e-6` (docs/guide.md). The trainer sets it, and
-    >   says so.
+    > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which the
+    >   trainer sets and prints.
     > - `beta`: Defaults to `0.05` instead of `0.0`.
     > - `num_generations`: Defaults to `2` instead of `8`.
     > - `vllm_importance_sampling_correction`: Defaults to `False` instead of `True`: samples count as the policy's own.
