@@ -146,7 +146,7 @@ def test_a_learning_rate_for_the_size(make, tokenizer, monkeypatch, trainer_cls,
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]) if adapter else None
     extra = {"processing_class": tokenizer, "peft_config": peft_config}
     trainer = make(trainer_cls, model=model, extra=extra, learning_rate=None, max_steps=1, optim="adamw_torch")
-    expected = 6e-3 if adapter else 6e-4
+    expected = 3e-3 if adapter else 6e-4
     (text,) = [each for each in said if "learning_rate" in each]
     parameters = re.search(r"for ([\d,]+) parameters", text)[1]
     assert int(parameters.replace(",", "")) >= of_all and f"It is now {expected:g}," in text

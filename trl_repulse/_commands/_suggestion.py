@@ -382,8 +382,8 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
         "learning_rate",
         adapter if use_peft else full,
         f"Rule of thumb for {_count(parameters)} parameters: {full:g} for all weights, {adapter:g} for an adapter. It interpolates 6e-4 "
-        "at 0.24M (held-out worlds), 3e-5 at 135M and 3e-7 at 1.24B (published). Ten times as much for an adapter was not measured "
-        "here. Try a third and three times as much, and keep what has the highest reward - beta * KL.",
+        "at 0.24M (held-out worlds), 3e-5 at 135M and 3e-7 at 1.24B (published). Five times as much for an adapter "
+        "was chosen in held-out worlds. Try a third and three times as much, and keep what has the highest reward - beta * KL.",
     )
 
 
