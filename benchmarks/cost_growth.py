@@ -68,14 +68,14 @@ def draw(points: dict, on: str, options: argparse.Namespace) -> None:
     """The figure: time above, memory below, a column a sweep."""
     figure, axes = plt.subplots(2, len(points), figsize=(9, 6), sharex="col", constrained_layout=True)
     for column, (axis, found) in enumerate(points.items()):
-        for row, (label, scale) in enumerate((("ms a completion", 1e3), ("peak MiB a completion", 1.0))):
+        for row, (label, scale, place) in enumerate((("ms a completion", 1e3, 0), ("peak MiB a completion", 1.0, 2))):
             panel = axes[row][column]
             for name in options.methods:
                 title, colour, marker = METHODS[name]
                 drawn = {
                     x: 2 * options.prompts * (x if axis.endswith("N") else 8) if row else 1 for x in found
                 }  # completions of a step
-                values = [scale * measured[name][row] / drawn[x] for x, measured in found.items()]
+                values = [scale * measured[name][place] / drawn[x] for x, measured in found.items()]
                 panel.plot(list(found), values, color=colour, marker=marker, markersize=4, linewidth=1.4, label=title)
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")

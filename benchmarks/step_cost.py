@@ -5,7 +5,8 @@
 
 All but RePULSe draw 2·P prompts × N completions a step, RePULSe P × N from the policy and P × N from the hot policy or from a
 proposal that learns: all generate, score and learn from 2·P·N completions. The trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
-of a turn is warm-up and dropped. Peak memory is measured in a process of its own for each.
+of a turn is warm-up and dropped. Beside the time on the clock stands the time that all threads of the process spent on a CPU: other
+processes disturb it less. Peak memory is measured in a process of its own for each.
 """
 
 import argparse
@@ -70,18 +71,19 @@ METHODS = {
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of each step."""
+    """Seconds of each step, and those that all threads spent on a CPU."""
 
     def __init__(self):
         self.seconds = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self._start = time.perf_counter()
+        self._start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
         if ON_ACCELERATOR:
             torch.accelerator.synchronize()
-        self.seconds.append(time.perf_counter() - self._start)
+        now = time.perf_counter(), time.process_time()
+        self.seconds.append(tuple(end - start for start, end in zip(self._start, now, strict=True)))
 
 
 def reward(completion_ids, **kwargs):
@@ -184,12 +186,12 @@ def print_peak_memory(options: argparse.Namespace) -> None:
         print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10)
 
 
-def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Median seconds a completion, and peak MiB, of each method; the methods take turns."""
+def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """Median seconds and seconds of CPU a completion, and peak MiB, of each method; the methods take turns."""
     names = dict.fromkeys([*options.yardsticks, *options.methods])
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: build(name, shape, options, folder) for name in names}
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(options.rounds):
             for name, (trainer, timer) in runs.items():
                 timer.seconds.clear()
@@ -202,7 +204,10 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float,
         # An accelerator's memory is a process's own, whoever runs beside it
         with ThreadPoolExecutor(4 if ON_ACCELERATOR else 1) as pool:
             peaks = dict(zip(names, pool.map(lambda name: peak_memory(name, shape, options), names), strict=True))
-    return {name: (statistics.median(values) / samples, peaks[name]) for name, values in seconds.items()}
+    medians = {
+        name: [statistics.median(x) / samples for x in zip(*values, strict=True)] for name, values in seconds.items()
+    }
+    return {name: (*times, peaks[name]) for name, times in medians.items()}
 
 
 def on_what() -> str:
@@ -246,15 +251,15 @@ def main() -> None:
         f"{on_what()}, medians of {options.rounds * (options.steps - 1)} steps"
     )
     over = " | ".join(f"/ {name}" for name in options.yardsticks)
-    print(f"| prompt, new, N | method | ms a completion | {over} | peak MiB | {over} |")
-    print("|---" * (4 + 2 * len(options.yardsticks)) + "|")
+    print(f"| prompt, new, N | method | ms a completion | {over} | CPU ms | {over} | peak MiB | {over} |")
+    print("|---" * (5 + 3 * len(options.yardsticks)) + "|")
     for shape in options.shapes:
         found = measure(shape, options)
-        for name, (seconds, memory) in found.items():
-            figures = enumerate((seconds, memory))
-            of = [[value / found[other][i] for other in options.yardsticks] for i, value in figures]
-            times, memories = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
-            print(f"| {shape} | {name} | {1e3 * seconds:.1f} | {times} | {memory:.0f} | {memories} |", flush=True)
+        for name, figures in found.items():
+            of = [[value / found[other][i] for other in options.yardsticks] for i, value in enumerate(figures)]
+            wall, cpu, memory = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
+            cells = f"{1e3 * figures[0]:.1f} | {wall} | {1e3 * figures[1]:.1f} | {cpu} | {figures[2]:.0f} | {memory}"
+            print(f"| {shape} | {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "beta": 0.3,
     }
     args = RePULSeConfig(**settings | METHODS[method])
-    _bad_threshold._LEAST = 12  # samples, of the first two of five updates
+    _bad_threshold._LEAST, _bad_threshold._MOST_BAD = 12, 0.5  # 16 samples, of the first two of five updates
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
     # Of one token: nothing of it can be read ahead, by one of two processes

@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,11 +60,12 @@ def test_the_threshold_is_that_of_the_first_samples(make, few, caplog, tmp_path,
     expected = bad_threshold_for(np.array(rewards[:32]))  # of 24 or more: of whole batches of 16
     assert trainer.bad_reward_threshold == expected and trainer.args.bad_reward_threshold is None
     (said,) = [each.getMessage() for each in caplog.records if each.name == _bad_threshold.__name__]
-    assert f"It is now {expected:g}, about the 2% quantile of the first 32 rewards" in said
+    share = np.mean(np.array(rewards[:32]) < expected)
+    assert f"It is now {expected:g}: {share:.1%} of the first 32 rewards are under it" in said
     logs = [row for row in trainer.state.log_history if "reward" in row]
     assert [row.get("negative/bad_reward_threshold") for row in logs] == [None, *[pytest.approx(expected)] * 3]
     assert "bad_fraction" not in logs[0] and "bad_fraction" in logs[-1]
-    assert "negative/p_bad" in logs[-1]
+    assert "negative/p_bad" in logs[-1] and not any(name.startswith("negative/") for name in logs[0])
     trainer.create_model_card()
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert f"| `bad_reward_threshold` | {expected} |" in card
@@ -91,11 +93,44 @@ def test_equal_rewards_are_waited_out(make, monkeypatch):
 
     def reward(completions, **_):
         calls.append(0)
-        return [float(len(calls) > 4 and i % 2) for i in range(len(completions))]
+        return [float(len(calls) <= 2 or i > 0) for i in range(len(completions))]
 
     trainer = make(reward_funcs=reward, max_steps=4, **HOT)
     trainer.train()
-    assert trainer.bad_reward_threshold == 0.5
+    assert 0 < trainer.bad_reward_threshold < 1
+
+
+def rewards_of(values):
+    """A reward function that gives these, again and again."""
+    return lambda completions, **_: [values[i % len(values)] for i in range(len(completions))]
+
+
+def test_rewards_of_which_most_are_the_lowest_show_no_threshold(make, few):
+    trainer = make(reward_funcs=rewards_of([0.0] * 7 + [1.0]), max_steps=4, **HOT)
+    message = r"^`bad_reward_threshold` is not set and cannot be measured: 88% of the first 32 rewards are under 0.5, .* `alpha=0`\.$"
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_run_that_is_too_short_to_measure_says_so(make, caplog):
+    with caplog.at_level(logging.WARNING, logger=_bad_threshold.__name__):
+        make(max_steps=2, **HOT).train()
+    (said,) = [each.getMessage() for each in caplog.records if each.name == _bad_threshold.__name__]
+    assert "takes 50 samples to measure. This run draws 32, so that nothing is pushed down" in said
+
+
+@pytest.mark.parametrize(
+    ("rewards", "most"),
+    [
+        (np.random.default_rng(0).normal(123456.75, 0.03, 500), 0.05),  # a high level, a small spread
+        (np.random.default_rng(1).normal(-3e-5, 1e-5, 500), 0.05),
+        (np.random.default_rng(2).normal(4e4, 2e4, 500), 0.05),
+        (np.repeat([0.0, 1.0], [5, 495]), 0.01),
+        (np.repeat([1.0, 2.0, 5.0], [30, 200, 270]), 0.06),
+    ],
+)
+def test_the_worst_few_percent_are_under_the_threshold(rewards, most):
+    assert 0.005 <= np.mean(rewards < bad_threshold_for(rewards)) <= most
 
 
 def test_an_evaluation_measures_nothing(make, few, prompts):
@@ -140,7 +175,7 @@ def test_a_resumed_run_measures_the_same(make, monkeypatch, tmp_path, step):
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSePPOTrainer])
 def test_a_learning_rate_for_the_size(make, tokenizer, monkeypatch, trainer_cls, adapter):
     said = []
-    monkeypatch.setattr(_set_up.logger, "warning_once", said.append)
+    monkeypatch.setattr(_set_up.logger, "warning", said.append)
     model = build_model("gpt2", len(tokenizer))
     of_all = model.num_parameters()
     peft_config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]) if adapter else None
@@ -157,19 +192,67 @@ def test_a_learning_rate_for_the_size(make, tokenizer, monkeypatch, trainer_cls,
         assert second.optimizer.param_groups[0]["lr"] == expected
 
 
+class Policy(torch.nn.Linear):
+    """1.24 billion parameters that are nowhere."""
+
+    def __init__(self):
+        super().__init__(1, int(1.24e9), bias=False, device="meta")
+
+
+def test_the_rate_is_that_of_the_size(make):
+    trainer = make(learning_rate=None)
+    trainer.args.learning_rate = None
+    _set_up.set_learning_rate(trainer, Policy())
+    assert trainer.args.learning_rate == 3e-7
+
+
+def test_parameters_of_4_bits_are_counted_as_such():
+    class Params4bit(torch.nn.Parameter):  # by its name, as transformers knows it
+        pass
+
+    packed = Params4bit(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
+    assert _set_up._count(packed) == 64 and _set_up._count(torch.nn.Parameter(torch.zeros(32, 1))) == 32
+
+
+def test_a_configuration_serves_two_trainers(make, model_dirs, prompts, reward):
+    args = make(learning_rate=1e-6).args
+    args.learning_rate = None
+    given = {"reward_funcs": reward, "args": args, "train_dataset": prompts}
+    first = RePULSeTrainer(model=model_dirs["gpt2"], **given)
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"])
+    second = RePULSeTrainer(model=model_dirs["gpt2"], peft_config=adapter, **given)
+    assert (first.args.learning_rate, second.args.learning_rate, args.learning_rate) == (6e-4, 3e-3, None)
+
+
+def test_an_optimizer_brings_its_rate(make, tokenizer):
+    model = build_model("gpt2", len(tokenizer))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.123)
+    extra = {"processing_class": tokenizer, "optimizers": (optimizer, None)}
+    assert make(ReinforceTrainer, model=model, extra=extra, learning_rate=None).args.learning_rate == 0.123
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_section_of_deepspeed_needs_the_rate(make, section):
+    trainer = make(learning_rate=None)
+    trainer.args.learning_rate = None
+    plugin = SimpleNamespace(deepspeed_config={section: {}})
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    with pytest.raises(ValueError, match="`learning_rate` is not set, and DeepSpeed's configuration"):
+        _set_up.set_learning_rate(trainer, trainer.model)
+
+
 def test_grpo_keeps_the_rate_of_trl_and_warns(make, tokenizer, monkeypatch):
     said = []
     monkeypatch.setattr(_set_up.logger, "warning_once", said.append)
     model = build_model("gpt2", len(tokenizer))
     for rate in (1e-6, 2e-6):
-        make(RePULSeGRPOTrainer, model=model, extra={"processing_class": tokenizer}, learning_rate=rate)
+        trainer = make(RePULSeGRPOTrainer, model=model, extra={"processing_class": tokenizer}, learning_rate=rate)
     (text,) = [each for each in said if "learning_rate" in each]
     assert f"a model of {model.num_parameters():,} parameters hardly changes; set it, e.g. to 0.0006" in text
-    large = torch.nn.Linear(1, int(1.24e9), bias=False, device="meta")
-    args = make(RePULSeGRPOTrainer, learning_rate=1e-6).args
     said.clear()
-    _set_up.set_learning_rate(args, large)
-    assert not said and args.learning_rate == 1e-6
+    trainer.args.learning_rate = 1e-6
+    _set_up.set_learning_rate(trainer, Policy())
+    assert not said and trainer.args.learning_rate == 1e-6
 
 
 class OnThis(RePULSeConfig):

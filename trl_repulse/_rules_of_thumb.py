@@ -8,7 +8,7 @@ import numpy as np
 # Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
 RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
 ADAPTER_RATE = 5.0  # times that of all weights; chosen in held-out worlds (docs/held_out.md)
-LOW = 0.02  # the quantile of the initial policy's rewards under which an output is bad
+LOW = 0.02  # the quantile of the first samples' rewards under which an output is bad
 
 
 def rounded(value: float, digits: int = 1) -> float:
@@ -31,24 +31,23 @@ def learning_rate_for(parameters: int, adapter: bool) -> float:
     """
     sizes, rates = np.log([size for size, _ in RATES]), np.log([rate for _, rate in RATES])
     full = rounded(float(np.exp(np.interp(math.log(parameters), sizes, rates))))
-    return rounded(ADAPTER_RATE * full) if adapter else full
+    return rounded(ADAPTER_RATE * full, 2) if adapter else full
 
 
 def bad_threshold_for(rewards: np.ndarray) -> float:
     """
     Reward under which an output is bad: about the 2 % quantile, rounded to a tenth of the standard deviation's power of ten. Of few
-    distinct rewards only the lowest is bad.
+    distinct rewards only the lowest is bad, however many samples have it.
 
     Args:
         rewards (`numpy.ndarray` of shape `(n,)`):
-            Finite rewards of the initial policy's samples, at least two of them different.
+            Finite rewards of samples, at least two of them different.
 
     Returns:
         `float`
     """
     ordered = np.unique(rewards)
-    step = 10.0 ** (math.floor(math.log10(rewards.std())) - 1)
-    threshold = rounded(round(float(np.quantile(rewards, LOW)) / step) * step, 6)
+    threshold = round(float(np.quantile(rewards, LOW)), 1 - math.floor(math.log10(rewards.std()))) + 0.0
     if not (rewards < threshold).any():
         threshold = rounded(float(ordered[:2].mean()), 6)
         if not ordered[0] < threshold <= ordered[1]:

@@ -184,6 +184,8 @@ def run(
                 results["proposal"] = proposed(world, proposal.module, seed, 1.0)
             elif getattr(trainer.args, "draws_hot", False):
                 results["proposal"] = proposed(world, trainer.model, seed, trainer.args.proposal_temperature)
+            if getattr(trainer.args, "draws_hot", False) and trainer.args.bad_reward_threshold is None:
+                results["measured_threshold"] = trainer.bad_reward_threshold
     results["seconds"] = [round(trained - start), round(time.perf_counter() - trained)]
     (running / "history.json").write_text(json.dumps(history), encoding="utf-8")
     shutil.rmtree(running / "trainer", ignore_errors=True)

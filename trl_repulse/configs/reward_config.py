@@ -25,7 +25,7 @@ class RewardConfig(KnownFields):
         bad_reward_threshold (`float`, *optional*):
             Reward under which a completion counts as bad: the logged shares of bad samples, the negative data and the
             indicator potential use it. If `None`, the hot policy of RePULSe takes about the 2 % quantile of the rewards of the first
-            500 samples (of a tenth of all, if a run draws fewer than 5,000), and pushes nothing down before it knows.
+            500 samples (of a tenth of all, but at least 50, if a run draws fewer than 5,000), and pushes nothing down before.
         save_negatives (`bool`, *optional*, defaults to `False`):
             Whether to append each sampled completion with a reward under `bad_reward_threshold` to
             `output_dir/negatives.jsonl`.

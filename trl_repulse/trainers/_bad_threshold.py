@@ -6,17 +6,19 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 
-from .._rules_of_thumb import LOW, bad_threshold_for
+from .._rules_of_thumb import bad_threshold_for
 
 
 logger = get_logger(__name__)
 
 _SAMPLES, _SHARE, _LEAST = 500, 0.1, 50  # so many, but no more than this share of a run's, and at least the last
+_MOST_BAD = 0.1  # share of the samples under a threshold above which bad is not rare
 
 
 class MeasuredThreshold:
     """
-    About the 2 % quantile of the rewards of the policy's first samples: 500, or a tenth of all if a run draws fewer than 5,000.
+    About the 2 % quantile of the rewards of the policy's first samples: 500, or a tenth of all if a run draws fewer than 5,000, and at
+    least 50.
 
     All processes hold the same one, from what all of them have drawn.
 
@@ -29,13 +31,25 @@ class MeasuredThreshold:
         self.value: float | None = None  # until enough samples were drawn
         self._rewards: list[float] = []
         self._trainer = trainer
+        self._has_begun = False
 
     def observe(self, rewards: torch.Tensor) -> None:
-        """Takes note of the rewards of this process's samples; NaN is left out. All processes must call it."""
+        """
+        Takes note of the rewards of this process's samples; NaN is left out. All processes must call it.
+
+        Raises:
+            `ValueError`: If more than a tenth of the rewards are the lowest, which is not rare.
+        """
         trainer = self._trainer
         if not trainer.model.training:
             return
         if self.value is None:
+            if not self._has_begun and self._drawn() < _LEAST:
+                logger.warning(
+                    f"`bad_reward_threshold` is not set, and takes {_LEAST} samples to measure. This run draws {self._drawn()}, so that nothing "
+                    "is pushed down. Set it, or train longer."
+                )
+            self._has_begun = True
             everyone = trainer.accelerator.gather(rewards.flatten())
             self._rewards += everyone[everyone.isfinite()].tolist()
             if len(self._rewards) >= self._wanted() and len(set(self._rewards)) > 1:
@@ -43,18 +57,28 @@ class MeasuredThreshold:
         if self.value is not None:
             trainer._metrics["train"]["negative/bad_reward_threshold"].append(self.value)
 
-    def _wanted(self) -> int:
+    def _drawn(self) -> int:
+        """Samples of the policy in the whole run."""
         args = self._trainer.args
-        drawn = args.per_device_train_batch_size * self._trainer.accelerator.num_processes
-        drawn *= self._trainer.state.max_steps * args.gradient_accumulation_steps / args.num_iterations
-        return max(_LEAST, min(_SAMPLES, int(_SHARE * drawn)))
+        batch = args.per_device_train_batch_size * self._trainer.accelerator.num_processes
+        return batch * self._trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
+
+    def _wanted(self) -> int:
+        return max(_LEAST, min(_SAMPLES, int(_SHARE * self._drawn())))
 
     def _measure(self) -> None:
         rewards = np.array(self._rewards)
-        self._rewards, self.value = [], bad_threshold_for(rewards)
+        value = bad_threshold_for(rewards)
+        share = float((rewards < value).mean())
+        if share > _MOST_BAD:
+            raise ValueError(
+                f"`bad_reward_threshold` is not set and cannot be measured: {share:.0%} of the first {rewards.size} rewards are under {value:g}, "
+                "the lowest there is to set, and what is bad should be rare. Set it to the reward under which an output is bad, or use `alpha=0`."
+            )
+        self._rewards, self.value = [], value
         logger.warning(
-            f"`bad_reward_threshold` is not set. It is now {self.value:g}, about the {LOW:.0%} quantile of the first {rewards.size} "
-            "rewards, and from here on what is under it is pushed down. Read the lowest samples, and set it to what you call bad."
+            f"`bad_reward_threshold` is not set. It is now {value:g}: {share:.1%} of the first {rewards.size} rewards are under it. From here "
+            "on such completions are pushed down. Read some (`log_completions=True`), and set `bad_reward_threshold` to what you call bad."
         )
 
     def state(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What our trainers share, whatever their loss is."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,8 +104,14 @@ class TrainerHooks(SecondModels, PooledMetrics):
 
     @classmethod
     def _configuration(cls, model: Any, args: Any) -> Any:
-        """A trainer's configuration, or where none is given the default one with an `output_dir` named for its model."""
+        """
+        A trainer's configuration, a copy if its learning rate is still to be set; where none is given the default one with an
+        `output_dir` named for its model.
+        """
         if args is not None:
+            if args.learning_rate is None and not hasattr(args, "_of_trainer"):  # which is then that of one model
+                args = copy.copy(args)
+                args._of_trainer = True
             return args
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         return cls._config_cls(f"{Path(name).name}-{cls._name}")
@@ -118,7 +125,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
         keep_gradients(policy, "`model`")
         with gathered_by_layer(policy), as_trained(self, policy):
             check_causal(policy, "`model`")
-        set_learning_rate(self.args, policy)
+        set_learning_rate(self, policy)
 
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""

@@ -115,10 +115,11 @@ class HotPolicy(DrawnTerm):
         self._watch.look(batch, log_p, log_p_hot)
         scored = ~rewards.isnan()
         found = (log_w > -torch.inf).any(dim=1)
-        log_importance(trainer, "negative", log_w[found], scored[found])
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
         p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
-        trainer._log_mean("negative/p_bad", p_bad)
+        if trainer.bad_reward_threshold is not None:
+            log_importance(trainer, "negative", log_w[found], scored[found])
+            trainer._log_mean("negative/p_bad", p_bad)
         if trainer._constraint is not None:
             trainer._constraint.observe(p_bad, resolution=0.0)
         alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)

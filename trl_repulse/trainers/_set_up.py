@@ -13,7 +13,6 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
-from trl import GRPOConfig
 
 from .._adapters import base_of
 from .._rules_of_thumb import learning_rate_for
@@ -69,17 +68,34 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     return replace(found[0], fused_head=found[1])
 
 
-def set_learning_rate(args: GRPOConfig, policy: nn.Module) -> None:
+def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
     """
-    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size.
+    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size, or of the optimizer that was given.
 
     Where a configuration keeps TRL's default, which is for large models, it warns if the rule gives ten times as much or more.
+
+    Raises:
+        `ValueError`: If DeepSpeed's configuration, which is read before the model, has an optimizer or a schedule.
     """
-    parameters = sum(getattr(each, "ds_numel", each.numel()) for each in policy.parameters())
+    args = trainer.args
+    if args.learning_rate is None and trainer.optimizer is not None:
+        args.learning_rate = trainer.optimizer.param_groups[0]["lr"]
+        return
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if (
+        args.learning_rate is None
+        and plugin is not None
+        and {"optimizer", "scheduler"} & plugin.deepspeed_config.keys()
+    ):
+        raise ValueError(
+            "`learning_rate` is not set, and DeepSpeed's configuration has an `optimizer` or a `scheduler`, which take it before the model "
+            "is there; set it, or leave these sections out."
+        )
+    parameters = sum(map(_count, policy.parameters()))
     wanted = learning_rate_for(max(parameters, 1), is_peft_model(policy))
     if args.learning_rate is None:
         args.learning_rate = wanted
-        logger.warning_once(
+        logger.warning(
             f"`learning_rate` is not set. It is now {wanted:g}, by a rule of thumb for {parameters:,} parameters"
             f"{', trained by an adapter' if is_peft_model(policy) else ''}."
         )
@@ -88,6 +104,12 @@ def set_learning_rate(args: GRPOConfig, policy: nn.Module) -> None:
             f"`learning_rate` is {args.learning_rate:g}, TRL's default, at which a model of {parameters:,} parameters hardly changes; "
             f"set it, e.g. to {wanted:g} (a rule of thumb; `trl-repulse suggest` has values for the other settings too)."
         )
+
+
+def _count(parameter: nn.Parameter) -> int:
+    """Numbers of a parameter, those of other processes included; bitsandbytes packs two or more of 4 bits into one."""
+    count = getattr(parameter, "ds_numel", parameter.numel())
+    return 2 * parameter.element_size() * count if type(parameter).__name__ == "Params4bit" else count
 
 
 @contextlib.contextmanager
