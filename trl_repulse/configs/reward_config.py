@@ -49,7 +49,7 @@ class RewardConfig(KnownFields):
         default=None,
         metadata={
             "help": "Reward under which a completion counts as bad, for logging, the negative data and the indicator "
-            "potential."
+            "potential. If unset, the hot policy measures it."
         },
     )
     save_negatives: bool = field(

@@ -73,7 +73,7 @@ class MeasuredThreshold:
         if share > _MOST_BAD:
             raise ValueError(
                 f"`bad_reward_threshold` is not set and cannot be measured: {share:.0%} of the first {rewards.size} rewards are under {value:g}, "
-                "the lowest there is to set, and what is bad should be rare. Set it to the reward under which an output is bad, or use `alpha=0`."
+                "the lowest possible threshold, and bad outputs should be rare. Set it to the reward under which an output is bad, or use `alpha=0`."
             )
         self._rewards, self.value = [], value
         logger.warning(
