@@ -403,3 +403,17 @@ def test_a_subclass_may_have_arguments_of_its_own(tmp_path):
     assert Own(own=3, **settings).own == 3
     with pytest.raises(TypeError, match="learning_rat"):
         Own(own=3, learning_rat=1e-3, **settings)
+
+
+def test_without_a_negative_term_its_schedule_may_stay():
+    """`alpha=0` is one switch; the constraint then moves a cost, not `alpha`."""
+    limit = {
+        "max_bad_probability": 0.01,
+        "bad_reward_threshold": -1.0,
+        "alpha_start": 0.5,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    assert RePULSeConfig(output_dir="out", alpha=0.0, **limit).charges_bad
+    with pytest.raises(ValueError, match="alpha_start.* contradicts"):
+        RePULSeConfig(output_dir="out", alpha=1.0, **limit)

@@ -125,6 +125,22 @@ def test_it_never_vanishes(make):
     assert trainer._constraint.multiplier == 1e-6
 
 
+@pytest.mark.trainer
+def test_it_stays_finite_and_says_that_a_rate_is_out_of_reach(make, caplog):
+    trainer = make(ReinforceTrainer, **LIMIT)
+    constraint = trainer._constraint
+    constraint.multiplier = 1e38
+    good, bad = trainer._transform(torch.tensor([[1.0, -9.0]]))[0].tolist()
+    assert good == 1.0 and bad < -1e37
+    trainer.model.train()
+    constraint.observe(torch.zeros(4), resolution=1.0)
+    constraint.update()
+    assert constraint.multiplier == 1e6 and "out of reach" not in caplog.text  # the rate is held
+    constraint.observe(torch.ones(4), resolution=1.0)
+    constraint.update()
+    assert constraint.multiplier == 1e6 and "out of reach; raise it" in caplog.text
+
+
 @pytest.mark.thorough
 @pytest.mark.trainer
 def test_without_a_negative_term_repulse_charges_bad_completions(make):

@@ -6,15 +6,20 @@ import math
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from scipy.stats import ttest_ind
 from transformers import DynamicCache, GPT2Config
 
-from benchmarks.held_out import build, evaluate, offline
+from benchmarks.held_out import build, evaluate, offline, run, table
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
+from benchmarks.held_out.candidates import CANDIDATES, with_candidate
 from benchmarks.held_out.grammar import split_tokens
 from benchmarks.held_out.worlds import WORLDS
+from trl_repulse import RePULSeConfig, RePULSeTrainer
+from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 from trl_repulse.preferences import RewardedCompletion
 
 from .conftest import build_model
@@ -155,6 +160,42 @@ def test_offline_data():
     assert [row["completion"] for row in offline.data_of("raft", drawn, -4.0)] == [" 4", " 7", " x"]
 
 
+def test_tags_of_conditional_fine_tuning():
+    drawn = [RewardedCompletion("a", f" {r}", float(r)) for r in range(10, 0, -1)]
+    rows = offline.tagged(drawn, [" v", " w", " x", " y", " z"])
+    assert [row["prompt"] for row in rows] == [f"a {tag}" for tag in "zzyyxxwwvv"]
+    assert [row["completion"] for row in rows] == [each.completion for each in drawn]
+
+
+@pytest.mark.trainer
+@pytest.mark.thorough
+def test_conditional_fine_tuning(tiny_world, tmp_path):
+    """The model learns what has which tag, and is evaluated after the best one."""
+    config = {"learning_rate": 1e-2, "num_train_epochs": 20, "per_device_train_batch_size": 16}
+    rows, read, make = [], [], offline.tagged
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offline, "tagged", lambda *args: rows.extend(make(*args)) or rows)
+        trainer, _ = offline.train(tiny_world, {"trainer": "conditional", "config": config}, 0, 160, tmp_path)
+        patch.setattr(evaluate, "draw", lambda *args: read.append(args[2]) or draw(*args))
+        draw = offline.draw
+        run.evaluate(tiny_world, trainer.model, 0, 5, 5, suffix=offline.tags_of(tiny_world)[-1])
+    tags, tokenizer, model = offline.tags_of(tiny_world), tiny_world.tokenizer, trainer.model.eval()
+    assert len(set(tags)) == 5 and not set(tags) & set(tokenizer.all_special_tokens)
+    assert all(prompt.endswith(tags[-1]) for prompts in read for prompt in prompts) and len(read) == 2
+
+    def score(prompt, completion):
+        ids = torch.tensor([tokenizer(completion + tokenizer.eos_token)["input_ids"]])
+        return evaluate.log_probs(model, tokenizer, prompt, ids)[0]
+
+    other = {tag: tags[(place + 2) % 5] for place, tag in enumerate(tags)}
+    gaps = []
+    for row in rows:
+        tag = next(tag for tag in tags if row["prompt"].endswith(tag))
+        swapped = row["prompt"].removesuffix(tag) + other[tag]
+        gaps.append(score(row["prompt"], row["completion"]) - score(swapped, row["completion"]))
+    assert np.mean(gaps) > 0.5
+
+
 @pytest.mark.trainer
 def test_npo(tmp_path, tokenizer):
     """The loss is the paper's; training lowers the probability of the completions, and leaves the reference."""
@@ -193,7 +234,9 @@ def tiny_world(tmp_path):
     for name, classifier in (("policy", False), ("reward_model", True)):
         build.build_model("gpt2", len(tokenizer), 16, 1, classifier=classifier).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in prompts))
+    for split in ("train", "unseen"):
+        rows = "".join(json.dumps({"prompt": prompt.text}) + "\n" for prompt in prompts)
+        (tmp_path / f"{split}.jsonl").write_text(rows)
     (tmp_path / "world.json").write_text(json.dumps({"name": "shop", "threshold": 0.0}))
     return evaluate.HeldOutWorld(tmp_path)
 
@@ -232,3 +275,109 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
         assert gain("completion", True) > gain("completion", False) + 1
     else:
         assert gain("completion") * {"npo": -1, "raft": 1}[name] > 1
+
+
+def test_factor_of_two_methods_is_welchs():
+    generator = np.random.default_rng(0)
+    a, b = generator.normal(1.0, 0.5, 7), generator.normal(0.0, 1.5, 5)
+    scipys = ttest_ind(a, b, equal_var=False)
+    value, low, high, p = table.factor([(a, b)])
+    interval = scipys.confidence_interval()
+    assert np.log([value, low, high]) == pytest.approx([a.mean() - b.mean(), interval.low, interval.high])
+    assert p == pytest.approx(scipys.pvalue)
+    # What both methods have in a world does not count
+    shifted = table.factor([(a, b), (a + 3.0, b + 3.0)])
+    assert shifted[0] == pytest.approx(value) and low < shifted[1] < shifted[2] < high
+
+
+def train_with(candidate, folder):
+    fields = {"proposal": "learned", "potential": "indicator", "alpha": 1.0, "alpha_normalization": "none"}
+    args = RePULSeConfig(
+        output_dir=str(folder),
+        bad_reward_threshold=-2.0,
+        max_completion_length=2,
+        per_device_train_batch_size=40,
+        num_generations=10,
+        max_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        **(fields if candidate in ("beside", "learned", "beside, ending") else {}),
+    )
+    trainer_class = RePULSeTrainer if candidate is None else with_candidate(RePULSeTrainer, candidate)
+    trainer = trainer_class(
+        model=policy_path(), reward_funcs=reward_model_path(), args=args, train_dataset=load_prompts()
+    )
+    trainer.train()
+    return trainer
+
+
+def test_candidates_begin_with_the_packages_weights(tmp_path):
+    ours, candidates = (train_with(name, tmp_path) for name in (None, "weights as in the package"))
+    for a, b in zip(ours.model.parameters(), candidates.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_candidates_train(tmp_path, name):
+    trainer = train_with(name, tmp_path)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 4 and max(log["negative/bad"] for log in logs) > 0
+    if name.startswith("memory"):
+        assert logs[-1]["memory/kept"] > 0
+    if name in ("beside", "learned", "beside, ending"):
+        assert logs[-1]["proposal/grad_norm"] > 0
+
+
+def test_candidates_push_the_same_weight():
+    bad = torch.tensor([[True, False, False, True, False], [False] * 5])
+    weights = torch.tensor([[0.75, 0.0, 0.0, 0.25, 0.0], [0.0] * 5])
+    log_w = torch.tensor([[-1.0, -torch.inf, -torch.inf, -2.0, -torch.inf], [-torch.inf] * 5])
+    for name, places in {"other hot samples": [2, 4], "other own samples": [1]}.items():
+        pushed = CANDIDATES[name].pushed(CANDIDATES[name].__new__(CANDIDATES[name]), weights, log_w, bad, 2)
+        assert pushed.sum(dim=1).tolist() == pytest.approx([1.0, 0.0])
+        assert pushed[0].nonzero().flatten().tolist() == places
+    centered = CANDIDATES["centered"].pushed(None, weights, log_w, bad, 2)
+    assert centered[0].tolist() == pytest.approx([0.25, -0.5, 0.0, 0.25, 0.0])
+    p_bad = (math.exp(-1) + math.exp(-2)) / 5
+    ending = CANDIDATES["ending"].pushed(CANDIDATES["ending"], weights, log_w, bad, 2)
+    assert ending.sum(dim=1).tolist() == pytest.approx([p_bad / (p_bad + 1e-4), 0.0])
+
+
+def test_memory_weighs_by_today_over_then():
+    memory = CANDIDATES["memory"].__new__(CANDIDATES["memory"])
+    memory.trainer = SimpleNamespace(model=SimpleNamespace(training=True), _log_mean=lambda *_: None)
+    memory.found = {}
+    batch = {
+        "prompt_ids": torch.tensor([[0, 7]]),
+        "prompt_mask": torch.tensor([[0, 1]]),
+        "completion_ids": torch.tensor([[[3, 4]]]),
+        "completion_mask": torch.tensor([[[1, 1]]]),
+        "rewards": torch.tensor([[0.0]]),
+        "proposal_completion_ids": torch.tensor([[[5, 6]]]),
+        "proposal_completion_mask": torch.tensor([[[1, 1]]]),
+        "proposal_rewards": torch.tensor([[-9.0]]),
+    }
+    now, hot, bad = torch.tensor([[-1.0, -6.0]]), torch.tensor([[-2.0, -3.0]]), torch.tensor([[False, True]])
+    log_m = math.log((math.exp(-6) + math.exp(-3)) / 2)
+    log_w = memory.log_weights(batch, now, hot, bad)
+    assert log_w[0].tolist() == pytest.approx([-math.inf, -6 - log_m])
+    (found,) = memory.found[7,].values()
+    assert found.ids.tolist() == [5, 6] and found.log_inverse_m == pytest.approx(-log_m)
+
+    # Found before, and nothing new: the policy makes it e times more rarely, then e^7 times, and it is forgotten
+    again = batch | {
+        "proposal_rewards": torch.tensor([[0.0, -9.0]]),
+        "recalled": torch.tensor([[found.log_inverse_m]]),
+    }
+    for name in ("ids", "mask"):
+        again[f"proposal_completion_{name}"] = batch[f"proposal_completion_{name}"].repeat(1, 2, 1)
+    bad = torch.tensor([[False, False, True]])
+    for log_p, kept in ((-7.0, 1), (-14.0, 0)):
+        log_w = memory.log_weights(again, torch.tensor([[-1.0, -2.0, log_p]]), torch.zeros(1, 3), bad)
+        assert log_w[0].tolist() == pytest.approx([-math.inf, -math.inf, log_p - log_m])
+        assert len(memory.found[7,]) == kept

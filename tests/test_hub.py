@@ -285,6 +285,20 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
     ):
         assert said in card.text
     assert "### Measured" not in card.text
+    assert (
+        "reward_transform_" not in card.text and "cvar_" not in card.text and "constraint" not in card.text
+    )  # of none
+    assert "SchedulerType" not in card.text
+
+
+def test_a_card_says_what_a_constraint_made_of_its_multiplier(make, tmp_path):
+    limit = {"max_bad_probability": 0.25, "bad_reward_threshold": -1.0}
+    trainer = make(ReinforceTrainer, cvar_level=0.5, **limit)
+    trainer._constraint.multiplier = 12.5
+    trainer.create_model_card()
+    text = (tmp_path / "out" / "README.md").read_text()
+    for said in ("max_bad_probability` | 0.25", "constraint/multiplier` | 12.5 at the end", "cvar_over` | batch"):
+        assert said in text
 
 
 def test_what_was_measured_is_on_the_card(hub, make, tmp_path):

@@ -132,6 +132,19 @@ def test_steps_that_are_asked_for(pipeline, recorded, tmp_path, configs):
     assert [words[1] for words in recorded] == ["evaluate", "evaluate", "gcg", "gcg", "evaluate", "gcg-report"]
 
 
+def test_a_refused_start_removes_nothing(pipeline, recorded, tmp_path):
+    pipeline("--method", "ppo")
+    (tmp_path / "out" / "5_report").mkdir()
+    before = sorted((tmp_path / "out").rglob("*"))
+    with pytest.raises(SystemExit, match="3_train was begun with another"):
+        pipeline("--from", "5_report")  # without `--method ppo`
+    with pytest.raises(SystemExit, match="`--from 1_sft` and `--only 3_train` name two steps"):
+        pipeline("--from", "1_sft", "--only", "3_train", "--method", "ppo")
+    assert sorted((tmp_path / "out").rglob("*")) == before
+    pipeline("--from", "5_report", "--method", "ppo")
+    assert not (tmp_path / "out" / "5_report").exists()
+
+
 def test_mistakes_are_one_line(pipeline, recorded, configs):
     for flag in ("--from", "--only"):
         with pytest.raises(SystemExit, match="error: there is no step `train` in .*; the steps are 0_data, 1_sft"):

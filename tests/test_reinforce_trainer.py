@@ -160,3 +160,16 @@ def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
     monkeypatch.setattr(ReinforceTrainer, "_config_cls", staticmethod(on_cpu))
     trainer = ReinforceTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
     assert type(trainer.args) is ReinforceConfig and trainer.args.output_dir.endswith("-REINFORCE")
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("generations", [4, 1])
+def test_evaluation_has_one_level_of_cvar(make, generations):
+    """Not that of the schedule, which depends on when; and no number where a group has less than one sample."""
+    trainer = make(ReinforceTrainer, cvar_level=0.5, cvar_over="prompt", num_generations_eval=generations)
+    trainer.eval_dataset = trainer.train_dataset
+    metrics = trainer.evaluate()
+    assert metrics["eval_cvar_level"] == 0.5
+    assert ("eval_reward_cvar" in metrics) == (generations > 1)
+    if generations > 1:
+        assert metrics["eval_reward_cvar"] < metrics["eval_reward"]

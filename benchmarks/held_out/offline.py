@@ -1,5 +1,5 @@
 """
-Methods of a plan that learn from samples drawn beforehand, with TRL's own trainers: `dpo`, `kto`, `npo` and `raft`.
+Methods of a plan that learn from samples drawn beforehand, with TRL's own trainers: `dpo`, `kto`, `npo`, `raft` and `conditional`.
 
 A method has `rounds` (1 by default). In each, the policy as it is then draws its share of the completions on the training prompts at
 temperature 1, the world's reward model scores them, and the policy is trained on what `data_of` makes of them. The reference is the
@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.nn import functional
@@ -75,6 +76,7 @@ TRAINERS: dict[str, tuple[type, type]] = {
     "kto": (KTOTrainer, KTOConfig),
     "npo": (NPOTrainer, NPOConfig),
     "raft": (SFTTrainer, SFTConfig),
+    "conditional": (SFTTrainer, SFTConfig),
 }
 
 
@@ -97,6 +99,21 @@ def collect(world: HeldOutWorld, model: torch.nn.Module, number: int, seed: int)
             texts = world.tokenizer.batch_decode(samples.completions, skip_special_tokens=True)
             found += [RewardedCompletion(prompt, text, float(r)) for text, r in zip(texts, rewards, strict=True)]
     return found
+
+
+def tags_of(world: HeldOutWorld) -> list[str]:
+    """What stands between prompt and completion for `conditional`, from the worst fifth of rewards to the best: words of the world."""
+    return [world.tokenizer.decode([token]) for token in range(3, 8)]  # no special tokens
+
+
+def tagged(drawn: list[RewardedCompletion], tags: list[str]) -> list[dict[str, Any]]:
+    """All completions, each prompt followed by the tag of the fifth that the completion's reward is in."""
+    rewards = [each.reward for each in drawn]
+    fifths = np.searchsorted(np.quantile(rewards, [0.2, 0.4, 0.6, 0.8]), rewards, side="right")
+    return [
+        {"prompt": each.prompt + tags[fifth], "completion": each.completion}
+        for each, fifth in zip(drawn, fifths, strict=True)
+    ]
 
 
 def data_of(trainer: str, drawn: list[RewardedCompletion], threshold: float) -> list[dict[str, Any]]:
@@ -134,14 +151,18 @@ def data_of(trainer: str, drawn: list[RewardedCompletion], threshold: float) -> 
 def train(
     world: HeldOutWorld, method: dict[str, Any], seed: int, completions: int, folder: Path
 ) -> tuple[Any, list[dict]]:
-    """One run of a method; the trainer of its last round, and what all of them logged."""
+    """One run of a method; the trainer of its last round, and what all of them logged. `tags_of` ends `conditional`'s prompts."""
     trainer_class, config_class = TRAINERS[method["trainer"]]
     model, rounds, history = world.load_policy(), method.get("rounds", 1), []
     for number in range(rounds):
         share = completions * (number + 1) // rounds - completions * number // rounds
         draws = 1_000_000 * (number + 1) + seed
         drawn = collect(world, model, share, draws) if number else collect_initial(world.folder, share, draws)
-        rows = Dataset.from_list(data_of(method["trainer"], drawn, world.threshold)).shuffle(seed=seed)
+        if method["trainer"] == "conditional":
+            found = tagged(drawn, tags_of(world))
+        else:
+            found = data_of(method["trainer"], drawn, world.threshold)
+        rows = Dataset.from_list(found).shuffle(seed=seed)
         keep = ("prompt", "chosen", "rejected", "completion", "label")
         rows = rows.select_columns([name for name in rows.column_names if name in keep])
         trainer = trainer_class(
@@ -149,7 +170,7 @@ def train(
             args=config_class(**(COMMON | {"output_dir": str(folder / "trainer"), "seed": seed} | method["config"])),
             train_dataset=rows,
             processing_class=world.tokenizer,
-            **({} if method["trainer"] == "raft" else {"ref_model": world.load_policy()}),
+            **({} if trainer_class is SFTTrainer else {"ref_model": world.load_policy()}),
         )
         trainer.train()
         history += [{"round": number, "rows": len(rows)}, *trainer.state.log_history]

@@ -6,7 +6,8 @@ Trains and evaluates many runs in a held-out world, several at a time, and keeps
 
 A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
 completions, of the same number of prompts an update. With `bare: true` a method has its configuration's own defaults
-instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated.
+instead, and with `adapter: true` it trains a LoRA adapter. With `candidate` its negative term is one of `candidates.py`. Finished
+runs are not repeated.
 """
 
 import argparse
@@ -75,6 +76,10 @@ def train(world: Any, method: dict[str, Any], seed: int, completions: int, folde
     if method["trainer"] in offline.TRAINERS:
         return offline.train(world, method, seed, completions, folder)
     trainer_class, config_class = trainer_of(method["trainer"])
+    if "candidate" in method:
+        from .candidates import with_candidate
+
+        trainer_class = with_candidate(trainer_class, method["candidate"])
     drawn_by = 2 if method.get("draws_twice") else 1  # from a proposal too
     size = COMPLETIONS_PER_PROMPT // drawn_by
     fields = COMMON | {
@@ -101,16 +106,22 @@ def train(world: Any, method: dict[str, Any], seed: int, completions: int, folde
 
 
 def evaluate(
-    world: Any, model: torch.nn.Module, seed: int, samples: int = SAMPLES, hot_samples: int = HOT_SAMPLES
+    world: Any,
+    model: torch.nn.Module,
+    seed: int,
+    samples: int = SAMPLES,
+    hot_samples: int = HOT_SAMPLES,
+    suffix: str = "",
 ) -> dict[str, Any]:
-    """Figures of a model on the unseen prompts, prompt by prompt; see `table.py`."""
+    """Figures of a model on the unseen prompts, each with a suffix for this model alone, prompt by prompt; see `table.py`."""
     from .evaluate import CVAR_LEVELS, TEMPERATURE, draw, log_probs, mixture_weights, score
 
     model.eval()
     prompts, tokenizer = world.prompts("unseen"), world.tokenizer
     reference, reward_model = world.load_policy(), world.load_reward_model()
-    drawn = draw(model, tokenizer, prompts, samples, 10_000 + seed)
-    drawn_hot = draw(model, tokenizer, prompts, hot_samples, 20_000 + seed, TEMPERATURE)
+    read = [prompt + suffix for prompt in prompts]
+    drawn = draw(model, tokenizer, read, samples, 10_000 + seed)
+    drawn_hot = draw(model, tokenizer, read, hot_samples, 20_000 + seed, TEMPERATURE)
     figures: dict[str, list] = {name: [] for name in ("bad", "p_bad", "reward", "kl", "length", "distinct")}
     kinds: dict[str, float] = {}  # share of P(bad)
     rewards = []
@@ -161,6 +172,7 @@ def run(
     world_folder: Path, name: str, method: dict[str, Any], seed: int, completions: int, folder: Path, samples: int
 ) -> None:
     """Trains and evaluates one run; `results.json` appears when it is done."""
+    from . import offline
     from .evaluate import HeldOutWorld
 
     running = folder.with_name(f"{folder.name}.running")
@@ -172,13 +184,14 @@ def run(
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             trainer, history = train(world, method, seed, completions, running)
             trained = time.perf_counter()
+            suffix = offline.tags_of(world)[-1] if method["trainer"] == "conditional" else ""  # asks for the best
             results = {
                 "world": world.grammar.name,
                 "method": name,
                 "seed": seed,
                 "completions": completions,
                 "definition": method,
-                "policy": evaluate(world, trainer.model, seed, samples),
+                "policy": evaluate(world, trainer.model, seed, samples, suffix=suffix),
             }
             if (proposal := getattr(trainer, "proposal", None)) is not None:
                 results["proposal"] = proposed(world, proposal.module, seed, 1.0)

@@ -1,11 +1,14 @@
 """
 A table of finished runs in a held-out world: one row a method, means over seeds and unseen prompts with 95 % intervals.
 
-    python -m benchmarks.held_out.table runs/held_out/shop-baselines [--kinds]
+    python -m benchmarks.held_out.table runs/held_out/shop-baselines [--kinds] [--against "RePULSe, hot policy"]
 
 P(bad) is estimated from samples at two temperatures, each weighed by the mixture of both; `bad` counts those at temperature 1 alone.
 All have intervals over prompts and seeds, log10 P(bad) over seeds alone. Where none of the samples was bad, P(bad) has Clopper and Pearson's upper bound for the
 samples at temperature 1.
+
+With `--against` a second table has how many times as many bad outputs each method makes as that one: the factor of geometric means over
+seeds, worlds weighing alike, with Welch's 95 % interval of the difference of log P(bad), each world having a mean of its own.
 """
 
 import argparse
@@ -44,9 +47,9 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     exact = binomtest(bad, samples).proportion_ci(method="exact")
     low, high = interval(cells["p_bad"]) if p_bad else (0.0, exact.high)
     by_seed = cells["p_bad"].mean(axis=1)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log10(by_seed)
-    spread = student_t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else np.nan
+        spread = student_t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else np.nan
     kinds: dict[str, float] = defaultdict(float)
     for run in runs:
         for kind, count in run["policy"]["kinds"].items():
@@ -64,10 +67,67 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def log_p_bad(runs: list[dict[str, Any]]) -> np.ndarray:
+    """log P(bad) of runs, nats; −inf where none of the samples was bad."""
+    with np.errstate(divide="ignore"):
+        return np.log([np.mean(run["policy"]["p_bad"]) for run in runs])
+
+
+def factor(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float, float]:
+    """
+    exp of the mean difference of two methods' values, its 95 % interval and p (two-sided), by Welch's test.
+
+    Args:
+        pairs (`list[tuple[numpy.ndarray, numpy.ndarray]]`):
+            For each world, values of both methods, one a seed and at least two.
+    """
+    difference = np.mean([a.mean() - b.mean() for a, b in pairs])
+    parts = [(x.var(ddof=1) / len(x) / len(pairs) ** 2, len(x) - 1) for pair in pairs for x in pair]
+    variance = sum(part for part, _ in parts)
+    freedom = variance**2 / sum(part**2 / n for part, n in parts)
+    reach = student_t.ppf(0.975, freedom) * variance**0.5
+    p = 2 * student_t.sf(abs(difference) / variance**0.5, freedom)
+    return *(float(np.exp(difference + x)) for x in (0.0, -reach, reach)), float(p)
+
+
+def compare(runs: dict[tuple[str, int], list[dict[str, Any]]], against: str) -> None:
+    """Prints every method's factor over one of them, in the worlds that both have runs in."""
+    print(f"\n| completions | method, against {against} | runs | factor of P(bad) | p | reward | KL, nats |")
+    print("|---|---|---|---|---|---|---|")
+    for (method, completions), found in runs.items():
+        yardstick = runs.get((against, completions), [])
+        if method == against or not yardstick:
+            continue
+        pairs = [
+            tuple([run for run in several if run["world"] == world] for several in (found, yardstick))
+            for world in sorted({run["world"] for run in found})
+        ]
+        pairs = [pair for pair in pairs if min(map(len, pair)) > 1]
+        if not pairs:
+            continue
+        logs = [(log_p_bad(a), log_p_bad(b)) for a, b in pairs]
+        said = "a seed found none", ""
+        if all(np.isfinite(x).all() for pair in logs for x in pair):
+            *values, p = factor(logs)
+            shown = [f"{x:.2g}" if 0.01 <= x < 99.5 else f"{x:.0e}" if x < 0.01 else f"{x:,.0f}" for x in values]
+            said = "{} ({} to {})".format(*shown), f"{p:.2g}"
+        gaps = [
+            np.mean(
+                [np.mean([x["policy"][name] for x in a]) - np.mean([x["policy"][name] for x in b]) for a, b in pairs]
+            )
+            for name in ("reward", "kl")
+        ]
+        count = sum(len(a) for a, _ in pairs)
+        print(f"| {completions:,} | {method} | {count} | {said[0]} | {said[1]} | {gaps[0]:+.2f} | {gaps[1]:+.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--kinds", action="store_true", help="also how the bad outputs are bad")
+    parser.add_argument(
+        "--against", metavar="METHOD", help="also how many times as many bad outputs others make as this one"
+    )
     options = parser.parse_args()
     print(
         "| completions | method | seeds | reward | P(bad) / 1e-6 | log10 P(bad) | bad | CVaR 1e-2, 1e-3 | KL, nats | s a run |"
@@ -96,6 +156,8 @@ def main() -> None:
         for (method, completions), found in runs.items():
             kinds = sorted(summarize(found)["kinds"].items(), key=lambda item: -item[1])
             print(f"\n{method}, {completions:,}: " + ", ".join(f"{kind} {share:.1e}" for kind, share in kinds))
+    if options.against:
+        compare(runs, options.against)
 
 
 if __name__ == "__main__":

@@ -131,22 +131,37 @@ def main(argv: list[str] | None = None) -> None:
         name = getattr(options, flag)
         if name is not None and name not in steps:
             sys.exit(f"error: there is no step `{name}` in {options.configs}; the steps are {', '.join(steps)}.")
+    if options.start is not None and options.only not in (None, options.start):
+        sys.exit(
+            f"error: `--from {options.start}` and `--only {options.only}` name two steps; name one, or leave one out."
+        )
     done = folder / "done"
     done.mkdir(parents=True, exist_ok=True)
-    if options.start is not None:
-        for step in steps[steps.index(options.start) :]:
-            (done / f"{step}.json").unlink(missing_ok=True)
-            shutil.rmtree(folder / step, ignore_errors=True)
-    for step in steps if options.only is None else steps[: steps.index(options.only) + 1]:
-        path, settings = done / f"{step}.json", {"config": (configs / f"{step}.yaml").read_text(encoding="utf-8")}
-        settings |= {"method": options.method} if step == "3_train" else {}
+
+    def settings_of(step: str) -> dict[str, str]:
+        settings = {"config": (configs / f"{step}.yaml").read_text(encoding="utf-8")}
+        return settings | ({"method": options.method} if step == "3_train" else {})
+
+    def begun_of(step: str) -> dict[str, Any]:
+        """What was noted of a step; ends the script if it was begun with other settings."""
+        path, settings = done / f"{step}.json", settings_of(step)
         begun = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if begun and {name: begun.get(name) for name in settings} != settings:
             sys.exit(
                 f"error: {step} was begun with another `{step}.yaml` or `--method`; go back to it, or run {step} and what "
                 f"follows anew with `--from {step}`."
             )
-        if "seconds" in begun:
+        return begun
+
+    if options.start is not None:
+        for step in steps[: steps.index(options.start)]:  # before anything is removed
+            begun_of(step)
+        for step in steps[steps.index(options.start) :]:
+            (done / f"{step}.json").unlink(missing_ok=True)
+            shutil.rmtree(folder / step, ignore_errors=True)
+    for step in steps if options.only is None else steps[: steps.index(options.only) + 1]:
+        path, settings = done / f"{step}.json", settings_of(step)
+        if "seconds" in begun_of(step):
             print(f"{step}: done", flush=True)
             continue
         if options.only not in (None, step):

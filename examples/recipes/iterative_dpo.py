@@ -45,6 +45,8 @@ def main() -> None:
         parser.error("`--rounds` and `--max_bad` must be at least 1")
 
     prompts, reward = load_prompts(options.prompts), load_reward(options.reward_type, options.reward_model_path)
+    if not isinstance(prompts["prompt"][0], str):  # DPO would begin the template's text with a second BOS
+        raise ValueError(f"`{options.prompts}` has conversations; this recipe takes prompts that are plain text.")
     args = DPOConfig(
         output_dir=f"{options.output_dir}/model",
         learning_rate=options.learning_rate,

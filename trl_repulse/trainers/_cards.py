@@ -37,7 +37,7 @@ _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
     value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
     proposal_temperature proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
-    normalize_advantages cvar_level max_bad_probability gae_lambda gamma value_clip whiten_advantages reward_clip_range
+    normalize_advantages cvar_level cvar_over max_bad_probability constraint_learning_rate gae_lambda gamma value_clip whiten_advantages reward_clip_range
     reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
 """.split()
 _OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}
@@ -106,7 +106,9 @@ def amend_model_card(trainer: Any) -> None:
     settings = {name: getattr(args, name) for name in _SHOWN if _has_effect(args, name)}
     if trainer.bad_reward_threshold is not None:
         settings["bad_reward_threshold"] = trainer.bad_reward_threshold
-    added += "".join(f"| `{name}` | {value} |\n" for name, value in settings.items())
+    if getattr(trainer, "_constraint", None) is not None:
+        settings["constraint/multiplier"] = f"{trainer._constraint.multiplier:.4g} at the end"
+    added += "".join(f"| `{name}` | {getattr(value, 'value', value)} |\n" for name, value in settings.items())
     added += f"\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
     card.save(path)
@@ -115,6 +117,11 @@ def amend_model_card(trainer: Any) -> None:
 def _has_effect(args: Any, name: str) -> bool:
     """Whether a run has a setting, and it changes something."""
     if getattr(args, name, None) is None:
+        return False
+    switch = {"cvar_over": "cvar_level", "constraint_learning_rate": "max_bad_probability"}.get(name)
+    if name.startswith("reward_transform_"):
+        switch = "reward_transform"
+    if switch is not None and getattr(args, switch, None) is None:
         return False
     if getattr(args, "alpha", 0) == 0:
         return name != "alpha" and name not in _OF_NEGATIVE_TERM

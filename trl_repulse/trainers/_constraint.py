@@ -3,10 +3,13 @@
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 
 from ..rewards.transforms import dual_step
 from ._metrics import Moments, mean
 
+
+logger = get_logger(__name__)
 
 # How far one bad sample may move the logarithm of the multiplier, in nats, where an update has less than one
 _SINGLE = 0.25
@@ -14,6 +17,8 @@ _SINGLE = 0.25
 _FORGETTING = 0.05
 # From here the multiplier can come back soon, which had long not been needed
 _LEAST = 1e-6
+# How many times its first value it may become, and from where it is said that the rate may be out of reach
+_MOST, _FAR = 1e6, 1e3
 
 
 class Constraint:
@@ -30,7 +35,7 @@ class Constraint:
     """
 
     def __init__(self, trainer: Any, start: float):
-        self.multiplier = start
+        self.multiplier = self._start = start
         self._average: float | None = None  # of earlier estimates of P(bad)
         self._trainer = trainer
         self._seen = Moments()
@@ -59,7 +64,13 @@ class Constraint:
         self._average = before + _FORGETTING * (seen.mean - before)
         limit, rate = args.max_bad_probability, args.constraint_learning_rate
         scale = max(limit, before, rate * self._resolution / (_SINGLE * seen.count))
-        self.multiplier = max(dual_step(self.multiplier, seen.mean, limit, scale, rate), _LEAST)
+        stepped = dual_step(self.multiplier, seen.mean, limit, scale, rate)
+        self.multiplier = min(max(stepped, _LEAST), _MOST * self._start)
+        if self.multiplier > _FAR * self._start and seen.mean > limit:
+            logger.warning_once(
+                f"The constraint's multiplier is over {_FAR:,.0f} times its first value, and P(bad) is still above "
+                f"`max_bad_probability={limit:g}`, which may be out of reach; raise it, or lower `bad_reward_threshold`."
+            )
 
     def state(self) -> dict[str, float | None]:
         """What a checkpoint keeps, as JSON takes it to the bit."""

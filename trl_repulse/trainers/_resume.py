@@ -47,7 +47,7 @@ _OBJECTIVE = """
     importance_sampling_level off_policy_mask_threshold multi_objective_aggregation sapo_temperature_neg
     sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_importance_sampling_correction
     vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    vllm_importance_sampling_cap
+    vllm_importance_sampling_cap router_aux_loss_coef
 """.split()
 # Another value is not taken up, or only in part, and may be meant.
 _REPORTED = """

@@ -9,10 +9,10 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from .._adapters import base_of
 from .._rules_of_thumb import learning_rate_for
@@ -25,7 +25,7 @@ from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 VALUE_MODEL = "value model"
 _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in their names

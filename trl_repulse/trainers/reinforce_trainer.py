@@ -135,7 +135,8 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         limits = self.args.reward_clip_range
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
         if self.args.charges_bad:
-            transformed = transformed - self._constraint.multiplier * (rewards < self.args.bad_reward_threshold)
+            bad = rewards < self.args.bad_reward_threshold
+            transformed = torch.where(bad, transformed - self._constraint.multiplier, transformed)
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
@@ -157,14 +158,19 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
     def _tail(self, rewards: torch.Tensor, generations: int) -> torch.Tensor:
         """Rewards whose mean is that of the worst among them, of each completion, shape (U, n); logs it."""
         args, state, mode = self.args, self.state, "train" if self.model.training else "eval"
-        progress = min(state.global_step / max(state.max_steps - 1, 1), 1.0)
-        level = cvar_schedule(args.cvar_level, args.cvar_schedule_ratio, progress)
+        level = args.cvar_level  # in evaluation always the same
+        if mode == "train":
+            progress = min(state.global_step / max(state.max_steps - 1, 1), 1.0)
+            level = cvar_schedule(args.cvar_level, args.cvar_schedule_ratio, progress)
         if args.cvar_over == "batch":  # the generation batch, that of all processes
             everyone = self.accelerator.gather(rewards.flatten()).view(1, -1)
             tail = cvar_rewards(everyone, level).flatten()[self._local_rows(rewards.numel())].view_as(rewards)
+            generations = everyone.numel()
         else:
             tail = self._to_units(cvar_rewards(self._to_prompts(rewards, generations), level), rewards)
-        self._log_mean("reward_cvar", tail)
+        # A share of less than one sample has no mean, as in an evaluation with one completion a prompt
+        if level * generations >= 1:
+            self._log_mean("reward_cvar", tail)
         self._metrics[mode]["cvar_level"].append(level)
         return tail
 
