@@ -135,11 +135,12 @@ def build(name: str, size: int, noise: bool = False, reverse: bool = False) -> P
             if any(word in field for word in ("drop", "jitter", "noise")) and isinstance(value, int | float):
                 if not isinstance(value, bool):
                     setattr(config, field, 0.2)
-    set_seed(0)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    count = sum(p.numel() for p in model.parameters())
+    with torch.device("meta"):  # takes no memory: some have parts of their full size, up to 15 GiB
+        count = sum(p.numel() for p in MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).parameters())
     if count > LARGEST:
         raise ValueError(f"it has {count} parameters with the sizes that are known here")
+    set_seed(0)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     if name == "rwkv":  # has weights of its own to start with, with which nothing shows
         with torch.no_grad():
             for key, p in model.named_parameters():
