@@ -1,8 +1,8 @@
 """
 Changes to the hot policy that were tried and are not part of the package; docs/held_out.md has what they brought.
 
-A plan names one with `candidate`, for a trainer with a hot policy. They hold for one process, whole prompts in a micro-batch,
-one update a batch, and the indicator potential with `alpha_normalization: none`.
+A plan names one with `candidate`, for a trainer with a hot policy. They hold for one process and the indicator potential with
+`alpha_normalization: none`, and those with a learned proposal for whole prompts in a micro-batch and one update a batch.
 
 Axis letters: P prompts, N of the policy's own samples and K others of a prompt, T completion tokens.
 """
@@ -32,8 +32,17 @@ class Candidate(HotPolicy):
     """The hot policy, its weights in steps that can be replaced one at a time."""
 
     def weigh(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor):
-        own, n = batch["rewards"], batch["rewards"].size(1)
-        rewards = torch.cat([own, batch["proposal_rewards"]], dim=1)  # (P, N + K)
+        size, n = batch["rewards"].size(1), self.trainer._num_generations(self.mode)
+        units, cut = len(batch["rewards"]), n // size  # into how many units a prompt's samples are cut
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(units // cut, -1, *x.shape[2:])
+
+        batch = {
+            name: x[::cut] if name.startswith("prompt_") else whole(x) for name, x in batch.items() if x.dim() > 1
+        }
+        log_p, log_p_hot = whole(log_p), whole(log_p_hot)
+        rewards = torch.cat([batch["rewards"], batch["proposal_rewards"]], dim=1)  # (P, N + K)
         scores = (log_p, OWN), (log_p_hot, NEGATIVE)
         now = torch.cat([sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in scores], dim=1)
         hot = [sequence_log_prob(batch[f"{name}_tempered"], batch[f"{name}_mask"]) for name in (OWN, NEGATIVE)]
@@ -43,7 +52,7 @@ class Candidate(HotPolicy):
         weights = self.pushed(self.trainer.args.alpha * normalize_weights(log_w), log_w, bad, n)
         # The policy loss divides by the number of each kind
         own, others = (-w * w.size(1) for w in weights.split([n, weights.size(1) - n], dim=1))
-        return {COEFFICIENTS[OWN]: own, COEFFICIENTS[NEGATIVE]: others}
+        return {COEFFICIENTS[OWN]: own.reshape(units, -1), COEFFICIENTS[NEGATIVE]: others.reshape(units, -1)}
 
     def log_weights(self, batch: dict[str, torch.Tensor], now: torch.Tensor, hot: torch.Tensor, bad: torch.Tensor):
         """log p / m of the bad among samples (P, N + K), −inf of others, from their log-probabilities at both temperatures."""
@@ -127,17 +136,18 @@ class Memory(Candidate):
     def key(ids: torch.Tensor, mask: torch.Tensor) -> tuple[int, ...]:
         return tuple(ids[mask == 1].tolist())
 
-    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        drawn = super().sample(rows, batch)
+    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        drawn = super().draw(rows, batch)
         if self.mode != "train":
             return drawn
-        keys = [self.key(*prompt) for prompt in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+        cut = self.trainer._num_generations(self.mode) // batch["rewards"].size(1)
+        keys = [self.key(*prompt) for prompt in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)][::cut]
         recalled = [list(self.found.get(key, {}).values()) for key in keys]
-        slots = max(map(len, recalled))
+        slots = -(-max(map(len, recalled)) // cut)  # of a unit
         if not slots:
             return drawn
         width = max([drawn[f"{NEGATIVE}_ids"].size(2), *(len(x.ids) for known in recalled for x in known)])
-        shape = (len(keys), slots)
+        shape = (len(keys), cut * slots)
         ids = drawn[f"{NEGATIVE}_ids"].new_full((*shape, width), self.trainer._tokenizer.pad_token_id)
         mask = drawn[f"{NEGATIVE}_mask"].new_zeros(ids.shape)
         rewards = drawn["proposal_rewards"].new_full(shape, torch.nan)
@@ -146,21 +156,29 @@ class Memory(Candidate):
             for place, entry in enumerate(known):
                 ids[row, place, : len(entry.ids)], mask[row, place, : len(entry.ids)] = entry.ids, 1
                 rewards[row, place], log_inverse_m[row, place] = entry.reward, entry.log_inverse_m
-        more = {f"{NEGATIVE}_ids": ids, f"{NEGATIVE}_mask": mask, "proposal_rewards": rewards}
+        now_drawn = torch.full_like(drawn["proposal_rewards"], torch.nan)
+        more = {
+            f"{NEGATIVE}_ids": ids,
+            f"{NEGATIVE}_mask": mask,
+            "proposal_rewards": rewards,
+            "recalled": log_inverse_m,
+        }
         for name, values in more.items():
-            before = drawn[name]
+            before = drawn.get(name, now_drawn)
             if before.dim() == 3:
                 value = self.trainer._tokenizer.pad_token_id if name.endswith("ids") else 0
                 before = F.pad(before, (0, width - before.size(2)), value=value)
-            drawn[name] = torch.cat([before, values], dim=1)
-        return drawn | {"recalled": log_inverse_m}
+            drawn[name] = torch.cat([before, values.view(-1, slots, *values.shape[2:])], dim=1)
+        return drawn
 
     def log_weights(self, batch: dict[str, torch.Tensor], now: torch.Tensor, hot: torch.Tensor, bad: torch.Tensor):
-        n = batch["rewards"].size(1)
-        recalled = batch.get("recalled", now.new_zeros(len(now), 0))  # (P, slots)
-        drawn = now.size(1) - recalled.size(1)
-        log_m = log_sum((n, now[:, :drawn]), (drawn - n, hot[:, :drawn]))
-        log_inverse_m = torch.cat([-log_m, recalled], dim=1)
+        own = torch.full_like(batch["rewards"], torch.nan)
+        recalled = torch.cat(
+            [own, batch.get("recalled", torch.full_like(batch["proposal_rewards"], torch.nan))], dim=1
+        )
+        drawn, n = recalled.isnan(), own.size(1)
+        log_m = log_sum((n, now), (int(drawn[0].sum()) - n, hot))
+        log_inverse_m = torch.where(drawn, -log_m, recalled)  # (P, N + K), K with those recalled
         log_w = (now + log_inverse_m).masked_fill(~bad, -torch.inf)
         if self.mode == "train":
             self.remember(batch, now, log_inverse_m, bad, drawn)
@@ -172,7 +190,7 @@ class Memory(Candidate):
         now: torch.Tensor,
         log_inverse_m: torch.Tensor,
         bad: torch.Tensor,
-        drawn: int,
+        drawn: torch.Tensor,
     ) -> None:
         """Takes note of what was found, and of how probable all of it is now; forgets."""
         n = batch["rewards"].size(1)
@@ -185,7 +203,7 @@ class Memory(Candidate):
                 ids, mask = batch[f"{name}_ids"][row, index], batch[f"{name}_mask"][row, index]
                 tokens, log_p = self.key(ids, mask), now[row, place].item()
                 entry = known.get(tokens)
-                if place >= drawn:
+                if not drawn[row, place]:
                     if entry is not None:
                         known[tokens] = replace(entry, log_p_now=log_p)
                     continue
