@@ -111,7 +111,8 @@ def main() -> None:
     print(format_comparison(results))
     figure = options.output_dir / ("tuning.png" if options.tune else "frontier.png")
     runs = [Run(run["method"], run["final"]["log_prob_bad"], run["final"]["expected_reward"]) for run in results]
-    plot_frontier(make_frontier(runs, "log_prob_bad", "expected_reward"), figure)
+    largest = {"log_prob_bad": 0.0, "expected_reward": config["largest_reward"]}
+    plot_frontier(make_frontier(runs, "log_prob_bad", "expected_reward", largest=largest), figure)
     print(f"\nFigure: {figure}")
 
 

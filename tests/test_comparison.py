@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import embedded
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.evaluation.comparison import format_comparison, load_runs, mean_and_interval, summarize
+from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.result_files import load_frontier
 from trl_repulse.plots import plot_frontier
 
@@ -205,6 +207,15 @@ def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="runs.*-seed3 is a run with other flags; name another"):
         script.main()
     assert (tmp_path / "runs" / "frontier.png").exists() and not list((tmp_path / "runs").glob("*.running"))
+
+
+def test_the_largest_reward_is_the_worlds():
+    tokenizer, judge = (AutoTokenizer.from_pretrained(path()) for path in (embedded.policy_path, embedded.reward_model_path))
+    model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    bad = embedded.bad_token_ids(tokenizer)
+    evaluator = ExactEvaluator(tokenizer, embedded.load_prompts()["prompt"], model, bad, 2, reward_tokenizer=judge)
+    config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())
+    assert config["largest_reward"] == pytest.approx(evaluator.rewards.amax(dim=1).mean().item(), abs=1e-4)
 
 
 def test_unknown_method(monkeypatch):

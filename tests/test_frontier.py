@@ -23,6 +23,18 @@ def runs(method, *places):
     return [Run(method, x, y) for x, y in places]
 
 
+def test_intervals_end_at_what_is_possible():
+    drawn = [*runs("two", (-12.0, 4.0), (-8.0, 3.0)), *runs("beyond", (-1.0, 4.2), (-1.0, 4.1)), *runs("one", (-5.0, 3.9))]
+    free = make_frontier(drawn, "log_prob_bad", "expected_reward").points
+    two, beyond, one = make_frontier(
+        drawn, "log_prob_bad", "expected_reward", largest={"log_prob_bad": 0.0, "expected_reward": 4.04}
+    ).points
+    assert free[0].y.high > 9 and two.y.high == 4.04 and two.y.low == free[0].y.low and two.y.value == 3.5
+    assert free[0].x.high > 0 and two.x.high == 0.0
+    assert beyond.y.high == beyond.y.value  # a wrong bound does not turn an interval round
+    assert one.y == free[2].y
+
+
 def test_front_means_and_gains():
     # Less of x is better, more of y
     found = make_frontier(

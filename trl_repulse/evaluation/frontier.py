@@ -7,7 +7,7 @@ Legend: M methods, S runs (seeds) of a method.
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,6 +190,7 @@ def make_frontier(
     confidence: float = 0.95,
     baseline: str | None = None,
     reference_point: tuple[float, float] | None = None,
+    largest: Mapping[str, float] | None = None,
 ) -> Frontier:
     """
     Means over each method's runs, intervals, front and hypervolume gains.
@@ -216,6 +217,8 @@ def make_frontier(
             Method over which hypervolume gains are measured; the first one if not given.
         reference_point (`tuple[float, float]`, *optional*):
             x and y from which areas are measured, no better than any run; by default the worst run in either quantity.
+        largest (`Mapping[str, float]`, *optional*):
+            Largest possible value of a quantity, where it is known: Student's intervals end there.
 
     Returns:
         [`Frontier`]
@@ -249,6 +252,8 @@ def make_frontier(
         ):
             mean, half = mean_and_interval(values, confidence)
             interval = (mean - half, mean + half)
+            if math.isfinite(half) and name in (largest or {}):
+                interval = (mean - half, max(mean, min(mean + half, largest[name])))
             if name in SHARES:
                 interval = _interval_of_share(mean, *interval, sum(samples) if all(samples) else 0, confidence)
             ends.append(Estimate(mean, *interval, len(group)))
