@@ -210,7 +210,9 @@ def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_largest_reward_is_the_worlds():
-    tokenizer, judge = (AutoTokenizer.from_pretrained(path()) for path in (embedded.policy_path, embedded.reward_model_path))
+    tokenizer, judge = (
+        AutoTokenizer.from_pretrained(path()) for path in (embedded.policy_path, embedded.reward_model_path)
+    )
     model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
     bad = embedded.bad_token_ids(tokenizer)
     evaluator = ExactEvaluator(tokenizer, embedded.load_prompts()["prompt"], model, bad, 2, reward_tokenizer=judge)

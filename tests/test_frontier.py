@@ -24,7 +24,11 @@ def runs(method, *places):
 
 
 def test_intervals_end_at_what_is_possible():
-    drawn = [*runs("two", (-12.0, 4.0), (-8.0, 3.0)), *runs("beyond", (-1.0, 4.2), (-1.0, 4.1)), *runs("one", (-5.0, 3.9))]
+    drawn = [
+        *runs("two", (-12.0, 4.0), (-8.0, 3.0)),
+        *runs("beyond", (-1.0, 4.2), (-1.0, 4.1)),
+        *runs("one", (-5.0, 3.9)),
+    ]
     free = make_frontier(drawn, "log_prob_bad", "expected_reward").points
     two, beyond, one = make_frontier(
         drawn, "log_prob_bad", "expected_reward", largest={"log_prob_bad": 0.0, "expected_reward": 4.04}
