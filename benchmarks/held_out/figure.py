@@ -2,6 +2,7 @@
 The README's figure: P(bad) against KL of finished runs in a held-out world, at several KL coefficients a method, a point a run and a mean each.
 
     python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out.png
+    python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out_all.png --all --completions 16000
 """
 
 import argparse
@@ -42,6 +43,20 @@ METHODS = {
         2.0: "policy as proposal, KL coefficient 2",
     },
 }
+# What else there is at a KL coefficient of 0.2, or without one
+OTHERS = {
+    ("REINFORCE, transformed rewards", "#5a5a5a", "x"): "REINFORCE, transformed rewards, learning rate 6e-4",
+    ("REINFORCE, CVaR", "#7d4fa8", "P"): "REINFORCE, CVaR 0.2, learning rate 6e-4",
+    ("REINFORCE, constraint", "#8a6a1f", "X"): "REINFORCE, constraint 1e-5, learning rate 1.2e-3",
+    ("GRPO", "#d88fb4", "<"): "GRPO, rewards not scaled, learning rate 6e-4",
+    ("policy as proposal", "#3f8f4f", "v"): "policy as proposal, learning rate 1.2e-3",
+    ("DPO", "#1fa3a3", "*"): "DPO, beta 2, learning rate 1e-4",
+    ("iterative DPO", "#0f5f6f", "h"): "iterative DPO, beta 2, learning rate 1e-4",
+    ("KTO", "#6fb7e8", "p"): "KTO, beta 2, learning rate 1e-4",
+    ("NPO", "#2b2b6f", "d"): "NPO, learning rate 3e-5",
+    ("RAFT", "#e07b5a", ">"): "RAFT, learning rate 1e-4",
+    ("conditional fine-tuning", "#9fbf3f", "8"): "conditional SFT, learning rate 1e-3",
+}
 LEAST = 1e-9  # what no sample showed is drawn here
 
 
@@ -50,13 +65,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("figure", type=Path)
     parser.add_argument("--completions", type=int, default=64_000)
+    parser.add_argument("--all", action="store_true", help="every method, at a KL coefficient of 0.2 alone")
     options = parser.parse_args()
     found = load([options.folder])
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    methods = METHODS
+    if options.all:
+        ours = {style: names for style, names in METHODS.items() if style not in OTHERS}
+        methods = {style: {0.2: names[0.2]} for style, names in ours.items()}
+        methods |= {style: {0.2: name} for style, name in OTHERS.items()}
+
+    figure = Figure(figsize=(8.4 if options.all else 6.4, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for (label, colour, marker), names in METHODS.items():
+    for (label, colour, marker), names in methods.items():
         means = []
         for coefficient, name in names.items():
             runs = [run["policy"] for run in found[name, options.completions]]
@@ -73,7 +95,10 @@ def main() -> None:
     axes.set_ylabel("P(bad) on unseen prompts")
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    if options.all:
+        figure.legend(frameon=False, fontsize=9, loc="outside right upper")
+    else:
+        axes.legend(frameon=False, fontsize=9)
     options.figure.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.figure, dpi=160)
 
