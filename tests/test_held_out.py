@@ -290,14 +290,13 @@ def test_factor_of_two_methods_is_welchs():
     assert shifted[0] == pytest.approx(value) and low < shifted[1] < shifted[2] < high
 
 
-def train_with(candidate, folder):
+def train_with(candidate, folder, **changes):
     fields = {"proposal": "learned", "potential": "indicator", "alpha": 1.0, "alpha_normalization": "none"}
     args = RePULSeConfig(
         output_dir=str(folder),
         bad_reward_threshold=-2.0,
         max_completion_length=2,
-        per_device_train_batch_size=40,
-        num_generations=10,
+        **{"per_device_train_batch_size": 40, "num_generations": 10} | changes,
         max_steps=4,
         learning_rate=1e-2,
         logging_steps=1,
@@ -316,8 +315,13 @@ def train_with(candidate, folder):
     return trainer
 
 
-def test_candidates_begin_with_the_packages_weights(tmp_path):
-    ours, candidates = (train_with(name, tmp_path) for name in (None, "weights as in the package"))
+# Prompts whose samples are cut into units of one, and two updates a batch
+CUT = {"num_generations": 8, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "num_iterations": 2}
+
+
+@pytest.mark.parametrize("changes", [{}, CUT])
+def test_candidates_begin_with_the_packages_weights(tmp_path, changes):
+    ours, candidates = (train_with(name, tmp_path, **changes) for name in (None, "weights as in the package"))
     for a, b in zip(ours.model.parameters(), candidates.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
@@ -331,6 +335,13 @@ def test_candidates_train(tmp_path, name):
         assert logs[-1]["memory/kept"] > 0
     if name in ("beside", "learned", "beside, ending"):
         assert logs[-1]["proposal/grad_norm"] > 0
+
+
+def test_the_memory_recalls_where_prompts_are_cut(tmp_path):
+    trainer = train_with("memory", tmp_path, **CUT)
+    kept = [len(known) for known in trainer._negative.found.values()]
+    assert max(kept) > 0 and max(kept) <= trainer._negative.slots
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
 def test_candidates_push_the_same_weight():
@@ -372,7 +383,7 @@ def test_memory_weighs_by_today_over_then():
     # Found before, and nothing new: the policy makes it e times more rarely, then e^7 times, and it is forgotten
     again = batch | {
         "proposal_rewards": torch.tensor([[0.0, -9.0]]),
-        "recalled": torch.tensor([[found.log_inverse_m]]),
+        "recalled": torch.tensor([[math.nan, found.log_inverse_m]]),
     }
     for name in ("ids", "mask"):
         again[f"proposal_completion_{name}"] = batch[f"proposal_completion_{name}"].repeat(1, 2, 1)
