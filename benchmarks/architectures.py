@@ -135,7 +135,7 @@ def build(name: str, size: int, noise: bool = False, reverse: bool = False) -> P
             if any(word in field for word in ("drop", "jitter", "noise")) and isinstance(value, int | float):
                 if not isinstance(value, bool):
                     setattr(config, field, 0.2)
-    with torch.device("meta"):  # takes no memory: some have parts of their full size, up to 15 GiB
+    with torch.device("meta"):  # without memory: parts whose size no field sets take up to 15 GiB
         count = sum(p.numel() for p in MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).parameters())
     if count > LARGEST:
         raise ValueError(f"it has {count} parameters with the sizes that are known here")
