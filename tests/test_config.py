@@ -32,7 +32,7 @@ def test_defaults(make):
         1,
         "none",
         "indicator",
-        1.6,
+        2.0,
     )
     assert RePULSeConfig.__dataclass_fields__["proposal"].default == "hot_policy"
     assert make(proposal="hot_policy", bad_reward_threshold=-4.0, alpha=0.3, potential="tilted").alpha == 0.3

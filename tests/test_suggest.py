@@ -24,6 +24,7 @@ from trl_repulse._commands._suggestion import (
     Samples,
     suggest_settings,
 )
+from trl_repulse._commands.suggest import TEMPERATURES
 from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.cli import main
@@ -63,13 +64,15 @@ def samples(rewards, temperature=1.0, surprise=2.0, lengths=17, ended=True):
     )
 
 
-def measured(rewards=None, hot=(0.02, 0.04, 0.1), surprise=(2.2, 2.5, 3.2), empty=0.5, machine=MACHINE, **options):
-    """Normal rewards of spread 1.4 by default; of the hot samples these shares have a reward of -999, at 1.2, 1.4 and 1.6."""
+def measured(
+    rewards=None, hot=(0.02, 0.04, 0.06, 0.1), surprise=(2.2, 2.5, 3.2, 5.5), empty=0.5, machine=MACHINE, **options
+):
+    """Normal rewards of spread 1.4 by default; of the hot samples these shares have a reward of -999, at each temperature."""
     if rewards is None:
         rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
     hotter = [
         samples(np.where(np.arange(100) < 100 * share, -999.0, 1.0)[:, None], temperature, nats)
-        for temperature, share, nats in zip((1.2, 1.4, 1.6), hot, surprise, strict=True)
+        for temperature, share, nats in zip(TEMPERATURES, hot, surprise, strict=True)
     ]
     empty = None if empty is None else np.array([empty])
     return Measured(samples(rewards, **options), hotter, empty, 200, 12, 0.002, 0.001, machine)
@@ -141,16 +144,16 @@ def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, 
 
 
 def test_the_hottest_readable_temperature_is_chosen():
-    assert suggest().values["proposal_temperature"] == 1.6
-    assert suggest(measured(surprise=(2.2, 2.5, 7.0))).values["proposal_temperature"] == 1.4
-    broken = suggest(measured(surprise=(5.0, 6.0, 7.0)))
+    assert suggest().values["proposal_temperature"] == 2.0
+    assert suggest(measured(surprise=(2.2, 2.5, 3.2, 7.0))).values["proposal_temperature"] == 1.6
+    broken = suggest(measured(surprise=(7.0, 8.0, 9.0, 9.5)))
     assert broken.values["proposal_temperature"] == 1.2 and "far from what the policy writes" in broken.warnings[0]
-    cold = suggest(measured(hot=(0.0, 0.0, 0.0)))
+    cold = suggest(measured(hot=(0.0, 0.0, 0.0, 0.0)))
     assert any("not much more often bad" in text for text in cold.warnings)
 
 
 @pytest.mark.parametrize(
-    ("hot", "prompts"), [((0, 0, 0.5), 10), ((0, 0, 0.1), 20), ((0, 0, 0.04), 40), ((0, 0, 0.01), 50)]
+    ("hot", "prompts"), [((0, 0, 0, 0.5), 10), ((0, 0, 0, 0.1), 20), ((0, 0, 0, 0.04), 40), ((0, 0, 0, 0.01), 50)]
 )
 def test_an_update_has_prompts_enough_for_ten_bad_samples(hot, prompts):
     found = suggest(measured(hot=hot))

@@ -14,7 +14,7 @@ from .._errors import describe_error, from_reward
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
-TEMPERATURES = (1.2, 1.4, 1.6)  # that the hot policy is tried at
+TEMPERATURES = (1.2, 1.4, 1.6, 2.0)  # that the hot policy is tried at
 LEAST = 50  # samples
 
 

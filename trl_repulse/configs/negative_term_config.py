@@ -13,7 +13,7 @@ _HOT_DEFAULTS = {
     "target_dist_beta": -10.0,
     "alpha": 1.0,
     "alpha_normalization": "none",
-    "proposal_temperature": 1.6,
+    "proposal_temperature": 2.0,
 }
 _PAPERS_DEFAULTS = _HOT_DEFAULTS | {
     "potential": "tilted",
@@ -77,7 +77,7 @@ class NegativeTermConfig(KnownFields):
             weighted by the potential alone: no second sampling. The defaults of `alpha`, `alpha_normalization` and `potential`
             depend on it.
         proposal_temperature (`float`, *optional*):
-            Temperature of the hot samples, above 1; vLLM draws at temperatures up to 2. If `None`, 1.6 with
+            Temperature of the hot samples, above 1; vLLM draws at temperatures up to 2. If `None`, 2 with
             `proposal="hot_policy"`.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
