@@ -1,5 +1,6 @@
 """The recipes in `examples/recipes`: what they do to the rewards in the embedded world, and what they say to a mistaken user."""
 
+import json
 import re
 import runpy
 import sys
@@ -78,6 +79,14 @@ def test_a_mistake_is_one_line(run, capsys, name, flags, said):
         run(name, *flags)
     text = str(ended.value.code) if ended.value.code != 2 else capsys.readouterr().err.splitlines()[-1]
     assert said in text and "\n" not in text.strip()
+
+
+def test_iterative_dpo_refuses_conversations(run, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "hello"}]}) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        run("iterative_dpo", "--prompts", str(path))
+    assert "has conversations" in str(ended.value.code)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
