@@ -15,7 +15,7 @@ from trl_repulse._commands import train as train_command
 from trl_repulse._commands._suggestion import (
     ALPHA,
     KL_COEFFICIENT,
-    READABLE,
+    LARGEST_GAP,
     SPREAD,
     TARGET_NATS,
     UPDATES,
@@ -143,7 +143,7 @@ def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, 
     assert f"{full:g} for all weights, {adapter:g} for an adapter" in suggest(given).reasons["learning_rate"]
 
 
-def test_the_hottest_readable_temperature_is_chosen():
+def test_the_hottest_temperature_near_the_policy_is_chosen():
     assert suggest().values["proposal_temperature"] == 2.0
     assert suggest(measured(surprise=(2.2, 2.5, 3.2, 7.0))).values["proposal_temperature"] == 1.6
     broken = suggest(measured(surprise=(7.0, 8.0, 9.0, 9.5)))
@@ -399,7 +399,7 @@ def test_the_guide_has_the_rules_of_the_command():
         assert f"{value:.2g} times" in text
     assert f"{KL_COEFFICIENT:g} at {SPREAD:g}" in text and f"{ALPHA:g} at {SPREAD:g}" in text
     assert (
-        f"at most {READABLE:g} nats" in text
+        f"at most {LARGEST_GAP:g} nats" in text
         and f"−{TARGET_NATS:g} nats" in text
         and f"`max_steps` | {UPDATES} |" in text
     )

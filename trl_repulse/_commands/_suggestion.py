@@ -22,8 +22,8 @@ from ..evaluation.tails import prob_below
 # What was measured in the three held-out worlds (docs/held_out.md): the spread of the initial policy's reward within a prompt,
 # and the settings that belong to it
 SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
-# There, a token of the hot samples at temperature 2 was so much less probable than one of the policy's own, in nats
-READABLE = 4.0
+# Nats by which a token of the hot samples may be less probable than one of the policy's own: there 3.5 to 3.8 at temperature 2
+LARGEST_GAP = 4.0
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 HIGH = 0.98  # quantile
@@ -288,8 +288,8 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
 def _temperature(found: Suggestion, measured: Measured, threshold: float, share: float) -> float:
     """Sets the hot policy's temperature, and returns the share of bad ones among its samples."""
     own, hot = measured.own, measured.hot
-    readable = [each for each in hot if each.surprise - own.surprise <= READABLE]
-    chosen = readable[-1] if readable else hot[0]
+    near = [each for each in hot if each.surprise - own.surprise <= LARGEST_GAP]
+    chosen = near[-1] if near else hot[0]
     shares = [float((each.rewards < threshold).mean()) for each in hot]
     found_bad = shares[hot.index(chosen)]
     reason = "The default: there is no second model. In worlds of sentences it did better than a learned proposal."
@@ -300,10 +300,10 @@ def _temperature(found: Suggestion, measured: Measured, threshold: float, share:
         "proposal_temperature",
         chosen.temperature,
         f"Measured: {share:.1%} of the policy's own samples are bad, and of {hot[0].rewards.size} hot ones {bad}. Under the policy "
-        f"their tokens are {nats} nats less probable than its own. Rule of thumb: the hottest with at most {READABLE:g} nats (in the "
+        f"their tokens are {nats} nats less probable than its own. Rule of thumb: the hottest with at most {LARGEST_GAP:g} nats (in the "
         "held-out worlds 3.5 to 3.8 nats and 19 to 22% bad at 2).",
     )
-    if not readable:
+    if not near:
         found.warnings.append(
             f"Even at temperature {chosen.temperature:g} hot samples are far from what the policy writes. Read some of them, and lower "
             "`proposal_temperature` towards 1 if they are broken text."
