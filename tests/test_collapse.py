@@ -112,7 +112,7 @@ def test_a_hot_policy_of_one_output(make, monkeypatch, settings):
     """The same signs for the hot policy: what it draws, against a count by hand."""
     hot = {
         "proposal": "hot_policy",
-        "bad_reward_threshold": -1.0,
+        "bad_reward_threshold": 99.0,  # the rank is of what is bad
         "proposal_temperature": 2.0,
         "target_dist_beta": None,
     }
@@ -148,3 +148,5 @@ def test_distinct_share():
 def test_rank_among():
     values, others = torch.tensor([[0.0, 5.0], [-9.0, -9.0]]), torch.tensor([[-1.0, 1.0, 5.0], [1.0, 2.0, 3.0]])
     assert rank_among(values, others).tolist() == pytest.approx([(1 / 3 + 2.5 / 3) / 2, 0.0])
+    counted = torch.tensor([[False, True], [False, False]])
+    assert rank_among(values, others, counted).tolist() == pytest.approx([2.5 / 3, torch.nan], nan_ok=True)

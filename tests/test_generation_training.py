@@ -173,7 +173,7 @@ class MistakenLLM(DrawingLLM):
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("method", [{}, HOT], ids=["learned", "hot"])
+@pytest.mark.parametrize("method", [{}, HOT | {"bad_reward_threshold": 0.5}], ids=["learned", "hot"])
 def test_corrections_of_the_engine(make, monkeypatch, mode, method):
     """What it drew otherwise than its model is weighed down, of both sets, as TRL weighs the policy's own."""
     serve_by(MistakenLLM, monkeypatch)
@@ -193,6 +193,10 @@ def test_corrections_of_the_engine(make, monkeypatch, mode, method):
     ):
         ids, mask = (batch[f"{name}completion_{part}"].view(*found.shape[:2], -1) for part in ("ids", "mask"))
         expected = torch.where(ids % 2 == 1, -0.1, 1.0) * mask
+        if name and trainer.proposal is None:  # of the hot samples, only what is bad is scored
+            bad = batch["proposal_rewards"] < trainer.bad_reward_threshold
+            assert bad.any() and not bad.all()
+            expected = expected * bad.unsqueeze(2)
         if mode.startswith("sequence"):
             expected = expected.sum(dim=-1, keepdim=True)
         expected = expected.exp()

@@ -9,11 +9,12 @@ from accelerate.utils import is_peft_model
 from peft import LoraConfig
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.importance import log_mixture_weights
 from trl_repulse.trainers._hot_policy import HotPolicy
 from trl_repulse.trainers._negative_term import DrawnTerm
 from trl_repulse.trainers._scoring import Tempered
+from trl_repulse.trainers._units import UnitSampling
 
 from .test_exact import World
 from .test_variants import SETTINGS
@@ -137,6 +138,54 @@ def test_only_bad_samples_are_scored_at_the_temperature(make, monkeypatch, setti
     # A pass of which nothing is wanted scores one completion all the same
     assert bad <= sum(wanted) <= bad + len(wanted)
     assert sum(passes) == len(wanted) + settings.get("gradient_accumulation_steps", 0)
+
+
+SEPARATE, LONG = {"share_prompts": False}, {"max_completion_length": 5}
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "settings"),
+    [
+        (RePULSeTrainer, {}),
+        (RePULSeTrainer, LONG),
+        (RePULSeTrainer, SEPARATE),
+        (RePULSeTrainer, {"num_iterations": 2, "num_proposal_generations": 8}),
+        pytest.param(RePULSeTrainer, CUT | {"beta": 0.1}, marks=pytest.mark.thorough),
+        pytest.param(RePULSeTrainer, CUT | SEPARATE, marks=pytest.mark.thorough),
+        pytest.param(RePULSePPOTrainer, {"beta": 0.1, "num_iterations": 2}, marks=pytest.mark.thorough),
+        pytest.param(RePULSeGRPOTrainer, SEPARATE, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_is_not_bad_is_not_read(make, monkeypatch, trainer_cls, settings):
+    """Its weight is 0: the policy ends as if all hot samples were scored, and reads fewer tokens."""
+    ends, read, score = [], [], UnitSampling._score
+    for everything in (False, True):
+        trainer = make(
+            trainer_cls, **HOT | {"bad_reward_threshold": -1.5} | settings, max_steps=3, logging_steps=1, optim="sgd"
+        )
+        if everything:
+            monkeypatch.setattr(UnitSampling, "_score", lambda *args, needed=None, **rest: score(*args, **rest))
+        tokens = []
+        trainer.model.register_forward_hook(
+            lambda module, args, kwargs, output, tokens=tokens: (
+                tokens.append(kwargs["attention_mask"].sum().item()) if "log_probs" in output else None
+            ),
+            with_kwargs=True,
+        )
+        trainer.train()
+        pushed = [log["negative/ess"] for log in trainer.state.log_history if "negative/ess" in log]
+        assert any(pushed)
+        ends.append((trainer.model, trainer.state.log_history))
+        read.append(sum(tokens))
+    assert read[0] < 0.9 * read[1]
+    for one, other in zip(*(model.parameters() for model, _ in ends), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+    ignored = ("time", "runtime", "per_second", "flos", "log_p_rank")
+    for one, other in zip(*(logs for _, logs in ends), strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            if one[name] is not None and not any(word in name for word in ignored):
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.thorough

@@ -332,7 +332,9 @@ def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return 1.0 - same.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
 
 
-def rank_among(values: torch.Tensor, others: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
+def rank_among(
+    values: torch.Tensor, others: torch.Tensor, counted: torch.Tensor | None = None, tolerance: float = 1e-4
+) -> torch.Tensor:
     """
     Where a prompt's values stand among others of the same prompt.
 
@@ -341,15 +343,18 @@ def rank_among(values: torch.Tensor, others: torch.Tensor, tolerance: float = 1e
             Of shape (P, N).
         others (`torch.Tensor`):
             Of shape (P, M).
+        counted (`torch.Tensor`, *optional*):
+            Mask of the values that count, of shape (P, N); all by default.
         tolerance (`float`, *optional*, defaults to `1e-4`):
             Difference up to which two values are a tie: the same completion, scored twice, differs by rounding.
 
     Returns:
         `torch.Tensor`:
             Of shape (P,), the mean share of the others that lie below a value, ties counting half: 0.5 on average if both are
-            drawn alike, 0 if every value is below all others.
+            drawn alike, 0 if every value is below all others, NaN if no value counts.
     """
     require_shape("others", others, (values.shape[0], -1))
     gap = values[:, :, None] - others[:, None]
     ties = gap.abs() <= tolerance
-    return ((gap > 0) & ~ties).float().add(0.5 * ties).mean(dim=(1, 2))
+    below = ((gap > 0) & ~ties).float().add(0.5 * ties).mean(dim=2)  # (P, N)
+    return below.mean(dim=1) if counted is None else below.masked_fill(~counted, torch.nan).nanmean(dim=1)

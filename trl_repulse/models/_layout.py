@@ -61,13 +61,18 @@ class Layout:
         saves less than a tenth.
         """
 
-        def cost(count: int) -> int:
-            tokens = prompt + count * width
-            return completions // count * tokens * (6 * hidden_size + tokens)
+        def cost(layout: "Layout") -> float:
+            return layout.cost(completions, hidden_size)
 
         counts = [k for k in range(2, completions + 1) if completions % k == 0 and prompt + k * width <= longest]
-        best = min(counts, key=cost, default=1)
-        return cls(prompt, width, best if cost(best) <= _WORTH * cost(1) else 1)
+        separate = cls(prompt, width, 1)
+        best = min((cls(prompt, width, k) for k in counts), key=cost, default=separate)
+        return best if cost(best) <= _WORTH * cost(separate) else separate
+
+    def cost(self, completions: float, hidden_size: int) -> float:
+        """Multiplications for a prompt with that many completions, up to a factor that all layouts have."""
+        tokens = self.prompt + self.count * self.width
+        return completions / self.count * tokens * (6 * hidden_size + tokens)
 
     def rows(self, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
         """

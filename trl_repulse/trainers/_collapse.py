@@ -43,7 +43,13 @@ class CollapseWatch:
         self._of_update: list[tuple[float | None, float]] = []  # gap and distinct samples of each of its micro-batches
         self._warned = False
 
-    def look(self, batch: dict[str, torch.Tensor], own_log_p: torch.Tensor, log_p: torch.Tensor) -> Moments:
+    def look(
+        self,
+        batch: dict[str, torch.Tensor],
+        own_log_p: torch.Tensor,
+        log_p: torch.Tensor,
+        counted: torch.Tensor | None = None,
+    ) -> Moments:
         """
         Logs `distinct` and `log_p_rank`, and returns the moments of the first. A collective call.
 
@@ -53,6 +59,8 @@ class CollapseWatch:
                 sets of samples.
             own_log_p (`torch.Tensor` of shape `(U, n, T)`), log_p (`torch.Tensor` of shape `(U, m, T)`):
                 Log-probabilities (nats) under the policy of its own samples and of the others.
+            counted (`torch.Tensor` of shape `(U, m)`, *optional*):
+                Of which of the others to log the rank, by default of all.
         """
         trainer, size = self._part.trainer, self._part.size(self._part.mode)
         mask = trainer._to_prompts(batch[f"{NEGATIVE}_mask"], size)
@@ -64,7 +72,8 @@ class CollapseWatch:
         own = trainer._to_prompts(
             sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), trainer._num_generations(self._part.mode)
         )
-        rank = rank_among(sequence_log_prob(trainer._to_prompts(log_p, size), mask), own)
+        counted = None if counted is None else trainer._to_prompts(counted, size)
+        rank = rank_among(sequence_log_prob(trainer._to_prompts(log_p, size), mask), own, counted)
         trainer._log_mean("proposal/log_p_rank", rank[known])
         return distinct
 

@@ -147,8 +147,29 @@ class TrainerHooks(SecondModels, PooledMetrics):
         """How `completions` of `width` tokens to each prompt of `prompt` tokens are laid out in rows."""
         if not self._guard.share_prompts:
             return Layout(prompt, width, 1)
-        config = self.accelerator.unwrap_model(self.model).config.get_text_config()
-        return Layout.cheapest(prompt, width, completions, config.hidden_size, self._guard.longest_row)
+        return Layout.cheapest(prompt, width, completions, self._hidden_size, self._guard.longest_row)
+
+    @property
+    def _hidden_size(self) -> int:
+        return self.accelerator.unwrap_model(self.model).config.get_text_config().hidden_size
+
+    def _layout_for(self, prompt: int, width: int, needed: torch.Tensor) -> tuple[Layout, int]:
+        """
+        The cheapest layout for the completions that are `needed`, a mask (U, n), and for how many completions of a unit it has room:
+        as many as the most that a unit needs, or some more if these fill rows. All n where prompts are not shared.
+        """
+        most = needed.size(1)
+        if not self._guard.share_prompts:
+            return Layout(prompt, width, 1), most
+        fewest, average = torch.stack([needed.sum(dim=1).max(), needed.sum(dim=1).float().mean()]).tolist()
+        size, longest = self._hidden_size, self._guard.longest_row
+
+        def cost(found: tuple[Layout, int]) -> float:
+            layout, slots = found
+            return layout.cost(slots if layout.count > 1 else average, size)  # separate rows can be left out
+
+        slots = range(max(1, int(fewest)), most + 1)
+        return min(((Layout.cheapest(prompt, width, k, size, longest), k) for k in slots), key=cost)
 
     def _in_rows(
         self,

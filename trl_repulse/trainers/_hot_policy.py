@@ -64,7 +64,11 @@ class HotPolicy(DrawnTerm):
         if self.measured is not None:
             self.measured.observe(batch["rewards"])
         self.trainer._kept, self._ahead = self._ahead, None
-        return super().draw(rows, batch)
+        drawn = super().draw(rows, batch)
+        if f"{NEGATIVE}_engine_log_p" in drawn:  # what is not scored is not compared
+            unscored = ~self.needed(drawn)[NEGATIVE].unsqueeze(2)
+            drawn[f"{NEGATIVE}_engine_log_p"].masked_fill_(unscored, torch.nan)
+        return drawn
 
     @property
     def _threshold(self) -> float:
@@ -72,15 +76,18 @@ class HotPolicy(DrawnTerm):
         threshold = self.trainer.bad_reward_threshold
         return -math.inf if threshold is None else threshold
 
+    def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
+        return ~(rewards >= self._threshold)  # without a reward too
+
+    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad."""
+        return super().needed(batch) or {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
+
     def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
         """As [`NegativeTerm.tempered`]: the higher one, until samples are weighed, of what may be bad: nothing else has a weight."""
         if COEFFICIENTS[NEGATIVE] in batch:
             return None
-        rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
-        bad = {name: ~(x >= self._threshold) for name, x in rewards.items()}
-        if self.trainer.use_vllm:  # whose log-probabilities are compared
-            bad[NEGATIVE] = torch.ones_like(bad[NEGATIVE])
-        return self.temperature, bad
+        return self.temperature, {OWN: self._may_be_bad(batch["rewards"])} | self.needed(batch)
 
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
@@ -112,7 +119,7 @@ class HotPolicy(DrawnTerm):
         log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
         log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
 
-        self._watch.look(batch, log_p, log_p_hot)
+        self._watch.look(batch, log_p, log_p_hot, self._may_be_bad(batch["proposal_rewards"]))
         scored = ~rewards.isnan()
         found = (log_w > -torch.inf).any(dim=1)
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)

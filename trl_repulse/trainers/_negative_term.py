@@ -122,6 +122,10 @@ class NegativeTerm:
         """At which other temperature, and of which samples, the policy's pass over these units gives log-probabilities as well."""
         return None
 
+    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Which completions of a set the policy's pass over these units has to score, where not all: those that have a weight."""
+        return {NEGATIVE: batch[COEFFICIENTS[NEGATIVE]] != 0} if COEFFICIENTS[NEGATIVE] in batch else {}
+
     # Sampling
 
     @property
@@ -247,9 +251,11 @@ class DrawnTerm(NegativeTerm):
         if not trainer._weighs_early(self.mode):
             return drawn
         batch = batch | drawn
-        tempered = self.tempered(batch)
+        tempered, needed = self.tempered(batch), self.needed(batch)
         names = (NEGATIVE,) if "old_log_p" in batch and tempered is None else (NEGATIVE, OWN)
-        scores = trainer._score(trainer.model, batch, names, gradient=False, tempered=tempered)
+        if "old_log_p" in batch and tempered is not None:
+            needed[OWN] = tempered[1][OWN]
+        scores = trainer._score(trainer.model, batch, names, gradient=False, tempered=tempered, needed=needed)
         log_p = dict(zip(names, scores.log_p, strict=True))
         own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
         early = self.weigh_early(batch | scores.tempered, own_log_p, log_p[NEGATIVE])

@@ -95,8 +95,9 @@ class RowsWithNegativeTerm(RePULSeHooks, UnitSampling):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options
             )
-        scores, entropy, aux_loss, _ = self._score(model, self._units, self._negative.completions)
-        self._scored = dict(zip(self._negative.completions, scores, strict=True))  # (B, 1, T) and (B, m, T)
+        negative, units = self._negative, self._units
+        scores, entropy, aux_loss, _ = self._score(model, units, negative.completions, needed=negative.needed(units))
+        self._scored = dict(zip(negative.completions, scores, strict=True))  # (B, 1, T) and (B, m, T)
         log_p = scores[0].squeeze(1)
         self._scored_log_p = log_p.detach()
         return log_p, entropy.squeeze(1), aux_loss

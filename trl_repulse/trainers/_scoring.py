@@ -196,6 +196,22 @@ def in_chunks(
     )
 
 
+def needed_rows(
+    score: Callable[..., tuple[torch.Tensor | None, ...]], needed: torch.Tensor, *rows: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """
+    What `score` makes of the rows that are `needed`, a mask (R,), in tensors of R rows, 0 in the place of others.
+
+    The first row is always read: all processes make the pass, whose weights they may share.
+    """
+    needed = needed.clone()
+    needed[0] = True
+    return tuple(
+        x if x is None or not x.dim() else x.new_zeros(len(needed), *x.shape[1:]).index_put((needed,), x)
+        for x in score(*(row[needed] for row in rows))
+    )
+
+
 @torch.no_grad()
 def tempered_log_probs(
     model: nn.Module,

@@ -24,7 +24,7 @@ from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ..models._layout import Layout
 from ._hooks import TrainerHooks
-from ._scoring import Scores, in_chunks, tempered_log_probs, token_log_probs
+from ._scoring import Scores, in_chunks, needed_rows, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
 
@@ -182,6 +182,7 @@ class UnitSampling(TrainerHooks):
         names: tuple[str, ...] = ("completion",),
         gradient: bool = True,
         tempered: tuple[float, dict[str, torch.Tensor]] | None = None,
+        needed: dict[str, torch.Tensor] | None = None,
     ) -> SetScores:
         """
         Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
@@ -200,6 +201,9 @@ class UnitSampling(TrainerHooks):
             tempered (`tuple[float, dict[str, torch.Tensor]]`, *optional*):
                 Another temperature at which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
                 have them of; they are 0 of others.
+            needed (`dict[str, torch.Tensor]`, *optional*):
+                For a name, a mask `(U, n)` of the completions that are needed; those of other names are. What is not needed is not
+                read, but for one completion where nothing is needed, and its scores are 0.
 
         Returns:
             [`SetScores`]
@@ -211,40 +215,62 @@ class UnitSampling(TrainerHooks):
 
         ids = joined([batch[f"{name}_ids"] for name in names], self._tokenizer.pad_token_id)  # (U, Σn, T)
         mask = joined([batch.get(f"{name}_attended", batch[f"{name}_mask"]) for name in names], 0)
-        n = ids.size(1)
+        units, n = ids.shape[:2]
         prompts = [
             self._prompts_of(batch, names, *kind) for kind in (("ids", self._tokenizer.pad_token_id), ("mask", 0))
         ]
         length, shared = prompts[0].size(1), len(prompts[0]) == len(ids)  # or a prompt for each completion
-        layout = self._layout(length, width, n) if shared else Layout(length, width, 1)
-        rows = [layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)]  # (R, S) each
-        if tempered is not None:
-            rows.append(torch.cat([tempered[1][name] for name in names], dim=1).view(-1, layout.count))  # (R, k)
 
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *wanted: torch.Tensor) -> Scores:
+        def of_sets(masks: dict[str, torch.Tensor]) -> torch.Tensor:  # (U, Σn)
+            all_of = {name: ids.new_ones(batch[f"{name}_ids"].shape[:2], dtype=torch.bool) for name in names}
+            return torch.cat([masks.get(name, all_of[name]) for name in names], dim=1)
+
+        read, asked = of_sets(needed or {}), None if tempered is None else of_sets(tempered[1])
+        layout, places = Layout(length, width, 1), None
+        if shared and needed is None:
+            layout = self._layout(length, width, n)
+        elif shared:
+            layout, slots = self._layout_for(length, width, read)
+            places = read.long().argsort(dim=1, descending=True, stable=True)[:, :slots]  # what is needed comes first
+            read, asked = (x if x is None else x.gather(1, places) for x in (read, asked))
+            index = places.unsqueeze(2).expand(-1, -1, width)
+            ids, mask = ids.gather(1, index), mask.gather(1, index) * read.unsqueeze(2)
+        rows = [layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)]  # (R, S) each
+        rows += [x.reshape(-1, layout.count) for x in (read, asked) if x is not None]  # (R, k)
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *asked: torch.Tensor) -> Scores:
             cut = replace(layout, prompt=ids.size(1) - layout.count * width)
             aux_loss = gradient and self.aux_loss_enabled
             if tempered is None:
                 return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
             if self._guard.fused_head:
-                other = tempered[0], wanted[0].flatten()
+                other = tempered[0], asked[0].flatten()
                 return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss, *other)
             scores = token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
             hot = tempered_log_probs(model, self.accelerator, ids, mask, cut, tempered[0])
             return scores._replace(tempered=hot)
 
+        def of_rows(ids: torch.Tensor, mask: torch.Tensor, read: torch.Tensor, *asked: torch.Tensor) -> tuple:
+            if needed is None or layout.count > 1:
+                return log_probs(ids, mask, *asked)
+            return needed_rows(log_probs, read.squeeze(1), ids, mask, *asked)
+
         if gradient:
-            log_p, entropy, aux_loss, other_log_p = self._by_length(log_probs, *rows)
+            log_p, entropy, aux_loss, other_log_p = self._by_length(of_rows, *rows)
         else:
             size = self._micro_batch_size()
             if self._guard.share_prompts:  # whole units, so that all processes make as many passes
-                size = max(1, size // n) * (n // layout.count)
+                size = max(1, size // n) * (len(rows[0]) // units)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, log_probs), size, *rows)
+                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, of_rows), size, *rows)
             entropy = aux_loss = None
 
         def by_set(scores: torch.Tensor) -> list[torch.Tensor]:
-            parts = scores.view(-1, n, width).split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
+            scores = scores.view(units, -1, width)
+            if places is not None:
+                index = places.unsqueeze(2).expand(-1, -1, width)
+                scores = scores.new_zeros(units, n, width).scatter(1, index, scores)
+            parts = scores.split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
             return [part[..., : batch[f"{name}_ids"].size(2)] for part, name in zip(parts, names, strict=True)]
 
         others = {}

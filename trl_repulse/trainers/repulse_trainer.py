@@ -90,8 +90,10 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
         if self._negative is None:
             return super()._compute_loss(model, inputs)
 
-        # Score: one policy pass over its own samples and, where others were drawn, over these
-        scores = self._score(model, inputs, self._negative.completions, tempered=self._negative.tempered(inputs))
+        # Score: one policy pass over its own samples and, where others were drawn, over those that may have a weight
+        negative = self._negative
+        asked = {"tempered": negative.tempered(inputs), "needed": negative.needed(inputs)}
+        scores = self._score(model, inputs, negative.completions, **asked)
         log_p, log_p_negative = scores.log_p[0], scores.log_p[-1]
         old_log_p = inputs.get("old_log_p", log_p.detach())
         self._log_engine(inputs, OWN, old_log_p)
