@@ -7,13 +7,17 @@ A plan names one with `candidate`, for a trainer with a hot policy. They hold fo
 Axis letters: P prompts, N of the policy's own samples and K others of a prompt, T completion tokens.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
+from trl_repulse.generation import _ahead
+from trl_repulse.generation._ahead import RowTemperatures
 from trl_repulse.importance import normalize_weights, sequence_log_prob
 from trl_repulse.trainers._beside import PROPOSAL_FOLDER
 from trl_repulse.trainers._hot_policy import HotPolicy
@@ -69,6 +73,10 @@ class OtherSamples(Candidate):
     """A control: as many samples that are not bad, drawn by the same sampler, take the place of the bad ones, with their weights."""
 
     hot = True
+
+    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All: what is not bad may be pushed down too."""
+        return {}
 
     def pushed(self, weights: torch.Tensor, log_w: torch.Tensor, bad: torch.Tensor, n: int) -> torch.Tensor:
         other = torch.zeros_like(weights)
@@ -296,7 +304,64 @@ class EndingBeside(Beside):
     p_0, pushed = Ending.p_0, Ending.pushed
 
 
+class Cut(Candidate):
+    """Hot samples of tokens alone that are at least `min_p` times as probable as the most probable one, at the higher temperature."""
+
+    min_p = 1e-3
+
+    @contextlib.contextmanager
+    def drawing(self):
+        with super().drawing(), mock.patch.object(_ahead, "RowTemperatures", self._processor):
+            yield
+
+    def _processor(self, temperatures: list[float]):
+        hot = torch.tensor(temperatures).unsqueeze(1) != 1.0
+        at_temperatures = RowTemperatures(temperatures)
+
+        def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = at_temperatures(input_ids, scores)
+            return torch.where(hot, self.cut(scores), scores)
+
+        return process
+
+    def cut(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(self.min_p), -torch.inf)
+
+    def weigh(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor):
+        for name, bad in self.tempered(batch)[1].items():
+            found = torch.zeros_like(batch[f"{name}_tempered"])
+            prompts = [
+                batch[x].repeat_interleave(bad.size(1), 0)[bad.flatten()] for x in ("prompt_ids", "prompt_mask")
+            ]
+            ids, mask = (batch[f"{name}_{kind}"][bad] for kind in ("ids", "mask"))
+            if len(ids):
+                attended = torch.cat([prompts[1], mask], dim=1)
+                with torch.no_grad():
+                    logits = self.trainer.model(
+                        input_ids=torch.cat([prompts[0], ids], dim=1),
+                        attention_mask=attended,
+                        position_ids=(attended.cumsum(dim=1) - 1).clamp(min=0),
+                    ).logits[:, -ids.size(1) - 1 : -1]
+                log_q = (
+                    self.cut(logits / self.temperature).log_softmax(dim=-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+                )
+                found[bad] = torch.where(mask == 1, log_q, 0.0)
+            batch = batch | {f"{name}_tempered": found}
+        # Own samples may hold tokens that are never drawn hot
+        return super().weigh(
+            {k: x.clamp(min=-1e4) if k.endswith("tempered") else x for k, x in batch.items()}, log_p, log_p_hot
+        )
+
+
+class CutMore(Cut):
+    """As `Cut`, of fewer tokens."""
+
+    min_p = 1e-2
+
+
 CANDIDATES = {
+    "cut at 1e-3": Cut,
+    "cut at 1e-2": CutMore,
     "weights as in the package": Candidate,
     "other hot samples": OtherSamples,
     "other own samples": OwnOtherSamples,

@@ -87,7 +87,8 @@ class HotPolicy(DrawnTerm):
         """As [`NegativeTerm.tempered`]: the higher one, until samples are weighed, of what may be bad: nothing else has a weight."""
         if COEFFICIENTS[NEGATIVE] in batch:
             return None
-        return self.temperature, {OWN: self._may_be_bad(batch["rewards"])} | self.needed(batch)
+        rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
+        return self.temperature, {name: self._may_be_bad(x) for name, x in rewards.items()}
 
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
