@@ -167,7 +167,7 @@ class NegativeTermConfig(KnownFields):
     )
     proposal_temperature: float | None = field(
         default=None,
-        metadata={"help": "Temperature of the hot policy's extra samples, above 1. If unset, 1.6."},
+        metadata={"help": "Temperature of the hot policy's extra samples, above 1. If unset, 2."},
     )
     proposal_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the proposal. If `None`, `learning_rate`."}
