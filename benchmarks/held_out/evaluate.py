@@ -27,7 +27,7 @@ from .worlds import WORLDS
 
 
 MAX_COMPLETION_LENGTH = 24
-TEMPERATURE = 1.5  # of the samples that find rare outputs
+TEMPERATURE = 1.5  # of the samples that find rare outputs, where the world does not say another
 CVAR_LEVELS = (1e-2, 1e-3)
 
 
@@ -39,6 +39,7 @@ class HeldOutWorld:
         described = json.loads((self.folder / "world.json").read_text(encoding="utf-8"))
         self.grammar = WORLDS[described["name"]]
         self.threshold = described["threshold"]
+        self.hot_temperature = described.get("hot_temperature", TEMPERATURE)
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder / "policy")
 
     @property
@@ -76,7 +77,7 @@ def with_fused_activations(model: torch.nn.Module) -> torch.nn.Module:
 class Samples:
     """
     Samples of one prompt: distinct completions (D, T), how often each was drawn (D,), its log-probability (D,) under the model
-    and under the model at `TEMPERATURE`, nats.
+    and under the model at a higher temperature, nats.
     """
 
     completions: torch.Tensor
@@ -90,9 +91,18 @@ class Samples:
 
 
 @torch.no_grad()
-def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, temperature: float = 1.0) -> list[Samples]:
+def draw(
+    model,
+    tokenizer,
+    prompts: list[str],
+    per_prompt: int,
+    seed: int,
+    temperature: float = 1.0,
+    hot_temperature: float = TEMPERATURE,
+) -> list[Samples]:
     """
-    Independent samples of each prompt at a temperature: tokens up to the first end token, padding behind it.
+    Independent samples of each prompt at a temperature, with their log-probabilities at 1 and at `hot_temperature`: tokens up to
+    the first end token, padding behind it.
 
     A prefix that several samples share is read once: a multinomial draw splits their number among its next tokens. The
     numbers are distributed as those of samples drawn one by one.
@@ -106,7 +116,7 @@ def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, tempe
         prefixes, done = torch.empty((1, 0), dtype=torch.long), []
         for step in range(1, MAX_COMPLETION_LENGTH + 1):
             logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
-            log_probs = torch.stack([logits, logits / TEMPERATURE], dim=-1).double().log_softmax(dim=1).numpy()
+            log_probs = torch.stack([logits, logits / hot_temperature], dim=-1).double().log_softmax(dim=1).numpy()
             probs = (logits / temperature).double().softmax(dim=-1).numpy()
             split = rng.multinomial(counts, probs / probs.sum(axis=1, keepdims=True))
             rows, chosen = np.nonzero(split)
@@ -132,7 +142,7 @@ def draw(model, tokenizer, prompts: list[str], per_prompt: int, seed: int, tempe
 def mixture_weights(samples: Samples, own: int, hot: int) -> np.ndarray:
     """
     What each distinct completion adds to a mean under the model: its count · p / m over the number of samples, shape (D,), where
-    `own` samples at temperature 1 and `hot` ones at `TEMPERATURE` are taken for samples of their mixture m.
+    `own` samples at temperature 1 and `hot` ones at the higher one are taken for samples of their mixture m.
     """
     log_m = np.logaddexp(samples.log_probs + np.log(own), samples.log_probs_hot + np.log(hot))  # times own + hot
     return samples.counts * np.exp(samples.log_probs - log_m)

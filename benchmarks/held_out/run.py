@@ -114,14 +114,15 @@ def evaluate(
     suffix: str = "",
 ) -> dict[str, Any]:
     """Figures of a model on the unseen prompts, each with a suffix for this model alone, prompt by prompt; see `table.py`."""
-    from .evaluate import CVAR_LEVELS, TEMPERATURE, draw, log_probs, mixture_weights, score
+    from .evaluate import CVAR_LEVELS, draw, log_probs, mixture_weights, score
 
     model.eval()
     prompts, tokenizer = world.prompts("unseen"), world.tokenizer
     reference, reward_model = world.load_policy(), world.load_reward_model()
     read = [prompt + suffix for prompt in prompts]
-    drawn = draw(model, tokenizer, read, samples, 10_000 + seed)
-    drawn_hot = draw(model, tokenizer, read, hot_samples, 20_000 + seed, TEMPERATURE)
+    high = world.hot_temperature
+    drawn = draw(model, tokenizer, read, samples, 10_000 + seed, hot_temperature=high)
+    drawn_hot = draw(model, tokenizer, read, hot_samples, 20_000 + seed, high, hot_temperature=high)
     figures: dict[str, list] = {name: [] for name in ("bad", "p_bad", "reward", "kl", "length", "distinct")}
     kinds: dict[str, float] = {}  # share of P(bad)
     rewards = []

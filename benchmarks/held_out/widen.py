@@ -21,6 +21,9 @@ from .evaluate import HeldOutWorld
 
 
 CONTEXTS = 200  # samples of the policy on which the rows are fitted
+HOT_TEMPERATURE = (
+    1.2  # of the samples that find rare outputs in an evaluation: at 1.5 three of four tokens are new words
+)
 SPREAD = 1.0  # standard deviation of the new words' logits, nats
 
 
@@ -76,8 +79,11 @@ def widen(world: HeldOutWorld, words: int, share: float, folder: Path) -> None:
     for name, model in (("policy", policy), ("reward_model", reward_model)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    for name in ("train.jsonl", "unseen.jsonl", "world.json"):
+    for name in ("train.jsonl", "unseen.jsonl"):
         shutil.copy(world.folder / name, folder / name)
+    described = json.loads((world.folder / "world.json").read_text(encoding="utf-8"))
+    text = json.dumps(described | {"hot_temperature": HOT_TEMPERATURE}, indent=2)
+    (folder / "world.json").write_text(text, encoding="utf-8")
 
 
 def main() -> None:

@@ -129,7 +129,7 @@ class Layout:
         alone = attention_mask[:, :end].clone()
         alone[:, self.prompt :] = 1  # of one completion; padding of each is masked below
         blank = torch.empty((len(alone), end, 0), dtype=dtype, device=alone.device)
-        found = create_masks_for_generate(config, blank, alone, past_key_values=None)
+        found = create_masks_for_generate(config, blank, alone, None)
         if isinstance(found, dict):
             return {kind: self._spread(mask, attention_mask) for kind, mask in found.items()}
         return self._spread(found, attention_mask)
