@@ -110,8 +110,9 @@ def _in_units(rows: dict[str, torch.Tensor | Any]) -> dict[str, torch.Tensor]:
     if "tool_mask" in rows:
         units["completion_attended"] = units["completion_mask"]
         units["completion_mask"] = units["completion_mask"] * rows["tool_mask"].unsqueeze(1)
-    if "old_per_token_logps" in rows:
-        units["old_log_p"] = rows["old_per_token_logps"].unsqueeze(1)
+    # TRL's, or PPO's for its KL penalty
+    if (old_log_p := rows.get("old_per_token_logps", rows.get("sampling_log_p"))) is not None:
+        units["old_log_p"] = old_log_p.unsqueeze(1)
     if "importance_sampling_ratio" in rows:
         units["engine_ratio"] = rows["importance_sampling_ratio"].unsqueeze(1)
     drawn = {name: value for name, value in rows.items() if name.startswith("proposal_")}

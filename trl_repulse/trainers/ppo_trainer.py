@@ -186,7 +186,8 @@ class PPOTrainer(GRPOBase):
 
         Returns:
             `dict[str, torch.Tensor]`: `advantages`, `returns`, `old_values` and `credit_mask` (1 at the tokens that take
-            part), each of shape `(B, T)`, and `num_items_in_batch`, the number of those tokens in all processes.
+            part), each of shape `(B, T)`, and `num_items_in_batch`, the number of those tokens in all processes; with a KL
+            penalty also `sampling_log_p` `(B, T)`, the log-probabilities (nats) that it was made of.
         """
         counted = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, T)
         mask = counted * ~rewards.isnan().unsqueeze(1)
@@ -217,6 +218,7 @@ class PPOTrainer(GRPOBase):
             "old_values": values,
             "credit_mask": mask,
             "num_items_in_batch": self._sum_over_processes(mask.sum()),
+            **({} if self.beta == 0.0 else {"sampling_log_p": log_p}),
         }
 
     def _sampling_log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
