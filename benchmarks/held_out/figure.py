@@ -22,17 +22,17 @@ METHODS = {
         0.4: "REINFORCE, KL coefficient 0.4",
     },
     ("RePULSe", "#c8502d", "o"): {
-        0.2: "RePULSe, hot policy, learning rate 6e-4",
-        0.4: "RePULSe, hot policy, KL coefficient 0.4",
+        0.2: "RePULSe, temperature 2, KL coefficient 0.2",
+        0.4: "RePULSe, temperature 2, KL coefficient 0.4",
     },
     ("PPO", "#1f5fa8", "D"): {
         0.2: "PPO, learning rate 1.2e-3",
         0.4: "PPO, KL coefficient 0.4",
     },
     ("RePULSe on PPO", "#d99a00", "^"): {
-        0.2: "PPO, hot policy, learning rate 1.2e-3",
-        0.35: "PPO, hot policy, KL coefficient 0.35",
-        0.4: "PPO, hot policy, KL coefficient 0.4",
+        0.2: "PPO, temperature 2, KL coefficient 0.2",
+        0.35: "PPO, temperature 2, KL coefficient 0.35",
+        0.4: "PPO, temperature 2, KL coefficient 0.4",
     },
     (
         "policy as proposal",
