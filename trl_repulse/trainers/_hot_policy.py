@@ -71,9 +71,9 @@ class HotPolicy(DrawnTerm):
             self.measured.observe(batch["rewards"])
         self.trainer._kept, self._ahead = self._ahead, None
         drawn = super().draw(rows, batch)
-        if f"{NEGATIVE}_engine_log_p" in drawn:  # what is not scored is not compared
-            unscored = ~self.needed(drawn)[NEGATIVE].unsqueeze(2)
-            drawn[f"{NEGATIVE}_engine_log_p"].masked_fill_(unscored, torch.nan)
+        said, scored = f"{NEGATIVE}_engine_log_p", self.needed(drawn).get(NEGATIVE)
+        if said in drawn and scored is not None:  # what is not scored is not compared
+            drawn[said] = drawn[said].masked_fill(~scored.unsqueeze(2), torch.nan)
         return drawn
 
     @property

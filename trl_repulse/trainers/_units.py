@@ -227,7 +227,7 @@ class UnitSampling(TrainerHooks):
 
         read, asked = of_sets(needed or {}), None if tempered is None else of_sets(tempered[1])
         layout, places = Layout(length, width, 1), None
-        if shared and needed is None:
+        if shared and not needed:
             layout = self._layout(length, width, n)
         elif shared:
             layout, slots = self._layout_for(length, width, read)
@@ -251,7 +251,7 @@ class UnitSampling(TrainerHooks):
             return scores._replace(tempered=hot)
 
         def of_rows(ids: torch.Tensor, mask: torch.Tensor, read: torch.Tensor, *asked: torch.Tensor) -> tuple:
-            if needed is None or layout.count > 1:
+            if not needed or layout.count > 1:
                 return log_probs(ids, mask, *asked)
             return needed_rows(log_probs, read.squeeze(1), ids, mask, *asked)
 
