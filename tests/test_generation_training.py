@@ -184,7 +184,6 @@ def test_corrections_of_the_engine(make, monkeypatch, mode, method):
     )
     trainer.model.train()
     trainer.proposal and trainer.proposal.module.train()
-    trainer.state.global_step = 1  # all hot samples of the first update are scored
     with torch.random.fork_rng():
         batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 16)
     kinds = set()

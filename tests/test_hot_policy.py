@@ -1,7 +1,6 @@
 """The policy drawn hotter in the proposal's place: weights against brute force, its loss by hand, what it does to P(bad)."""
 
 import dataclasses
-import logging
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.importance import log_mixture_weights
-from trl_repulse.trainers import _hot_policy
 from trl_repulse.trainers._hot_policy import HotPolicy
 from trl_repulse.trainers._negative_term import DrawnTerm
 from trl_repulse.trainers._scoring import Tempered
@@ -115,27 +113,6 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
     assert found > 0
     if settings != {"num_iterations": 2}:
         assert trainer.state.log_history[0]["negative/p_bad"] == pytest.approx(found / 4, rel=1e-3)
-
-
-@pytest.mark.parametrize(("logit", "warned"), [(1.0, False), (16.0, True)])
-@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
-def test_broken_hot_samples_are_told_of(make, monkeypatch, caplog, settings, logit, warned):
-    """Once, from the first update: here each token's probabilities are known, and the temperature makes all nearly alike."""
-    monkeypatch.setattr(logging.getLogger(_hot_policy.__name__), "propagate", True)
-    trainer = make(**HOT | {"proposal_temperature": 1e4} | settings, max_steps=2, learning_rate=0.0, logging_steps=1)
-    head = torch.nn.Linear(trainer.model.config.hidden_size, 19)
-    with torch.no_grad():
-        head.weight.zero_()
-        head.bias.zero_()[:10] = logit
-    trainer.model.lm_head = head.to(trainer.model.device)
-    trainer.train()
-    log_p = head.bias.detach().log_softmax(-1)
-    gaps = [log["proposal/log_p_gap"] for log in trainer.state.log_history if "proposal/log_p_gap" in log]
-    # 10 of 19 words have nearly all of the probability, and 10 / 19 of the hot tokens are among them
-    assert gaps == [pytest.approx((log_p.exp() * log_p).sum().item() - log_p.mean().item(), rel=0.5)]
-    warnings = [record.message for record in caplog.records if "Hot samples are broken text" in record.message]
-    assert len(warnings) == warned
-    assert all(f"{gaps[0]:.1f} nats" in each and "`proposal_temperature` (10000 here)" in each for each in warnings)
 
 
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])

@@ -59,7 +59,7 @@ def of_updates(name):
             | NEGATIVE
             | {"negative/p_bad"}
             | {f"proposal/{name}" for name in SAMPLES | {"distinct", "log_p_rank"}},
-            UPDATE | {"proposal/log_p_gap"},  # of the first update
+            UPDATE,
         ),
         (RePULSeTrainer, {"alpha": 0.0}, POLICY, UPDATE),
         (ReinforceTrainer, {}, POLICY, UPDATE),

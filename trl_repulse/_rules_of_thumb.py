@@ -1,4 +1,4 @@
-"""Values for what a user has not set, from what was measured: learning rate, threshold of bad rewards, temperature of hot samples."""
+"""Values for what a user has not set: a learning rate for a model's size, and the reward under which an output is bad."""
 
 import math
 
@@ -9,9 +9,6 @@ import numpy as np
 RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
 ADAPTER_RATE = 5.0  # times that of all weights; chosen in held-out worlds (docs/held_out.md)
 LOW = 0.02  # the quantile of the first samples' rewards under which an output is bad
-# Nats by which a token of the hot samples may be less probable under the policy than one of its own: in held-out worlds 3.5 to 3.8 at
-# temperature 2. Where it is above the second, samples are broken text, and too few of them are bad
-LARGEST_GAP, BROKEN_GAP = 4.0, 5.0
 
 
 def rounded(value: float, digits: int = 1) -> float:

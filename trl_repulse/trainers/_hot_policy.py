@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
-from .._rules_of_thumb import BROKEN_GAP, LARGEST_GAP
 from ..generation._ahead import Ahead
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._bad_threshold import MeasuredThreshold
@@ -21,9 +19,6 @@ from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
 from ._records import log_importance
 from ._units import UnitSampling
-
-
-logger = get_logger(__name__)
 
 
 class HotPolicy(DrawnTerm):
@@ -47,7 +42,6 @@ class HotPolicy(DrawnTerm):
         self.measured = MeasuredThreshold(trainer) if trainer.args.bad_reward_threshold is None else None
         self._ahead: Ahead | None = None
         self._watch = CollapseWatch(self)
-        self._has_looked = False  # at the first hot samples
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
@@ -71,9 +65,9 @@ class HotPolicy(DrawnTerm):
             self.measured.observe(batch["rewards"])
         self.trainer._kept, self._ahead = self._ahead, None
         drawn = super().draw(rows, batch)
-        said, scored = f"{NEGATIVE}_engine_log_p", self.needed(drawn).get(NEGATIVE)
-        if said in drawn and scored is not None:  # what is not scored is not compared
-            drawn[said] = drawn[said].masked_fill(~scored.unsqueeze(2), torch.nan)
+        said = f"{NEGATIVE}_engine_log_p"
+        if said in drawn:  # what is not scored is not compared
+            drawn[said] = drawn[said].masked_fill(~self.needed(drawn)[NEGATIVE].unsqueeze(2), torch.nan)
         return drawn
 
     @property
@@ -86,34 +80,8 @@ class HotPolicy(DrawnTerm):
         return ~(rewards >= self._threshold)  # without a reward too
 
     def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad; all of a run's first update, to see what they are."""
-        found = super().needed(batch)
-        if found or self._begins:
-            return found
-        return {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
-
-    @property
-    def _begins(self) -> bool:
-        return self.mode == "train" and self.trainer.state.global_step == 0
-
-    def _look_at_first(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor) -> None:
-        """Logs by how much hot tokens are less probable than the policy's own, and warns if they are broken text. A collective call."""
-        trainer = self.trainer
-        own, hot = (
-            trainer._gathered_moments(x[batch[f"{name}_mask"] == 1])
-            for name, x in ((OWN, log_p), (NEGATIVE, log_p_hot))
-        )
-        if not (own.count and hot.count):
-            return
-        gap = own.mean - hot.mean
-        trainer._metrics["train"]["proposal/log_p_gap"].append(gap)
-        if gap > BROKEN_GAP:
-            logger.warning(
-                "Hot samples are broken text: their tokens are %.1f nats less probable under the policy than those of its own samples, on "
-                "average (`proposal/log_p_gap`), where at most %g served well. Such samples seldom are the policy's bad outputs. Lower "
-                "`proposal_temperature` (%g here). `trl-repulse suggest` finds one for a model.",
-                *(gap, LARGEST_GAP, self.temperature),
-            )
+        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad."""
+        return super().needed(batch) or {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
 
     def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
         """As [`NegativeTerm.tempered`]: the higher one, until samples are weighed, of what may be bad: nothing else has a weight."""
@@ -152,9 +120,6 @@ class HotPolicy(DrawnTerm):
         log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
         log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
 
-        if self._begins and not self._has_looked:
-            self._has_looked = True
-            self._look_at_first(batch, log_p, log_p_hot)
         self._watch.look(batch, log_p, log_p_hot, self._may_be_bad(batch["proposal_rewards"]))
         scored = ~rewards.isnan()
         found = (log_w > -torch.inf).any(dim=1)
