@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
+from .._rules_of_thumb import TEMPERATURE
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
-TEMPERATURES = (1.2, 1.4, 1.6, 2.0)  # that the hot policy is tried at
 LEAST = 50  # samples
 
 
@@ -159,7 +159,7 @@ def _as_function(reward: Any, args: argparse.Namespace) -> tuple[str, Any, int]:
 def _measure(
     args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, name: str, function: Any, reward_bytes: int
 ) -> Any:
-    """Draws, rewards and scores; the policy's own samples, and a quarter as many at each higher temperature."""
+    """Draws, rewards and scores; the policy's own samples, and a quarter as many hot ones."""
     from .._checks import check_prompt_lengths
     from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
     from ..evaluation.log_probs import completion_log_probs
@@ -198,13 +198,11 @@ def _measure(
         ended = np.array([bool(row) and row[-1] in end for row in tokens])
         surprise = float(-log_prob.sum()) / max(int(lengths.sum()), 1)
         shape = (-1, width)
-        return Samples(
-            temperature, rewards.reshape(shape), lengths.reshape(shape), ended.reshape(shape), surprise, texts, seconds
-        )
+        return Samples(rewards.reshape(shape), lengths.reshape(shape), ended.reshape(shape), surprise, texts, seconds)
 
     own = draw(1.0, rows, completions)
     reward_seconds, score_seconds = (spent[part] / len(rows) for part in ("reward", "score"))
-    hot = [draw(temperature, rows[::4], 1) for temperature in TEMPERATURES]
+    hot = draw(TEMPERATURE, rows[::4], 1)
     places = list(range(min(count, 32)))
     try:
         empty = reward(places, [""] * len(places), [[] for _ in places])
@@ -287,8 +285,7 @@ def _samples(measured: Any, suggestion: Any) -> str:
         f"{rewards.max():.3g}, quantiles {quantiles}; {own.lengths.mean():.0f} tokens on average.",
         "",
     ]
-    chosen = next(each for each in measured.hot if each.temperature == suggestion.values["proposal_temperature"])
-    for samples, name in ((own, "own"), (chosen, f"hot ({chosen.temperature:g})")):
+    for samples, name in ((own, "own"), (measured.hot, f"hot ({TEMPERATURE:g})")):
         values = samples.rewards.ravel()
         for place in np.argsort(values)[:3]:
             lines.append(f"lowest {name}: {values[place]:.3g}  {samples.texts[place].strip()[:160]!r}")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .._rules_of_thumb import TEMPERATURE
 from ._checks import check_target_is_used
 from ._fields import KnownFields
 
@@ -13,7 +14,7 @@ _HOT_DEFAULTS = {
     "target_dist_beta": -10.0,
     "alpha": 1.0,
     "alpha_normalization": "none",
-    "proposal_temperature": 2.0,
+    "proposal_temperature": TEMPERATURE,
 }
 _PAPERS_DEFAULTS = _HOT_DEFAULTS | {
     "potential": "tilted",
