@@ -17,6 +17,7 @@ from benchmarks.held_out import build, evaluate, offline, run, table
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
 from benchmarks.held_out.candidates import CANDIDATES, with_candidate
 from benchmarks.held_out.grammar import split_tokens
+from benchmarks.held_out.widen import HOT_TEMPERATURE, names, widen
 from benchmarks.held_out.worlds import WORLDS
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
@@ -275,6 +276,29 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
         assert gain("completion", True) > gain("completion", False) + 1
     else:
         assert gain("completion") * {"npo": -1, "raft": 1}[name] > 1
+
+
+def test_wide_worlds_have_a_tail_of_words(tiny_world, tmp_path):
+    """New words have their share of each token's probability, and the others theirs as before."""
+    old = tiny_world.load_policy()
+    torch.nn.init.ones_(old.transformer.ln_f.bias)  # a trained model has one, through which logits can be moved
+    old.save_pretrained(tiny_world.policy_path)
+    widen(tiny_world, words=300, share=0.01, folder=tmp_path / "wide")
+    wide = evaluate.HeldOutWorld(tmp_path / "wide")
+    policy, tokenizer = wide.load_policy(), wide.tokenizer
+    size = old.config.vocab_size
+    assert tokenizer(" bbbbb")["input_ids"] == [size] and tokenizer.decode([size + 299]) == names(300)[-1]
+    tails = []
+    for prompt in wide.prompts("unseen"):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        assert ids.tolist() == [tiny_world.tokenizer(prompt)["input_ids"]]
+        with torch.no_grad():
+            before, after = (model(ids).logits[0, -1].softmax(-1) for model in (old, policy))
+        tails.append(after[size:].sum())
+        torch.testing.assert_close(after[:size] / (1 - tails[-1]), before, atol=1e-5, rtol=1e-4)
+    assert 0.003 < torch.stack(tails).mean() < 0.03
+    reward_model = wide.load_reward_model()
+    assert reward_model.config.vocab_size == size + 300 and wide.hot_temperature == HOT_TEMPERATURE < 1.5
 
 
 def test_factor_of_two_methods_is_welchs():
