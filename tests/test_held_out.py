@@ -177,7 +177,7 @@ def test_conditional_fine_tuning(tiny_world, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "tagged", lambda *args: rows.extend(make(*args)) or rows)
         trainer, _ = offline.train(tiny_world, {"trainer": "conditional", "config": config}, 0, 160, tmp_path)
-        patch.setattr(evaluate, "draw", lambda *args: read.append(args[2]) or draw(*args))
+        patch.setattr(evaluate, "draw", lambda *args, **rest: read.append(args[2]) or draw(*args, **rest))
         draw = offline.draw
         run.evaluate(tiny_world, trainer.model, 0, 5, 5, suffix=offline.tags_of(tiny_world)[-1])
     tags, tokenizer, model = offline.tags_of(tiny_world), tiny_world.tokenizer, trainer.model.eval()
