@@ -161,14 +161,14 @@ class TrainerHooks(SecondModels, PooledMetrics):
         most = needed.size(1)
         if not self._guard.share_prompts:
             return Layout(prompt, width, 1), most
-        fewest, average = torch.stack([needed.sum(dim=1).max(), needed.sum(dim=1).float().mean()]).tolist()
+        largest, average = torch.stack([needed.sum(dim=1).max(), needed.sum(dim=1).float().mean()]).tolist()
         size, longest = self._hidden_size, self._guard.longest_row
 
         def cost(found: tuple[Layout, int]) -> float:
             layout, slots = found
             return layout.cost(slots if layout.count > 1 else average, size)  # separate rows can be left out
 
-        slots = range(max(1, int(fewest)), most + 1)
+        slots = range(max(1, int(largest)), most + 1)
         return min(((Layout.cheapest(prompt, width, k, size, longest), k) for k in slots), key=cost)
 
     def _in_rows(
