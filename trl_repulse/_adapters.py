@@ -1,5 +1,6 @@
 """Models with PEFT's wrapper and without."""
 
+import inspect
 from typing import Any
 
 from transformers.utils import is_peft_available
@@ -24,3 +25,8 @@ def base_of(model: Any) -> Any:
         if isinstance(model, PeftModel):
             return model.get_base_model()
     return model
+
+
+def takes(model: Any, argument: str) -> bool:
+    """Whether a model's pass has an argument of this name; that of the model itself where it has PEFT's wrapper."""
+    return argument in inspect.signature(type(base_of(model)).forward).parameters

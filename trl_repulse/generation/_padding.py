@@ -1,6 +1,5 @@
 """Prompts of unequal length in one batch: what stands left of the shorter ones, and batches without it."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._adapters import base_of
+from .._adapters import takes
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -24,8 +23,7 @@ def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, en
 
 def padded_outputs(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
     """Outputs for rows that are padded on the left, whose positions count from the first real token."""
-    base = base_of(model)
-    if "position_ids" in inspect.signature(type(base).forward).parameters:
+    if takes(model, "position_ids"):
         options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return model(input_ids=ids, attention_mask=mask, **options)
 

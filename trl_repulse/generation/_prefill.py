@@ -1,15 +1,14 @@
 """Sampling several completions of a prompt that is read once."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 
-from .._adapters import base_of
+from .._adapters import base_of, takes
+from ._cache import growing_cache, has_cache, to_generate, with_cache
 from ._padding import padded_outputs
 
 
@@ -47,19 +46,17 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-        if args or ids is None or mask is None or kwargs.get("past_key_values") is not None:
+        if args or ids is None or mask is None or has_cache(kwargs):
             return generate(*args, **kwargs)
         new = torch.ones_like(ids[:, 0], dtype=torch.bool)  # rows whose prompt is not that of the row before
         new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(dim=1)
         if not everywhere(ids.size(1) > 1 and not bool(new.all())):
             return generate(**kwargs)
-        cache = DynamicCache(config=base.config.get_text_config(decoder=True))
-        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-        if "logits_to_keep" in inspect.signature(type(base).forward).parameters:
-            options["logits_to_keep"] = 1
-        padded_outputs(base, ids[new, :-1], mask[new, :-1], **options)
+        cache = growing_cache(base)
+        last = {"logits_to_keep": 1} if takes(base, "logits_to_keep") else {}
+        padded_outputs(base, ids[new, :-1], mask[new, :-1], **with_cache(base, cache), **last)
         cache.batch_select_indices(new.cumsum(dim=0) - 1)
-        return generate(**kwargs, past_key_values=cache)
+        return generate(**kwargs, **to_generate(cache))
 
     with generating_by(base, generate_from_cache):
         yield

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
 from .._adapters import base_of
+from ._cache import growing_cache, with_cache
 from ._defaults import without_generation_defaults
 from ._padding import padded_outputs, vocab_size
 from ._prefill import prompts_read_once
@@ -387,12 +388,12 @@ class _Passes:
         prompt, tokens = self._ids[:1, : _EQUAL[0]], self._after(self._ids, _EQUAL)
         ids = torch.cat([prompt.expand(len(tokens), -1), tokens], dim=1)
         alone = self._one_by_one(ids)
-        outputs = self._model(input_ids=prompt, use_cache=True)
-        cache, logits = outputs.past_key_values, [outputs.logits[:, -1].expand(len(tokens), -1)]
+        cache = growing_cache(self._model)
+        options = with_cache(self._model, cache)
+        logits = [self._model(input_ids=prompt, **options).logits[:, -1].expand(len(tokens), -1)]
         cache.batch_repeat_interleave(len(tokens))
         for token in tokens[:, :-1].T:
-            outputs = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
-            logits.append(outputs.logits[:, -1])
+            logits.append(self._model(input_ids=token[:, None], **options).logits[:, -1])
         found = torch.stack(logits, dim=1).float().log_softmax(dim=-1)
         return found, self._after(alone, [length - 1 for length in _EQUAL])
 

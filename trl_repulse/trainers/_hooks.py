@@ -151,7 +151,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
 
     @property
     def _hidden_size(self) -> int:
-        return self.accelerator.unwrap_model(self.model).config.get_text_config().hidden_size
+        return self.model.config.get_text_config().hidden_size
 
     def _layout_for(self, prompt: int, width: int, needed: torch.Tensor) -> tuple[Layout, int]:
         """

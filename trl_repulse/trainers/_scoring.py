@@ -3,7 +3,6 @@
 It stands on TRL's fused head; other dependencies on TRL are in `_trl_bridge.py`.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from .._adapters import takes
 from ..models._layout import Layout
 from ._trl_bridge import add_fused_lm_head
 
@@ -85,9 +85,8 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
 
     Way out: TRL passing `position_ids`, and its fused head skipping ignored positions on every device.
     """
-    parameters = inspect.signature(type(model).forward).parameters
     takes_positions, takes_last, caches = (
-        name in parameters for name in ("position_ids", "logits_to_keep", "use_cache")
+        takes(model, name) for name in ("position_ids", "logits_to_keep", "use_cache")
     )
     now: dict[str, Any] = {"layout": None, "tempered": None}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
@@ -14,7 +13,7 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .._adapters import base_of
+from .._adapters import base_of, takes
 from .._rules_of_thumb import learning_rate_for
 from ..generation._padding import vocab_size
 from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
@@ -187,7 +186,7 @@ def _why_not_shared(name: str, model: nn.Module, quiet: bool, guard: Guard, atte
 
     if guard.score_by_length:
         return "it reads the padding before a prompt"
-    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+    if not takes(base, "position_ids"):
         return "it takes no positions"
     if attention not in MASKED:
         return f"its attention ({attention}) takes no masks of pairs of tokens"

@@ -5,8 +5,9 @@ Axis letters: L tokens of the prompt, T of the target, N samples, V vocabulary.
 """
 
 import torch
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...generation._cache import growing_cache, with_cache
 from ...generation._defaults import end_tokens
 from ...generation._probe import repeats_cache
 
@@ -60,7 +61,7 @@ def sample_responses(
             break
         drawn = drawn.to(model.device)
         if cache is not None:
-            logits = model(input_ids=drawn, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=drawn, **with_cache(model, cache)).logits[:, -1]
         else:
             ids = torch.cat([ids, drawn], dim=1)
             logits = model(input_ids=ids, use_cache=False).logits[:, -1]
@@ -88,7 +89,9 @@ def target_log_probs(model: PreTrainedModel, prompt_ids: list[int], target_ids: 
     return logits.log_softmax(dim=-1).cpu().gather(1, torch.tensor(target_ids)[:, None])[:, 0]
 
 
-def _read_prompt(model: PreTrainedModel, prompt: torch.Tensor, num_samples: int) -> tuple[torch.Tensor, Cache | None]:
+def _read_prompt(
+    model: PreTrainedModel, prompt: torch.Tensor, num_samples: int
+) -> tuple[torch.Tensor, DynamicCache | None]:
     """
     Logits behind the prompt, (1, V), and its cache for all samples; without one where it cannot be repeated.
 
@@ -97,6 +100,7 @@ def _read_prompt(model: PreTrainedModel, prompt: torch.Tensor, num_samples: int)
     """
     if not repeats_cache(model):
         return model(input_ids=prompt, use_cache=False).logits[:, -1], None
-    outputs = model(input_ids=prompt, use_cache=True)
-    outputs.past_key_values.batch_repeat_interleave(num_samples)
-    return outputs.logits[:, -1], outputs.past_key_values
+    cache = growing_cache(model)
+    logits = model(input_ids=prompt, **with_cache(model, cache)).logits[:, -1]
+    cache.batch_repeat_interleave(num_samples)
+    return logits, cache

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ...generation._cache import with_cache
 from .candidates import first_changed
 from .prompt import AttackPrompt
 
@@ -225,7 +226,7 @@ class SuffixScorer:
             ids = torch.cat([self._before.expand(count, -1), ids], dim=1)
         else:
             cache = _as_cache(past, count)
-        outputs = self.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **self._keep)
+        outputs = self.model(input_ids=ids, **with_cache(self.model, cache), **self._keep)
         if keep and cache is not None and self._reuse:
             self._observed = (suffixes[0].cpu(), _as_key_values(cache))
         return outputs.logits[:, -self._target.shape[1] :].float()
@@ -242,7 +243,7 @@ class SuffixScorer:
     def _compute_prefix(self) -> KeyValues:
         cache = DynamicCache()  # without the configuration: sliding windows are masked, not cut, and views stay valid
         if self._before.shape[1]:
-            self.model(input_ids=self._before, past_key_values=cache, use_cache=True)
+            self.model(input_ids=self._before, **with_cache(self.model, cache))
         return _as_key_values(cache)
 
     def _embedding_matrix(self) -> torch.Tensor:
