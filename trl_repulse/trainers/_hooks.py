@@ -20,6 +20,7 @@ from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
+from ..generation._ahead import rows_at
 from ..generation._defaults import without_generation_defaults
 from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
@@ -445,13 +446,17 @@ class TrainerHooks(SecondModels, PooledMetrics):
         held = torch.tensor(float(condition), device=self.accelerator.device)
         return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *args: Any, temperatures: list[float] | None = None, **kwargs: Any
+    ):
+        """As TRL's, each row at a temperature of its own on top of the configured one if there are `temperatures`."""
         sampled = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         together = is_partitioned(sampled) or self.is_fsdp_enabled
         once = contextlib.nullcontext()
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere) if together else prompts_read_once(sampled)
-        with without_generation_defaults(sampled), without_lasting_changes(self, sampled), once:
+        each = contextlib.nullcontext() if temperatures is None else rows_at(sampled, temperatures)
+        with without_generation_defaults(sampled), without_lasting_changes(self, sampled), each, once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)

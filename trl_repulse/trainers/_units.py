@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from .._checks import check_rows
-from ..generation._ahead import Ahead, rows_at
+from ..generation._ahead import Ahead
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ..models._layout import Layout
@@ -97,8 +97,7 @@ class UnitSampling(TrainerHooks):
         if ahead is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         rows, temperatures = ahead.widened(prompt_ids)
-        with rows_at(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False), temperatures):
-            return ahead.keep(rows, super()._generate_single_turn(rows, *args, **kwargs))
+        return ahead.keep(rows, super()._generate_single_turn(rows, *args, temperatures=temperatures, **kwargs))
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
         """Draws one completion a row, scores it, and logs rewards."""
