@@ -23,6 +23,8 @@ from transformers import (
 )
 from transformers.activations import NewGELUActivation
 
+from trl_repulse.generation._cache import with_cache
+
 from .worlds import WORLDS
 
 
@@ -115,7 +117,7 @@ def draw(
         counts, scores = np.array([per_prompt]), np.zeros((1, 2))
         prefixes, done = torch.empty((1, 0), dtype=torch.long), []
         for step in range(1, MAX_COMPLETION_LENGTH + 1):
-            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=tokens, **with_cache(model, cache)).logits[:, -1]
             log_probs = torch.stack([logits, logits / hot_temperature], dim=-1).double().log_softmax(dim=1).numpy()
             probs = (logits / temperature).double().softmax(dim=-1).numpy()
             split = rng.multinomial(counts, probs / probs.sum(axis=1, keepdims=True))
@@ -177,10 +179,10 @@ def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: in
         counted = counts[chosen, : counts[chosen].sum(dim=1).max()]
         part = completions[chosen, : counted.shape[1]]
         cache = DynamicCache(config=model.config)  # the prompt is read once
-        logits = model(input_ids=lead, past_key_values=cache, use_cache=True).logits[:, -1:].expand(len(part), -1, -1)
+        logits = model(input_ids=lead, **with_cache(model, cache)).logits[:, -1:].expand(len(part), -1, -1)
         if part.shape[1] > 1:
             cache.batch_repeat_interleave(len(part))
-            others = model(input_ids=part[:, :-1], past_key_values=cache, use_cache=True).logits
+            others = model(input_ids=part[:, :-1], **with_cache(model, cache)).logits
             logits = torch.cat([logits, others], dim=1)
         found = logits.float().log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
         values[chosen] = (found * counted).double().sum(dim=1)
