@@ -172,7 +172,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
-    assert trainer._guard.repeat_cache
+    assert trainer._guard.repeat_cache and trainer._guard.share_prompts
     trainer.train(resume_from_checkpoint=checkpoint)
     if "checkpoints" in method:
         trainer.save_model()

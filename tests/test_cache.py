@@ -56,6 +56,14 @@ def test_a_token_is_written_where_there_is_room():
     assert keys.size(2) == values.size(2) == 74 and len(places) <= 3
 
 
+def test_states_of_another_precision_are_not_rounded():
+    layers = GrowingLayer(), DynamicLayer()
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        added = [x.to(dtype) for x in states(2)]
+        for found, expected in zip(*(layer.update(*added) for layer in layers), strict=True):
+            assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 def test_layers_with_a_window_are_transformers_own():
     kinds = {type(layer).__name__ for layer in growing_cache(build("gemma2", 40)).layers}
     assert kinds == {"GrowingLayer", "DynamicSlidingWindowLayer"}

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
+from trl_repulse import embedded
 from trl_repulse.evaluation import tracking
 from trl_repulse.methods import train
+from trl_repulse.models._layout import Layout
 
 from .reward_models import build_tokenizer, save_causal_model, save_model
 from .test_experiments import COMMANDS, CONFIGS, SCRIPTS, TOY_BAD
@@ -173,20 +175,54 @@ def test_one_update_of_the_toy_with_its_exact_evaluations(identifier, paths, tmp
     assert results["final"]["log_prob_bad"] != results["initial"]["log_prob_bad"]
 
 
-@pytest.mark.slow
-def test_prompts_read_once_change_nothing(paths, tmp_path):
-    """Fifty updates of a published run: the same metrics and weights, to float32 rounding."""
-    runs = [
-        run("smollm/repulse-1", paths, tmp_path / share, "--max_steps", "50", "--share_prompts", share)
-        for share in ("True", "False")
-    ]
-    for name, value in runs[0]["metrics"].items():
+@pytest.fixture
+def counts(monkeypatch):
+    """How many completions shared a row, of each batch that was laid out."""
+    found, rows = [], Layout.rows
+    monkeypatch.setattr(Layout, "rows", lambda self, *args: (found.append(self.count), rows(self, *args))[1])
+    return found
+
+
+def assert_the_same(folders, metrics, folder, atol):
+    for name, value in metrics[0].items():
         if isinstance(value, float) and not any(word in name for word in ("time", "second", "rank")):
-            assert value == pytest.approx(runs[1]["metrics"][name], rel=2e-3, abs=1e-4), name
+            assert value == pytest.approx(metrics[1][name], rel=2e-3, abs=1e-4), name
+    one, other = (load_file(path / folder / "model.safetensors") for path in folders)
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, other[name], atol=atol, rtol=0)
+
+
+@pytest.mark.slow
+def test_prompts_read_once_change_nothing(paths, tmp_path, counts):
+    """Fifty updates of a published run: the same metrics and weights, to float32 rounding."""
+    tokenizer = chat_tokenizer(CHATML, "<|im_end|>", ["<|im_start|>"])
+    policy = save_causal_model(tmp_path / "policy", "llama", tokenizer, context=512)[0]  # room for all in one row
+    more = ["--model_name_or_path", policy, "--max_completion_length", "4", "--max_steps", "50"]
+    metrics, shared = [], []
+    for share in ("True", "False"):
+        counts.clear()
+        results = run("smollm/repulse-1", paths, tmp_path / share, "--share_prompts", share, *more)
+        metrics.append(results["metrics"])
+        shared.append(counts.copy())
+    together = sum(count in (5, 10) for count in shared[0])  # all of a prompt, of one model or of both
+    assert together > 0.9 * len(shared[0]) and set(shared[1]) == {1}
     for folder in ("", "proposal"):
-        one, other = (load_file(tmp_path / share / folder / "model.safetensors") for share in ("True", "False"))
-        for name, weight in one.items():
-            torch.testing.assert_close(weight, other[name], atol=2e-5, rtol=0)
+        assert_the_same([tmp_path / "True", tmp_path / "False"], metrics, folder, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_prompts_read_once_change_nothing_of_the_embedded_default(tmp_path, counts):
+    metrics, shared = [], []
+    for share in ("True", "False"):
+        counts.clear()
+        folder = tmp_path / share
+        train("repulse", ["--output_dir", str(folder), "--max_steps", "50", "--share_prompts", share])
+        metrics.append(json.loads((folder / "results.json").read_text())["metrics"])
+        shared.append(counts.copy())
+    assert sum(count > 1 for count in shared[0]) > 0.9 * len(shared[0]) and set(shared[1]) == {1}
+    assert_the_same([tmp_path / "True", tmp_path / "False"], metrics, "", atol=5e-4)
+    before, after = (load_file(f"{path}/model.safetensors") for path in (embedded.policy_path(), tmp_path / "True"))
+    assert max((after[name] - before[name]).abs().max().item() for name in before) > 0.01
 
 
 def test_the_scripts_are_those_of_the_commands():

@@ -1,23 +1,33 @@
 """Completions that share a row with their prompt are scored, and trained on, as in rows of their own."""
 
 import copy
-import logging
 from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPTNeoConfig, GPTNeoForCausalLM, HfArgumentParser, set_seed
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.architectures import build
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+from trl_repulse import (
+    PPOTrainer,
+    ReinforceTrainer,
+    RePULSeConfig,
+    RePULSeGRPOTrainer,
+    RePULSePPOTrainer,
+    RePULSeTrainer,
+)
 from trl_repulse.generation._prefill import prompts_read_once
 from trl_repulse.models._layout import Layout, longest_row
+from trl_repulse.trainers import _set_up
 from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._scoring import prepare_scoring, token_log_probs
 
 from .conftest import DEVICE, USE_CPU, build_accelerator, build_tokenizer
+from .distributed_support import with_fp16_on_cpu
 
 
 VOCABULARY = 40
@@ -185,15 +195,26 @@ def test_routers_count_a_prompt_once():
     prompts, prompt_mask, completions, mask = batch()
     model = scored("mixtral")
 
-    def aux_loss(count, chosen=slice(None)):
+    def aux_loss(count):
         layout = Layout(L, T, count)
-        rows = layout.rows(prompts, completions[:, chosen]), layout.rows(prompt_mask, mask[:, chosen])
+        rows = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
         return token_log_probs(model, build_accelerator(), *rows, layout, compute_aux_loss=True).aux_loss.item()
 
-    assert aux_loss(4) != pytest.approx(aux_loss(1), rel=1e-4)
-    assert aux_loss(1, slice(1)) == pytest.approx(aux_loss(1, slice(1)))
-    tokens = [int(layout.rows(prompt_mask, mask).sum()) for layout in (Layout(L, T, 4), Layout(L, T, 1))]
-    assert tokens[1] - tokens[0] == 3 * int(prompt_mask.sum())
+    def by_hand(copies):
+        """Over the routers' logits of all completions' tokens, and of the prompts' as often as they are read."""
+        layout = Layout(L, T, 1)
+        ids, real = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
+        with torch.no_grad():
+            logits = model.model(
+                input_ids=ids, attention_mask=real, position_ids=layout.positions(real), output_router_logits=True
+            ).router_logits
+        counted = real.bool().view(UNITS, N, L + T).clone()
+        counted[:, copies:, :L] = False
+        chosen = tuple(layer.view(UNITS, N, L + T, -1)[counted] for layer in logits)
+        return load_balancing_loss_func(chosen, model.num_experts, model.num_experts_per_tok).item()
+
+    assert aux_loss(4) == pytest.approx(by_hand(1), rel=1e-5) != pytest.approx(by_hand(4), rel=1e-4)
+    assert aux_loss(1) == pytest.approx(by_hand(4), rel=1e-5)
 
 
 UNEVEN = Dataset.from_dict({"prompt": ["the", "the cat", "the cat sat the dog", "a dog ate the fish the cat"]})
@@ -221,9 +242,27 @@ MODES = {
 }
 
 
+def assert_the_same(together, apart):
+    """Parameters of all models, and metrics."""
+    assert together._guard.share_prompts and not apart._guard.share_prompts
+    models = [
+        [t.model, *(x.module for x in (getattr(t, "proposal", None), getattr(t, "value", None)) if x is not None)]
+        for t in (together, apart)
+    ]
+    for one, other in zip(*models, strict=True):
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+    timings = ("time", "runtime", "per_second", "flos")
+    for one, other in zip(together.state.log_history, apart.state.log_history, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            if one[key] is not None and not any(word in key for word in timings):
+                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=2e-5), key
+
+
 def train(make, model, share, **kwargs):
     kwargs = copy.deepcopy(kwargs)  # PEFT writes into its configurations
-    extra = {"peft_config": kwargs.pop("peft_config")} if "peft_config" in kwargs else {}
+    extra = {name: kwargs.pop(name) for name in ("peft_config", "processing_class") if name in kwargs}
     settings = {"max_completion_length": 4, "max_steps": 3, "optim": "sgd", "learning_rate": 0.3} | kwargs
     trainer = make(model=model, dataset=UNEVEN, extra=extra, share_prompts=share, **settings)
     trainer.train()
@@ -236,17 +275,26 @@ def train(make, model, share, **kwargs):
 def test_training_is_the_same(make, architecture, mode):
     """Both models' parameters and all metrics."""
     together, apart = (train(make, architecture, share, **MODES[mode]) for share in (True, False))
-    assert together._guard.share_prompts and not apart._guard.share_prompts
-    models = [(t.model, t.proposal.module) if t.proposal else (t.model,) for t in (together, apart)]
-    for one, other in zip(*models, strict=True):
-        for p, q in zip(one.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
-    timings = ("time", "runtime", "per_second", "flos")
-    for one, other in zip(together.state.log_history, apart.state.log_history, strict=True):
-        assert one.keys() == other.keys()
-        for key in one:
-            if one[key] is not None and not any(word in key for word in timings):
-                assert one[key] == pytest.approx(other[key], rel=1e-3, abs=2e-5), key
+    assert_the_same(together, apart)
+
+
+@pytest.mark.thorough
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
+@pytest.mark.parametrize("mode", ["hot", "reference"])
+def test_on_ppo_and_grpo_too(make, architecture, trainer_cls, mode):
+    settings = MODES[mode] | {"trainer_cls": trainer_cls, "beta": 0.1, "steps_per_generation": 1}
+    assert_the_same(*(train(make, architecture, share, **settings) for share in (True, False)))
+
+
+@pytest.mark.trainer
+def test_a_head_that_is_padded(make, tokenizer):
+    """More tokens in the model than in the tokenizer."""
+    runs = []
+    for share in (True, False):
+        model = build("llama", len(tokenizer) + 7)
+        runs.append(train(make, model, share, processing_class=tokenizer))
+    assert_the_same(*runs)
 
 
 @pytest.mark.thorough
@@ -280,8 +328,7 @@ def test_compiled_value_models_share_rows(make, request):
 @pytest.mark.trainer
 def test_reinforce_too(make, architecture):
     runs = [train(make, architecture, share, trainer_cls=ReinforceTrainer, beta=0.1) for share in (True, False)]
-    for p, q in zip(*(run.model.parameters() for run in runs), strict=True):
-        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+    assert_the_same(*runs)
 
 
 @pytest.mark.thorough
@@ -300,12 +347,10 @@ def test_ppo_too(make, architecture, kwargs):
             lambda module, args, kwargs, seen=seen: seen.append(len(kwargs["input_ids"])), with_kwargs=True
         )
         trainer.train()
-        runs.append((trainer.model, trainer.value.module))
+        runs.append(trainer)
         rows.append(set(seen))
     assert [4 * count for count in rows[0]] == list(rows[1])
-    for one, other in zip(*runs, strict=True):
-        for p, q in zip(one.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+    assert_the_same(*runs)
 
 
 @pytest.mark.trainer
@@ -337,14 +382,15 @@ def test_draws_are_the_same(make, architecture):
 
 
 @pytest.mark.trainer
-def test_half_precision(make):
-    """Under autocast to bfloat16 both differ from float32 alike."""
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision(make, precision, monkeypatch):
+    """Under autocast to half precision both differ from float32 alike."""
+    monkeypatch.setattr(Accelerator, "__init__", with_fp16_on_cpu)
     settings = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_completion_length": 4}
     runs = {}
-    for share, bf16 in ((True, True), (False, True), (False, False)):
-        runs[share, bf16] = make(model="llama", dataset=UNEVEN, share_prompts=share, bf16=bf16, **settings)
+    for share, half in ((True, True), (False, True), (False, False)):
+        trainer = make(model="llama", dataset=UNEVEN, share_prompts=share, **settings, **{precision: half})
         torch.manual_seed(0)
-        trainer = runs[share, bf16]
         prompts = torch.tensor([[0, 0, 3, 4], [3, 4, 5, 6]])
         sample = {
             "prompt_ids": prompts,
@@ -353,7 +399,7 @@ def test_half_precision(make):
             "completion_mask": torch.ones(2, 4, 4, dtype=torch.long),
         }
         sample = {name: x.to(trainer.accelerator.device) for name, x in sample.items()}
-        runs[share, bf16] = trainer._score(trainer.model, sample, gradient=False).log_p[0]
+        runs[share, half] = trainer._score(trainer.model, sample, gradient=False).log_p[0]
     exact = runs[False, False]
     errors = [(runs[share, True] - exact).abs().mean().item() for share in (True, False)]
     assert 0 < errors[0] < 2 * errors[1] and (runs[True, True] - exact).abs().max() < 0.2
@@ -363,9 +409,14 @@ def test_half_precision(make):
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("bloom", "takes no positions"), ("mamba", "takes no positions"), ("moshi", "not read as each would be")],
+    [
+        ("bloom", "takes no positions"),
+        ("mamba", "takes no positions"),
+        ("falcon_h1", "not read as each would be"),
+        ("moshi", "not read as each would be"),
+    ],
 )
-def test_models_that_cannot(make, name, why, caplog):
+def test_models_that_cannot(make, name, why, monkeypatch):
     tokenizer = build_tokenizer()
     tokenizer.bos_token = "<unk>"
     model = build(name, len(tokenizer))
@@ -373,8 +424,12 @@ def test_models_that_cannot(make, name, why, caplog):
     def trainer(share):
         return make(RePULSeTrainer, model=model, extra={"processing_class": tokenizer}, share_prompts=share)
 
-    with caplog.at_level(logging.WARNING):
-        assert not trainer("auto")._guard.share_prompts
+    said = []
+    monkeypatch.setattr(_set_up.logger, "warning_once", said.append)
+    assert not trainer("auto")._guard.share_prompts
+    said = [text for text in said if "cannot read a prompt once" in text]
+    for role, text in zip(("policy", "proposal"), said, strict=True):
+        assert f"the {role}, " in text and why in text
     with pytest.raises(ValueError, match=f"cannot read a prompt once.*{why}.*`share_prompts=False`"):
         trainer(True)
     trainer(False).train()

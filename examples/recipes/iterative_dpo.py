@@ -37,9 +37,9 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.0, help="reward under which a completion is rejected")
     parser.add_argument("--max_bad", type=int, default=16, help="rejected completions of a prompt, the worst ones")
     parser.add_argument("--max_completion_length", type=int, default=2)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--beta", type=float, default=0.1, help="of DPO")
-    parser.add_argument("--num_train_epochs", type=float, default=2, help="of a round")
+    parser.add_argument("--num_train_epochs", type=float, default=4, help="of a round")
     options = parser.parse_args()
     if options.rounds < 1 or options.max_bad < 1:
         parser.error("`--rounds` and `--max_bad` must be at least 1")

@@ -21,7 +21,8 @@ class GrowingLayer(DynamicLayer):
     """
     Keys and values of a layer, written into room made for many tokens at once.
 
-    A [`~transformers.cache_utils.DynamicLayer`] copies all that it holds for each token.
+    A [`~transformers.cache_utils.DynamicLayer`] copies all that it holds for each token. For passes without gradient: a later one
+    writes into what an earlier one has returned.
     """
 
     def __init__(self) -> None:
@@ -37,18 +38,20 @@ class GrowingLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.size(-2)
         # Rows that were selected, and tokens that were taken away, are in tensors of their own
-        if self._rooms is None or self.keys is not self._seen or end > self._rooms[0].size(-2):
+        fits = self._rooms is not None and self.keys is self._seen and end <= self._rooms[0].size(-2)
+        if not fits or key_states.dtype != self.keys.dtype:
             self._rooms = self._room(key_states, self.keys, end), self._room(value_states, self.values, end)
         for room, states in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, start:end] = states
-        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
+            room[..., start:end, :] = states
+        self.keys, self.values = (room[..., :end, :] for room in self._rooms)
         self._seen = self.keys
         return self.keys, self.values
 
     def _room(self, states: torch.Tensor, held: torch.Tensor, end: int) -> torch.Tensor:
-        room = states.new_empty(*states.shape[:2], end + _ROOM, states.size(3))
+        dtype = torch.promote_types(states.dtype, held.dtype)
+        room = states.new_empty(*states.shape[:-2], end + _ROOM, states.size(-1), dtype=dtype)
         if self.get_seq_length():
-            room[:, :, : held.size(2)] = held
+            room[..., : held.size(-2), :] = held
         return room
 
 

@@ -56,7 +56,7 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
         last = {"logits_to_keep": 1} if takes(base, "logits_to_keep") else {}
         padded_outputs(base, ids[new, :-1], mask[new, :-1], **with_cache(base, cache), **last)
         cache.batch_select_indices(new.cumsum(dim=0) - 1)
-        return generate(**kwargs, **to_generate(cache))
+        return generate(**kwargs | to_generate(cache))
 
     with generating_by(base, generate_from_cache):
         yield
