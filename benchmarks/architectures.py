@@ -7,7 +7,8 @@ Each is built from its configuration with small sizes, where its fields allow. O
 second one has the layers in reverse order. Beside what the library finds at set-up and does about it, the table has what
 it comes to, measured without the library's own comparison: the largest gap between scores of a batch of prompts of several
 lengths and those of single unpadded rows, in held-out scoring and in the trainer (nats a token), and z of −log p − entropy,
-summed over the tokens of a draw, which is 0 in expectation for draws from the model. In a further build every dropout and
+summed over the tokens of a draw, which is 0 in expectation for draws from the model; and whether a prompt's completions share
+its row and its cache in the trainer. In a further build every dropout and
 jitter of the configuration is on: after `disable_dropout`, passes in training mode must agree, or be refused.
 """
 
@@ -213,8 +214,8 @@ def measure_held_out(model: PreTrainedModel, tokenizer: Any) -> tuple[float, flo
     return z_of_draws(model, prompts, drawn), gap_of_scores(model, prompts[chosen], drawn[chosen], scores)
 
 
-def measure_trainer(model: PreTrainedModel, tokenizer: Any) -> tuple[float, float]:
-    """The same of a trainer's draws and scores."""
+def measure_trainer(model: PreTrainedModel, tokenizer: Any) -> tuple[float, float, str]:
+    """The same of a trainer's draws and scores, and what completions of a prompt share there."""
     with tempfile.TemporaryDirectory() as folder:
         args = ReinforceConfig(
             output_dir=folder,
@@ -247,7 +248,8 @@ def measure_trainer(model: PreTrainedModel, tokenizer: Any) -> tuple[float, floa
         model.eval()
         places = [i * DRAWS + j for i in range(len(PROMPTS)) for j in range(4)]
         gap = gap_of_scores(model, [prompts[i] for i in places], [drawn[i] for i in places], scores)
-        return z_of_draws(model, prompts, drawn), gap
+        shared = ["row"] * trainer._guard.share_prompts + ["cache"] * trainer._guard.repeat_cache
+        return z_of_draws(model, prompts, drawn), gap, ", ".join(shared)
 
 
 def measure_noise(name: str, size: int) -> str:
@@ -290,7 +292,7 @@ def examine(name: str, tokenizer: Any, reverse: bool = False) -> dict[str, Any]:
         except ValueError:
             line["noise"] = "cannot be on"
     try:
-        found = (*measure_held_out(model, tokenizer), *measure_trainer(model, tokenizer))
+        *found, line["shared"] = *measure_held_out(model, tokenizer), *measure_trainer(model, tokenizer)
     except Exception as error:
         return line | {"result": "fails", "how": f"{type(error).__name__}: {error}"[:100]}
     line |= dict(zip(("z", "gap", "trainer z", "trainer gap"), found, strict=True))
@@ -330,10 +332,8 @@ def sweep(names: tuple[str, ...]) -> list[dict[str, Any]]:
                 line = {"name": name, "result": "not built", "how": reason[:100], "noise": ""}
             lines.append(line)
             numbers = [f"{line[key]:.1e}" if key in line else "" for key in ("z", "gap", "trainer z", "trainer gap")]
-            print(
-                "| " + " | ".join([line["name"], line["result"], line["how"], *numbers, line["noise"]]) + " |",
-                flush=True,
-            )
+            cells = [line["name"], line["result"], line["how"], *numbers, line["noise"], line.get("shared", "")]
+            print("| " + " | ".join(cells) + " |", flush=True)
             if reverse or not line.get("hybrid"):
                 break
             reverse = True
@@ -347,9 +347,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    print("| architecture | result | how | z | gap | trainer's z | trainer's gap | noise |\n|" + "---|" * 8)
+    print("| architecture | result | how | z | gap | trainer's z | trainer's gap | noise | shared |\n|" + "---|" * 9)
     lines = sweep(tuple(arguments.names))
     print("\n" + ", ".join(f"{count} {result}" for result, count in Counter(line["result"] for line in lines).items()))
+    print(
+        f"{sum('row' in line.get('shared', '') for line in lines)} share rows, {sum('cache' in line.get('shared', '') for line in lines)} the cache"
+    )
 
 
 if __name__ == "__main__":

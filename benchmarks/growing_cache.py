@@ -11,10 +11,10 @@ import time
 import warnings
 
 import torch
+from step_cost import ON_ACCELERATOR, SHAPES, on_what
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from benchmarks.step_cost import ON_ACCELERATOR, SHAPES, on_what
 from trl_repulse.generation._cache import growing_cache, to_generate, with_cache
 
 
