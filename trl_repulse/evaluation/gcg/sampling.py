@@ -48,6 +48,7 @@ def sample_responses(
         raise ValueError("The prompt has no tokens; begin it with one.")
     prompt = torch.tensor([prompt_ids], device=model.device)
     logits, cache = _read_prompt(model, prompt, num_samples)
+    options = with_cache(model, cache)
     logits, ids = logits.expand(num_samples, -1), prompt.expand(num_samples, -1)  # (N, V) and (N, L)
     rows: list[list[int]] = [[] for _ in range(num_samples)]
     done = [False] * num_samples
@@ -60,11 +61,8 @@ def sample_responses(
         if all(done):
             break
         drawn = drawn.to(model.device)
-        if cache is not None:
-            logits = model(input_ids=drawn, **with_cache(model, cache)).logits[:, -1]
-        else:
-            ids = torch.cat([ids, drawn], dim=1)
-            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
+        ids = torch.cat([ids, drawn], dim=1) if cache is None else drawn
+        logits = model(input_ids=ids, **options).logits[:, -1]
     return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
