@@ -8,8 +8,8 @@ second one has the layers in reverse order. Beside what the library finds at set
 it comes to, measured without the library's own comparison: the largest gap between scores of a batch of prompts of several
 lengths and those of single unpadded rows, in held-out scoring and in the trainer (nats a token), and z of −log p − entropy,
 summed over the tokens of a draw, which is 0 in expectation for draws from the model; and whether a prompt's completions share
-its row and its cache in the trainer. In a further build every dropout and
-jitter of the configuration is on: after `disable_dropout`, passes in training mode must agree, or be refused.
+its row and its cache in the trainer. In a further build every dropout and jitter of the configuration is on: after
+`disable_dropout`, passes in training mode must agree, or be refused.
 """
 
 import argparse
@@ -350,9 +350,8 @@ def main() -> None:
     print("| architecture | result | how | z | gap | trainer's z | trainer's gap | noise | shared |\n|" + "---|" * 9)
     lines = sweep(tuple(arguments.names))
     print("\n" + ", ".join(f"{count} {result}" for result, count in Counter(line["result"] for line in lines).items()))
-    print(
-        f"{sum('row' in line.get('shared', '') for line in lines)} share rows, {sum('cache' in line.get('shared', '') for line in lines)} the cache"
-    )
+    rows, caches = (sum(what in line.get("shared", "") for line in lines) for what in ("row", "cache"))
+    print(f"{rows} share rows, {caches} the cache")
 
 
 if __name__ == "__main__":

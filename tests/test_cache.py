@@ -12,6 +12,12 @@ from trl_repulse.generation._prefill import prompts_read_once
 from .conftest import DEVICE
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
 def states(tokens, rows=2):
     """Keys and values of some tokens, of different size, as multi-head latent attention has them."""
     return torch.randn(rows, 3, tokens, 4), torch.randn(rows, 3, tokens, 5)
@@ -62,6 +68,15 @@ def test_states_of_another_precision_are_not_rounded():
         added = [x.to(dtype) for x in states(2)]
         for found, expected in zip(*(layer.update(*added) for layer in layers), strict=True):
             assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_gradients_pass_through():
+    layer, start = GrowingLayer(), torch.randn(2, 3, 4, 5, requires_grad=True)
+    with torch.enable_grad():
+        first = layer.update(start, start)[0].square()
+        second = layer.update(start, start)[0]
+        (first.sum() + second.sum()).backward()
+    torch.testing.assert_close(start.grad, 2 * start.detach() + 2)
 
 
 def test_layers_with_a_window_are_transformers_own():

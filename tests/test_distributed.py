@@ -118,6 +118,7 @@ def test_the_hot_policy_cut_apart_equals_one_process(launch, config):
     [
         ("zero2", 1, 4),
         ("zero3", 1, 4),
+        pytest.param("zero1", 2, 2, marks=pytest.mark.slow),
         pytest.param("zero1", 4, 1, marks=pytest.mark.slow),
         pytest.param("zero2", 4, 1, marks=pytest.mark.slow),
         pytest.param("zero3", 4, 1, marks=pytest.mark.slow),

@@ -28,5 +28,5 @@ def base_of(model: Any) -> Any:
 
 
 def takes(model: Any, argument: str) -> bool:
-    """Whether a model's pass has an argument of this name; that of the model itself where it has PEFT's wrapper."""
+    """Whether a model's `forward` has an argument of this name. PEFT's wrapper is looked through."""
     return argument in inspect.signature(type(base_of(model)).forward).parameters

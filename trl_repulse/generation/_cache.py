@@ -21,8 +21,8 @@ class GrowingLayer(DynamicLayer):
     """
     Keys and values of a layer, written into room made for many tokens at once.
 
-    A [`~transformers.cache_utils.DynamicLayer`] copies all that it holds for each token. For passes without gradient: a later one
-    writes into what an earlier one has returned.
+    A [`~transformers.cache_utils.DynamicLayer`] copies all that it holds for each token. A pass writes into the tensors that the one
+    before has returned, so where gradients are recorded the layer copies as well.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,9 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys `(B, H, T, D)` and values `(B, H, T, E)` of T tokens; returns those of all tokens, as transformers' layer does."""
+        if torch.is_grad_enabled():
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
