@@ -10,7 +10,7 @@ Axis letters: B rows, L tokens of a row, S sampled tokens, V vocabulary (or feat
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -220,7 +220,7 @@ def shares_prompts(
     read_rows: Callable[..., torch.Tensor],
 ) -> bool:
     """
-    Whether several completions of a prompt in one row are read as texts of their own.
+    Whether several completions of a prompt in one row are read as texts of their own, of a few tokens.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -239,6 +239,40 @@ def shares_prompts(
         passes = _Passes(model, read)
         # A layer may read too much of long texts alone
         return passes.agree(lambda: passes.in_rows(read_rows), share=0.9)
+
+
+def reads_rows_alike(
+    model: nn.Module, training: bool, read_rows: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]
+) -> bool:
+    """
+    Whether a batch is read in rows that share its prompts as in rows that do not.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            The model.
+        training (`bool`):
+            Whether it will run in training mode, free of dropout.
+        read_rows (`Callable`):
+            As for [`shares_prompts`].
+        batch (`Sequence[torch.Tensor]`):
+            Prompts (P, L), their mask, completions (P, n, S) and their mask.
+
+    Returns:
+        `bool`: `False` where a pass fails, too.
+    """
+    prompts, mask, completions, real = batch
+    n, asked = completions.size(1), real.flatten(0, 1).bool()
+    rows = [x.repeat_interleave(n, 0) for x in (prompts, mask)]
+    separate = *rows, *(x.flatten(0, 1).unsqueeze(1) for x in (completions, real))
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        return read_rows(*batch)[asked], alone
+
+    with undisturbed(model, training):
+        alone = read_rows(*separate)[asked]
+        with _rounded_embeddings(model):
+            rounding = _distance(read_rows(*separate)[asked], alone)
+        return _agree(both, 4 * _ROUNDINGS * rounding, share=0.9)
 
 
 @contextlib.contextmanager
@@ -330,17 +364,13 @@ class _Passes:
         ids = torch.arange(count * length, device=device) * max(1, size // 97) + size // 3
         self._ids = (ids % size).view(count, length)  # (B, L)
         self._alone = self._one_by_one(self._ids)  # (B, L, V)
-        self._tolerance = _ROUNDINGS * _distance(self._rounded(), self._alone)
+        with _rounded_embeddings(model):
+            self._tolerance = _ROUNDINGS * _distance(self._one_by_one(self._ids), self._alone)
 
     def agree(self, passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], share: float = 0.5) -> bool:
         """Whether this share of predictions, or more, is what it should be; a pass that fails gives none."""
         tolerance = self._tolerance if share == 0.5 else 4 * self._tolerance  # of a median, which single tokens exceed
-        try:
-            return _distance(*passes(), share) <= tolerance
-        except Exception as error:  # whatever a model makes of a mask or a cache
-            if should_reduce_batch_size(error):
-                raise
-            return False
+        return _agree(passes, tolerance, share)
 
     def together(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All rows in one pass."""
@@ -420,20 +450,6 @@ class _Passes:
             expected.append(self._after(alone, [length - 1] * len(tokens)))
         return prompts, mask, tokens.expand(len(prompts), -1, -1), torch.cat(expected)
 
-    def _rounded(self) -> torch.Tensor:
-        """All rows, one by one, with the embeddings rounded up or down."""
-        embedding = self._model.get_input_embeddings()
-
-        def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-            sign = torch.arange(output.numel(), device=output.device).view_as(output) * 7 % 11 % 2 * 2 - 1
-            return output * (1 + sign * _rounding(self._model, output)).to(output.dtype)
-
-        handle = embedding.register_forward_hook(rounded)
-        try:
-            return self._one_by_one(self._ids)
-        finally:
-            handle.remove()
-
     def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
         """As the model reads a text by itself: without a mask, and at positions of its own."""
         return torch.cat([self._read(row[None], None) for row in ids])
@@ -452,6 +468,30 @@ class _Passes:
     @staticmethod
     def _after(rows: torch.Tensor, starts) -> torch.Tensor:
         return torch.stack([row[start : start + _SAMPLED] for row, start in zip(rows, starts, strict=True)])
+
+
+def _agree(passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, share: float) -> bool:
+    try:
+        return _distance(*passes(), share) <= tolerance
+    except Exception as error:  # whatever a model makes of a mask or a cache
+        if should_reduce_batch_size(error):
+            raise
+        return False
+
+
+@contextlib.contextmanager
+def _rounded_embeddings(model: nn.Module) -> Iterator[None]:
+    """Context in which a model's embeddings are rounded up or down."""
+
+    def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        sign = torch.arange(output.numel(), device=output.device).view_as(output) * 7 % 11 % 2 * 2 - 1
+        return output * (1 + sign * _rounding(model, output)).to(output.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(rounded)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _rounding(model: nn.Module, values: torch.Tensor) -> float:

@@ -99,6 +99,7 @@ class TrainerHooks(SecondModels, PooledMetrics):
     _constraint: "Constraint | None" = None  # on the rate of bad outputs, where a trainer takes one
     _has_begun = False  # whether the negative data in the folder are this run's
     _guard = Guard()  # what keeps sampling and scoring right for all models
+    _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy
     # Beside the policy's: models as they were passed, by the names of their arguments, and adapters to be sampled from
     _passed: dict[str, Any] = {}
     _more_adapters: "list[PeftConfig | None]" = []

@@ -16,10 +16,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .._adapters import base_of, takes
 from .._rules_of_thumb import learning_rate_for
 from ..generation._padding import vocab_size
-from ..generation._probe import Guard, describe, probe, probe_values, reads_prompts_once, shares_prompts, undisturbed
+from ..generation._probe import (
+    Guard,
+    describe,
+    probe,
+    probe_values,
+    reads_prompts_once,
+    reads_rows_alike,
+    shares_prompts,
+    undisturbed,
+)
 from ..models._deepspeed import gathered_by_layer, is_partitioned
 from ..models._layout import MASKED, Layout, longest_row
 from ..models._peft_bridge import AdapterView
+from ._first_batch import first_batch
 from ._scoring import backbone_of
 from ._trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
 
@@ -144,7 +154,7 @@ def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention:
         repeats = samples and wanted is not False and guard.use_cache and not guard.sample_by_length
         if repeats:
             repeats = reads_prompts_once(model, quiet, trainer.generation_config)
-    why = None if wanted is False else _why_not_shared(name, model, quiet, guard, attention)
+    why = None if wanted is False else _why_not_shared(trainer, name, model, quiet, guard, attention)
     if why is not None:
         said = f"{describe(model)}, the {name}, cannot read a prompt once for all its completions: {why}"
         if wanted is True:
@@ -160,7 +170,9 @@ def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention:
     return replace(guard, repeat_cache=repeats, longest_row=longest_row(config))
 
 
-def _why_not_shared(name: str, model: nn.Module, quiet: bool, guard: Guard, attention: str) -> str | None:
+def _why_not_shared(
+    trainer: Any, name: str, model: nn.Module, quiet: bool, guard: Guard, attention: str
+) -> str | None:
     """What keeps completions from sharing rows, `None` if nothing does; `attention` is the implementation in training."""
     base = base_of(model)
 
@@ -190,8 +202,14 @@ def _why_not_shared(name: str, model: nn.Module, quiet: bool, guard: Guard, atte
         return "it takes no positions"
     if attention not in MASKED:
         return f"its attention ({attention}) takes no masks of pairs of tokens"
-    if not shares_prompts(model, quiet or name == VALUE_MODEL, read, read_rows):
+    training = quiet or name == VALUE_MODEL
+    if not shares_prompts(model, training, read, read_rows):
         return "completions in one row are not read as each would be by itself"
+    if name == "policy":
+        trainer._first_batch = first_batch(trainer, model, guard.use_cache)
+    batch = trainer._first_batch
+    if batch is not None and not reads_rows_alike(model, training, read_rows, batch):
+        return "completions of the data set's first prompts in one row are not read as in rows of their own"
     return None
 
 
