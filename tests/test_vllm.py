@@ -1,5 +1,6 @@
 """The generator and the trainers on vLLM itself, on CPU with its CPU build: `pytest -m vllm tests/test_vllm.py`."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -39,13 +40,19 @@ CPU = not torch.cuda.is_available()
 OPTIONS = {"max_model_length": 32, "max_num_seqs": 64, "gpu_memory_utilization": 0.1}
 
 
-def build(kind, tokenizer, folder):
+def build(kind, tokenizer, folder, positions=32):
     """A saved tiny model with heads of 32 dimensions, the least that vLLM takes on CPU."""
     set_seed(0)
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     if kind == "gpt2":  # its head has the embedding's weights
         config = GPT2Config(
-            vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3, **special
+            vocab_size=len(tokenizer),
+            n_embd=64,
+            n_layer=2,
+            n_head=2,
+            n_positions=positions,
+            initializer_range=0.3,
+            **special,
         )
         model = GPT2LMHeadModel(config)
     else:
@@ -56,7 +63,7 @@ def build(kind, tokenizer, folder):
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
-            max_position_embeddings=32,
+            max_position_embeddings=positions,
             initializer_range=0.3,
             tie_word_embeddings=kind == "llama, tied",
             **special,
@@ -152,6 +159,54 @@ def test_adapters_are_never_stale(tokenizer, tmp_path, sleep):
             drawn["proposal"] = [list(ids) for ids in generator.generate(PROMPTS)[1]]
         assert drawn == {name: expected(name) for name in NAMES}
     assert calls == [2 * len(PROMPTS)] * 20
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_prompts_are_read_once(tokenizer, tmp_path, adapters):
+    """Completions of a prompt have it from the engine's prefix cache, which forgets it when weights change; each adapter reads its own."""
+    accelerator = Accelerator(cpu=CPU)
+    model = build("llama", tokenizer, tmp_path, positions=512)
+    if adapters:
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config, adapter_name="policy")
+        model.add_adapter("proposal", config)
+    model.to(accelerator.device).eval()
+    names = NAMES if adapters else NAMES[:1]
+    options = OPTIONS | {"temperature": 0.0, "max_completion_length": 6, "max_model_length": 512}
+    generator = VLLMGenerator({"policy": model}, tokenizer, accelerator, **options)
+    if adapters:
+        generator.add("proposal", model, "proposal")
+    engine = generator.llm.llm
+    block = engine.llm_engine.vllm_config.cache_config.block_size
+    prompt = torch.randint(3, len(tokenizer), (2 * block + 5,), generator=torch.Generator().manual_seed(0)).tolist()
+    cached, generate = [], engine.generate
+
+    def watched(prompts, **options):
+        outputs = generate(prompts, **options)
+        cached.append([output.num_cached_tokens for output in outputs])
+        return outputs
+
+    engine.generate = watched
+    set_seed(0)
+    seen = set()
+    for _ in range(10):
+        cached.clear()
+        drawn = {}
+        for name in names:
+            shake(model, name if adapters else None)
+            generator.changed(name)
+        with generator.together("proposal") if adapters else contextlib.nullcontext():
+            drawn["policy"] = [list(ids) for ids in generator.generate([prompt] * 4)[1]]
+        if adapters:
+            with generator.using("proposal"):
+                drawn["proposal"] = [list(ids) for ids in generator.generate([prompt] * 4)[1]]
+        for name in names:
+            if adapters:
+                model.set_adapter(name)
+            assert drawn[name] == [greedy(model, prompt, 6)[0]] * 4
+        assert cached == [[0, 2 * block, 2 * block, 2 * block] * len(names)]
+        seen.add(str(drawn))
+    assert len(seen) > 5
 
 
 def test_one_call_draws_at_two_temperatures(tokenizer, tmp_path):
