@@ -22,7 +22,7 @@ from trl_repulse import (
 from trl_repulse.generation._prefill import prompts_read_once
 from trl_repulse.trainers import _set_up
 
-from .conftest import USE_CPU, build_tokenizer
+from .conftest import USE_CPU, build_model, build_tokenizer
 from .distributed_support import with_fp16_on_cpu
 from .test_layout import scored
 
@@ -281,6 +281,31 @@ def test_passes_without_gradient_are_chunked(make, share, most):
     bad = {name: torch.ones(1, size, dtype=torch.bool) for name, size in zip(sets, (4, 28), strict=True)}
     trainer._score(trainer.model, batch, sets, gradient=False, tempered=(1.6, bad))
     assert max(sizes) == most and sum(sizes) == 32
+
+
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
+@pytest.mark.parametrize("positions", [14, 64])
+def test_passes_without_gradient_are_counted_in_tokens(make, tokenizer, tmp_path, trainer_cls, positions):
+    """As many whole prompts as have no more tokens than a micro-batch of separate rows, here of 4 completions."""
+    model = build_model("llama", len(tokenizer))
+    model.config.max_position_embeddings = positions  # with 14, a row holds two completions of two tokens, not four
+    firsts = ("the", "a", "cat", "dog", "fish", "sat")
+    prompts = Dataset.from_dict({"prompt": [f"{first} cat sat a dog ate the fish" for first in firsts]})
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    many = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6, "beta": 0.1, "max_steps": 1}
+    trainer = make(trainer_cls, str(tmp_path), dataset=prompts, share_prompts=True, **many)
+    seen = []
+    trainer.ref_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    trainer.train()
+    tokens = 4 * (8 + 2)
+    row, rows = (8 + 2 * 2, 2) if positions == 14 else (8 + 4 * 2, 1)  # of a prompt with its four completions
+    at_once = tokens // (rows * row)
+    assert at_once == (1 if positions == 14 else 2)
+    per_set = [(rows * at_once, row)] * (6 // at_once)
+    assert seen == per_set * (len(seen) // len(per_set)) and seen
 
 
 def test_generate_is_put_back(architecture):

@@ -26,7 +26,7 @@ from ..generation._padding import batches, without_padding
 from ..generation._prefill import prompts_read_once
 from ..generation._probe import Guard
 from ..models import _fsdp
-from ..models._deepspeed import gathered_by_layer, is_partitioned
+from ..models._deepspeed import gathered_by_layer, zero_stage
 from ..models._layout import Layout
 from ..models._peft_bridge import adapters_kept, keep_gradients
 from ..rewards.transforms import transform_rewards
@@ -172,6 +172,22 @@ class TrainerHooks(SecondModels, PooledMetrics):
 
         slots = range(max(1, int(largest)), most + 1)
         return min(((Layout.cheapest(prompt, width, k, size, longest), k) for k in slots), key=cost)
+
+    def _units_at_once(self, layout: Layout, rows: int) -> int:
+        """
+        How many units of so many `rows` each a pass without gradient reads at once: no more tokens than a micro-batch has in rows
+        of single completions, or one unit. A collective call where processes make the same passes.
+        """
+        tokens = self._micro_batch_size() * (layout.prompt + layout.width)
+        units = max(1, tokens // (rows * (layout.prompt + layout.count * layout.width)))
+        if not self._passes_together:
+            return units
+        return int(self.accelerator.gather(torch.tensor([units], device=self.accelerator.device)).min())
+
+    @property
+    def _passes_together(self) -> bool:
+        """Whether processes share weights, so that all make the same passes."""
+        return self.is_fsdp_enabled or zero_stage(self.accelerator) == 3
 
     def _in_rows(
         self,
@@ -452,16 +468,15 @@ class TrainerHooks(SecondModels, PooledMetrics):
     ):
         """As TRL's, each row at a temperature of its own on top of the configured one if there are `temperatures`."""
         sampled = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        together = is_partitioned(sampled) or self.is_fsdp_enabled
         once = contextlib.nullcontext()
         if self._guard.repeat_cache:
-            once = prompts_read_once(sampled, self._holds_everywhere) if together else prompts_read_once(sampled)
+            once = prompts_read_once(sampled, self._holds_everywhere if self._passes_together else bool)
         each = contextlib.nullcontext() if temperatures is None else rows_at(sampled, temperatures)
         with without_generation_defaults(sampled), without_lasting_changes(self, sampled), each, once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)
-            if len(groups) > 1 and together:
+            if len(groups) > 1 and self._passes_together:
                 raise ValueError(
                     "Prompts of different lengths are sampled one length at a time, since the model generates wrongly behind "
                     "padding, and processes that share its weights cannot do so each on its own; use prompts of one length, or "

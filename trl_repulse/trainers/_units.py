@@ -196,7 +196,7 @@ class UnitSampling(TrainerHooks):
                 Sets of completions to score.
             gradient (`bool`):
                 Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size or, where they share
-                prompts, of whole units.
+                prompts, of whole units with as many tokens.
             tempered (`tuple[float, dict[str, torch.Tensor]]`, *optional*):
                 Another temperature at which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
                 have them of; they are 0 of others.
@@ -257,9 +257,9 @@ class UnitSampling(TrainerHooks):
         if gradient:
             log_p, entropy, aux_loss, other_log_p = self._by_length(of_rows, *rows)
         else:
-            size = self._micro_batch_size()
-            if self._guard.share_prompts:  # whole units, so that all processes make as many passes
-                size = max(1, size // n) * (len(rows[0]) // units)
+            size, of_unit = self._micro_batch_size(), len(rows[0]) // units
+            if self._guard.share_prompts:
+                size = of_unit * self._units_at_once(layout, of_unit)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
                 log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, of_rows), size, *rows)
             entropy = aux_loss = None
