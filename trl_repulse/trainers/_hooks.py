@@ -467,7 +467,9 @@ class TrainerHooks(SecondModels, PooledMetrics):
         self, prompt_ids: list[list[int]], *args: Any, temperatures: list[float] | None = None, **kwargs: Any
     ):
         """As TRL's, each row at a temperature of its own on top of the configured one if there are `temperatures`."""
-        sampled = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        sampled = self.model_wrapped
+        if sampled is not self.model or hasattr(sampled, "_orig_mod"):  # accelerate takes 2 ms to find nothing
+            sampled = self.accelerator.unwrap_model(sampled, keep_torch_compile=False)
         once = contextlib.nullcontext()
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if self._passes_together else bool)
