@@ -14,28 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .._adapters import base_of
-from ._cache import growing_cache, with_cache
-from ._defaults import without_generation_defaults
-from ._padding import padded_outputs, vocab_size
+from ._padding import padded_outputs
+from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, agree, distance, rounded_embeddings
 from ._prefill import prompts_read_once
 
 
 logger = logging.get_logger(__name__)
-
-_PROMPTS = (3, 8, 6)  # tokens of each row's prompt, where they are unequal
-_EQUAL = (8, 8, 8)
-_WIDTH = 12  # tokens that they are padded to: each has padding
-_SAMPLED = 6  # S
-# Passes over the same tokens in other shapes are rounded otherwise. Where they are right they differ by up to 3 times what one
-# rounding of the embeddings does, where they are wrong by 13 times and more: all causal architectures of transformers (5.23),
-# tiny, in float32 and bfloat16. For models of 2 to 48 layers it is 1.2 times at most
-_ROUNDINGS = 8.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ def probe(
         return outputs.logits.float().log_softmax(dim=-1)
 
     with undisturbed(model, training):
-        passes = _Passes(model, log_probs)
+        passes = Passes(model, log_probs)
         guard = _scoring_guard(passes, model)
         if samples:
             guard |= _sampling_guard(passes, model, config)
@@ -163,7 +152,7 @@ def probe_values(model: nn.Module) -> Guard:
         return outputs.last_hidden_state.float()
 
     with undisturbed(model, training=True):
-        return _scoring_guard(_Passes(model, states), model)
+        return _scoring_guard(Passes(model, states), model)
 
 
 def reads_prompts_once(model: nn.Module, training: bool, generation_config: GenerationConfig) -> bool:
@@ -185,7 +174,7 @@ def reads_prompts_once(model: nn.Module, training: bool, generation_config: Gene
     if generation_config.cache_implementation is not None or generation_config.use_cache is False or multiplied:
         return False
     with undisturbed(model, training), prompts_read_once(model):
-        passes = _Passes(model, lambda ids, mask: model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1))
+        passes = Passes(model, lambda ids, mask: model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1))
         return passes.agree(lambda: passes.repeatedly_generated(generation_config), share=0.9)
 
 
@@ -208,7 +197,7 @@ def repeats_cache(model: nn.Module) -> bool:
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
 
     with undisturbed(model, training=False):
-        passes = _Passes(model, log_probs)
+        passes = Passes(model, log_probs)
         _check_rows(passes, model)
         return passes.agree(passes.repeated)
 
@@ -236,7 +225,7 @@ def shares_prompts(
         `bool`: `False` where a pass fails, too.
     """
     with undisturbed(model, training):
-        passes = _Passes(model, read)
+        passes = Passes(model, read)
         # A layer may read too much of long texts alone
         return passes.agree(lambda: passes.in_rows(read_rows), share=0.9)
 
@@ -270,9 +259,9 @@ def reads_rows_alike(
 
     with undisturbed(model, training):
         alone = read_rows(*separate)[asked]
-        with _rounded_embeddings(model):
-            rounding = _distance(read_rows(*separate)[asked], alone)
-        return _agree(both, 4 * _ROUNDINGS * rounding, share=0.9)
+        with rounded_embeddings(model):
+            rounding = distance(read_rows(*separate)[asked], alone)
+        return agree(both, 4 * ROUNDINGS * rounding, share=0.9)
 
 
 @contextlib.contextmanager
@@ -306,7 +295,7 @@ def describe(model: nn.Module) -> str:
     return f"{type(base).__name__} ({path})" if path else type(base).__name__
 
 
-def _check_rows(passes: "_Passes", model: nn.Module) -> None:
+def _check_rows(passes: Passes, model: nn.Module) -> None:
     if not passes.agree(passes.together):
         raise ValueError(
             f"{describe(model)} predicts something else for a text in a batch than for the text alone (rows that see each other, "
@@ -314,7 +303,7 @@ def _check_rows(passes: "_Passes", model: nn.Module) -> None:
         )
 
 
-def _scoring_guard(passes: "_Passes", model: nn.Module) -> Guard:
+def _scoring_guard(passes: Passes, model: nn.Module) -> Guard:
     _check_rows(passes, model)
     guard = Guard(score_by_length=not passes.agree(passes.padded))
     if guard.score_by_length:
@@ -325,192 +314,12 @@ def _scoring_guard(passes: "_Passes", model: nn.Module) -> Guard:
     return guard
 
 
-def _sampling_guard(passes: "_Passes", model: nn.Module, config: GenerationConfig) -> Guard:
+def _sampling_guard(passes: Passes, model: nn.Module, config: GenerationConfig) -> Guard:
     for use_cache in (False,) if config.use_cache is False else (True, False):
-        if passes.agree(lambda cache=use_cache: passes.generated(_EQUAL, config, cache)):
-            mixed = passes.agree(lambda cache=use_cache: passes.generated(_PROMPTS, config, cache))
+        if passes.agree(lambda cache=use_cache: passes.generated(EQUAL, config, cache)):
+            mixed = passes.agree(lambda cache=use_cache: passes.generated(PROMPTS, config, cache))
             return Guard(sample_by_length=not mixed, use_cache=use_cache)
     raise ValueError(
         f"{describe(model)} generates from another distribution than its full passes give, even without a cache and without "
         "padding; use another model."
     )
-
-
-class _Forced(LogitsProcessor):
-    """Keeps what `generate` draws from, and makes it draw given tokens."""
-
-    def __init__(self, tokens: torch.Tensor):
-        self._tokens = tokens  # (B, S)
-        self.logits: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        token = self._tokens[:, len(self.logits), None]
-        self.logits.append(scores.float())
-        return torch.full_like(scores, -math.inf).scatter(1, token, 0.0)
-
-
-class _Passes:
-    """
-    Passes over a few rows of tokens: predictions (B, S, V) of the same S tokens after each prompt, and where they should be.
-
-    Each method gives both. A row's prompt is its beginning, of one length or of another, and the S tokens go on with it.
-    """
-
-    def __init__(self, model: nn.Module, read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]):
-        self._model, self._read = model, read
-        size, device = vocab_size(model), next(model.parameters()).device
-        count, length = len(_EQUAL), max(_EQUAL) + _SAMPLED
-        # All different where the vocabulary allows; the first and the last tokens are often no words
-        ids = torch.arange(count * length, device=device) * max(1, size // 97) + size // 3
-        self._ids = (ids % size).view(count, length)  # (B, L)
-        self._alone = self._one_by_one(self._ids)  # (B, L, V)
-        with _rounded_embeddings(model):
-            self._tolerance = _ROUNDINGS * _distance(self._one_by_one(self._ids), self._alone)
-
-    def agree(self, passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], share: float = 0.5) -> bool:
-        """Whether this share of predictions, or more, is what it should be; a pass that fails gives none."""
-        tolerance = self._tolerance if share == 0.5 else 4 * self._tolerance  # of a median, which single tokens exceed
-        return _agree(passes, tolerance, share)
-
-    def together(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows in one pass."""
-        return self._read(self._ids, torch.ones_like(self._ids)), self._alone
-
-    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows in one pass, with padding before their prompts and after one completion."""
-        ids, mask, tokens = self._behind_padding(_PROMPTS)
-        ids, mask = torch.cat([ids, tokens], dim=1), torch.cat([mask, torch.ones_like(tokens)], dim=1)
-        mask[0, -1] = 0
-        return self._read(ids, mask)[:, _WIDTH - 1 : -1], self._expected(_PROMPTS)
-
-    def generated(
-        self, lengths: tuple[int, ...], config: GenerationConfig, use_cache: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows through `generate`, with padding if their prompts are unequal."""
-        return self._forced(*self._behind_padding(lengths), config, use_cache), self._expected(lengths)
-
-    def _forced(
-        self, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, config: GenerationConfig, use_cache: bool
-    ) -> torch.Tensor:
-        """What `generate` draws `tokens` (B, S) from, after prompts (B, W)."""
-        forced = _Forced(tokens)
-        settings = GenerationConfig(
-            max_new_tokens=_SAMPLED,
-            do_sample=False,
-            pad_token_id=0,
-            use_cache=use_cache,
-            cache_implementation=config.cache_implementation,
-            disable_compile=True,
-        )
-        with without_generation_defaults(self._model) as config:
-            config.eos_token_id = None  # nothing ends the rows
-            self._model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([forced]),
-                synced_gpus=False,  # one process may probe alone
-            )
-        return torch.stack(forced.logits, dim=1).log_softmax(dim=-1)
-
-    def repeated(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Several completions of the first row's prompt, which is read once."""
-        prompt, tokens = self._ids[:1, : _EQUAL[0]], self._after(self._ids, _EQUAL)
-        ids = torch.cat([prompt.expand(len(tokens), -1), tokens], dim=1)
-        alone = self._one_by_one(ids)
-        cache = growing_cache(self._model)
-        options = with_cache(self._model, cache)
-        logits = [self._model(input_ids=prompt, **options).logits[:, -1].expand(len(tokens), -1)]
-        cache.batch_repeat_interleave(len(tokens))
-        for token in tokens[:, :-1].T:
-            logits.append(self._model(input_ids=token[:, None], **options).logits[:, -1])
-        found = torch.stack(logits, dim=1).float().log_softmax(dim=-1)
-        return found, self._after(alone, [length - 1 for length in _EQUAL])
-
-    def in_rows(self, read_rows: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Completions of unequal prompts, those of a prompt in one row."""
-        prompts, mask, completions, expected = self._completed()
-        real = torch.ones_like(completions)
-        real[0, 0, -1] = 0
-        return read_rows(prompts, mask, completions, real), expected
-
-    def repeatedly_generated(self, config: GenerationConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same completions through `generate`."""
-        prompts, mask, completions, expected = self._completed()
-        rows = (x.repeat_interleave(completions.size(1), 0) for x in (prompts, mask))
-        return self._forced(*rows, completions.flatten(0, 1), config, True), expected
-
-    def _completed(self) -> tuple[torch.Tensor, ...]:
-        """Prompts (B, W) behind padding and their mask, n completions (B, n, S) of each, and what to predict (B·n, S, V)."""
-        prompts, mask, _ = self._behind_padding(_PROMPTS)
-        tokens = self._after(self._ids, _EQUAL)  # (n, S)
-        expected = []
-        for ids, length in zip(self._ids, _PROMPTS, strict=True):
-            alone = self._one_by_one(torch.cat([ids[:length].expand(len(tokens), -1), tokens], dim=1))
-            expected.append(self._after(alone, [length - 1] * len(tokens)))
-        return prompts, mask, tokens.expand(len(prompts), -1, -1), torch.cat(expected)
-
-    def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
-        """As the model reads a text by itself: without a mask, and at positions of its own."""
-        return torch.cat([self._read(row[None], None) for row in ids])
-
-    def _behind_padding(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Prompts and their mask, padded if they are unequal, and the S tokens after each."""
-        width = _WIDTH if len(set(lengths)) > 1 else lengths[0]
-        ids, mask = torch.full_like(self._ids[:, :1], 5).repeat(1, width), self._ids.new_zeros(len(lengths), width)
-        for row, length in enumerate(lengths):
-            ids[row, width - length :], mask[row, width - length :] = self._ids[row, :length], 1
-        return ids, mask, self._after(self._ids, lengths)
-
-    def _expected(self, lengths: tuple[int, ...]) -> torch.Tensor:
-        return self._after(self._alone, [length - 1 for length in lengths])
-
-    @staticmethod
-    def _after(rows: torch.Tensor, starts) -> torch.Tensor:
-        return torch.stack([row[start : start + _SAMPLED] for row, start in zip(rows, starts, strict=True)])
-
-
-def _agree(passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, share: float) -> bool:
-    try:
-        return _distance(*passes(), share) <= tolerance
-    except Exception as error:  # whatever a model makes of a mask or a cache
-        if should_reduce_batch_size(error):
-            raise
-        return False
-
-
-@contextlib.contextmanager
-def _rounded_embeddings(model: nn.Module) -> Iterator[None]:
-    """Context in which a model's embeddings are rounded up or down."""
-
-    def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        sign = torch.arange(output.numel(), device=output.device).view_as(output) * 7 % 11 % 2 * 2 - 1
-        return output * (1 + sign * _rounding(model, output)).to(output.dtype)
-
-    handle = model.get_input_embeddings().register_forward_hook(rounded)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _rounding(model: nn.Module, values: torch.Tensor) -> float:
-    """By how much a model rounds numbers, relative to them."""
-    if getattr(model, "is_quantized", False):
-        return 2**-7  # activations may have 8 bits, scaled over a batch
-    if values.is_cuda and values.dtype == torch.float32:
-        eps = 2**-10  # TF32, which convolutions use by default
-    else:
-        eps = torch.finfo(values.dtype).eps
-    device = values.device.type
-    if torch.is_autocast_enabled(device):
-        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
-    return eps
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor, share: float = 0.5) -> float:
-    """Root mean square over the vocabulary that a share of positions is within; infinite if numbers are missing there alone."""
-    gap = found.clamp(min=-1e4) - expected.clamp(min=-1e4)  # -inf where a token is ruled out
-    gap = gap.masked_fill(found.isnan() & expected.isnan(), 0.0).nan_to_num(nan=math.inf)
-    distances = gap.square().mean(dim=-1).sqrt()
-    return (distances.median() if share == 0.5 else distances.flatten().quantile(share)).item()

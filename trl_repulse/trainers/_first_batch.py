@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from .._adapters import base_of
+from .._checks import check_rows
 from ..generation._defaults import without_generation_defaults
 from ..generation._padding import padding_token
 from ..generation._probe import undisturbed
@@ -37,7 +38,7 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
     Returns:
         `tuple[torch.Tensor, ...]`: prompts (P, L) behind padding and their mask, completions (P, n, S) and their mask, which is 0
         behind an end token; `None` where no row of a few completions is short enough for the model, or where prompts do not
-        come from the data set (`environment_factory`, `rollout_func`).
+        come from the data set (`environment_factory`, `rollout_func`), which may be empty.
     """
     if any(getattr(trainer, name, None) is not None for name in ("environment_factories", "rollout_func")):
         return None
@@ -47,7 +48,10 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
     longest = min(_LONGEST, longest_row(base.config.get_text_config()) - n * size)
     if longest < 1:
         return None
-    rows = itertools.islice(trainer.train_dataset, _PROMPTS)
+    rows = list(itertools.islice(trainer.train_dataset, _PROMPTS))
+    if not rows:
+        return None
+    check_rows(rows)
     tokenized = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
     ids = [torch.tensor(row[-int(longest) :], device=device) for row in tokenized]
     filler = padding_token(base, trainer._tokenizer, trainer.eos_token_ids)
