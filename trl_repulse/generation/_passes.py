@@ -163,8 +163,14 @@ class Passes:
 
 
 def agree(passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, share: float) -> bool:
+    """Whether a share of two passes' predictions are within a tolerance; a pass that fails gives none."""
+    return holds(lambda: distance(*passes(), share) <= tolerance)
+
+
+def holds(check: Callable[[], bool]) -> bool:
+    """What a check of passes says; `False` if one fails."""
     try:
-        return distance(*passes(), share) <= tolerance
+        return check()
     except Exception as error:  # whatever a model makes of a mask or a cache
         if should_reduce_batch_size(error):
             raise

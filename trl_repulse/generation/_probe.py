@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .._adapters import base_of
 from ._padding import padded_outputs
-from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, agree, distance, rounded_embeddings
+from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, distance, holds, rounded_embeddings
 from ._prefill import prompts_read_once
 
 
@@ -249,19 +249,20 @@ def reads_rows_alike(
     Returns:
         `bool`: `False` where a pass fails, too.
     """
-    prompts, mask, completions, real = batch
+    device = next(model.parameters()).device
+    prompts, mask, completions, real = batch = tuple(x.to(device) for x in batch)
     n, asked = completions.size(1), real.flatten(0, 1).bool()
     rows = [x.repeat_interleave(n, 0) for x in (prompts, mask)]
     separate = *rows, *(x.flatten(0, 1).unsqueeze(1) for x in (completions, real))
 
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        return read_rows(*batch)[asked], alone
-
-    with undisturbed(model, training):
+    def alike() -> bool:
         alone = read_rows(*separate)[asked]
         with rounded_embeddings(model):
             rounding = distance(read_rows(*separate)[asked], alone)
-        return agree(both, 4 * ROUNDINGS * rounding, share=0.9)
+        return distance(read_rows(*batch)[asked], alone, share=0.9) <= 4 * ROUNDINGS * rounding
+
+    with undisturbed(model, training):
+        return holds(alike)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
 
     Returns:
         `tuple[torch.Tensor, ...]`: prompts (P, L) behind padding and their mask, completions (P, n, S) and their mask, which is 0
-        behind an end token; `None` where no row of a few completions is short enough for the model, or where prompts do not
+        behind an end token, on CPU; `None` where no row of a few completions is short enough for the model, or where prompts do not
         come from the data set (`environment_factory`, `rollout_func`), which may be empty.
     """
     if any(getattr(trainer, name, None) is not None for name in ("environment_factories", "rollout_func")):
@@ -70,4 +70,4 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
         drawn = policy.generate(input_ids=prompts, attention_mask=mask, generation_config=settings, synced_gpus=False)
     completions = drawn[:, prompts.size(1) :].unflatten(0, (-1, n))
     ended = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=device)).long()
-    return prompts, mask, completions, (ended.cumsum(dim=2) == ended).long()
+    return tuple(x.cpu() for x in (prompts, mask, completions, (ended.cumsum(dim=2) == ended).long()))

@@ -53,7 +53,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     Raises:
         `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
     """
-    found: list[Any] = [None, True]
+    found: list[Any] = [None, True, None]
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     everyone = is_partitioned(module)
@@ -66,7 +66,9 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
                     found[1] = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
                 except ValueError as error:
                     found[0] = error
+    found[2] = trainer._first_batch
     broadcast_object_list(found)
+    trainer._first_batch = found[2]  # processes that read together read the same
     if isinstance(found[0], ValueError):
         raise found[0]
     if not found[1]:
