@@ -119,3 +119,14 @@ def test_what_only_the_runs_prompts_show(make, role, monkeypatch):
     with pytest.raises(ValueError, match="the data set's first prompts .*`share_prompts=False`"):
         trainer(PROMPTS, True)
     assert not trainer(PROMPTS, False)._guard.share_prompts
+
+
+@pytest.mark.trainer
+def test_a_value_model_with_fewer_positions_is_checked_on_what_it_can_read(make, tokenizer):
+    """Rows are then as short as it needs them."""
+    config = build_model("gpt2", len(tokenizer)).config
+    config.num_labels, config.n_positions = 1, 24
+    extra = {"value_model": GPT2ForTokenClassification(config)}
+    trainer = make(PPOTrainer, "gpt2", dataset=rows(), extra=extra, share_prompts=True, max_completion_length=4)
+    assert trainer._first_batch[0].size(1) == 14 and trainer._guard.longest_row == 24
+    trainer.train()

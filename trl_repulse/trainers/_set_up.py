@@ -210,7 +210,8 @@ def _why_not_shared(
     if name == "policy":
         trainer._first_batch = first_batch(trainer, model, guard.use_cache)
     batch = trainer._first_batch
-    if batch is not None and not reads_rows_alike(model, training, read_rows, batch):
+    fits = batch is not None and batch[0].size(1) + batch[2][0].numel() <= longest_row(base.config.get_text_config())
+    if fits and not reads_rows_alike(model, training, read_rows, batch):
         return "completions of the data set's first prompts in one row are not read as in rows of their own"
     return None
 

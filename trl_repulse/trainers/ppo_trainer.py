@@ -131,9 +131,9 @@ class PPOTrainer(GRPOBase):
         super().__init__(model, reward_funcs, args, *rest, **options)
         value = self._initial_value
         prepare_scoring(base_of(value))
-        self._guard_model(VALUE_MODEL, value)
         with as_trained(self, value):
             check_value_model(value, self.model)
+        self._guard_model(VALUE_MODEL, value)
         if isinstance(value_model, str) and value_model != model:
             check_same_tokens(value_model, "`value_model`", self._tokenizer, self.args.trust_remote_code)
         if is_peft_model(value) and self.args.activation_checkpointing:
