@@ -124,30 +124,33 @@ class TestTrainers:
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("kind", ["no content", "other keys", "empty", "mixed"])
-    def test_streams_at_the_first_batch(self, make, chat_tokenizer, trainer_cls, kind):
+    @pytest.mark.parametrize("share", ["auto", False])
+    def test_streams_at_the_first_batch(self, make, chat_tokenizer, trainer_cls, kind, share):
+        """The first rows are read at set-up if prompts are to be shared, the others in training."""
         prompts = {"empty": [GOOD, []], "mixed": [GOOD, "the cat"]}.get(kind) or [GOOD, MALFORMED[kind]]
         stream = IterableDataset.from_generator(lambda: iter([{"prompt": prompt} for prompt in prompts * 8]))
-        trainer = make(trainer_cls, dataset=stream, extra={"processing_class": chat_tokenizer}, num_generations=2)
+        settings = {"extra": {"processing_class": chat_tokenizer}, "num_generations": 2, "share_prompts": share}
+        trainer = None if share else make(trainer_cls, dataset=stream, **settings)
         with pytest.raises(
             ValueError, match=r"Row \d+ of a batch of the data set (has a|has an empty|differs)"
         ) as error:
-            trainer.train()
+            make(trainer_cls, dataset=stream, **settings) if share else trainer.train()
         assert one_line(error)
 
     @pytest.mark.thorough
     def test_streams_that_the_template_refuses(self, make, chat_tokenizer, tokenizer, trainer_cls):
         stream = IterableDataset.from_generator(lambda: iter([{"prompt": [TURN, TURN]}] * 16))
-        trainer = make(trainer_cls, dataset=stream, extra={"processing_class": chat_tokenizer})
-        with pytest.raises(
-            ValueError, match="Row 1 of a batch, with the roles user, user, is refused .*must alternate"
-        ) as error:
-            trainer.train()
-        assert one_line(error)
-        trainer = make(trainer_cls, dataset=stream, extra={"processing_class": build_tokenizer()})
-        with pytest.raises(
-            ValueError, match="Row 1 of a batch is a conversation, but the tokenizer has no chat template"
-        ):
-            trainer.train()
+        refused = "Row 1 of a batch, with the roles user, user, is refused .*must alternate"
+        missing = "Row 1 of a batch is a conversation, but the tokenizer has no chat template"
+        for own, message in ((chat_tokenizer, refused), (build_tokenizer(), missing)):
+            settings = {"dataset": stream, "extra": {"processing_class": own}}
+            with pytest.raises(ValueError, match=message) as error:  # where the first rows are read at set-up
+                make(trainer_cls, **settings)
+            assert one_line(error)
+            trainer = make(trainer_cls, share_prompts=False, **settings)
+            with pytest.raises(ValueError, match=message) as error:
+                trainer.train()
+            assert one_line(error)
 
     def test_conversations_that_are_well_formed(self, make, chat_tokenizer, trainer_cls):
         """Roles of several kinds; a row that is made as it is read is looked at only then."""
