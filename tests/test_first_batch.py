@@ -89,8 +89,9 @@ def leak(monkeypatch):
 
 
 @pytest.mark.trainer
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("role", ["policy", "proposal", "value model"])
-def test_what_only_the_runs_prompts_show(make, role, monkeypatch):
+def test_what_only_the_runs_prompts_show(make, role, bf16, monkeypatch):
     leak(monkeypatch)
     tokenizer = build_tokenizer()
     model = build_model("gpt2", len(tokenizer))
@@ -108,7 +109,7 @@ def test_what_only_the_runs_prompts_show(make, role, monkeypatch):
 
     def trainer(prompts, share="auto"):
         extra = {"processing_class": tokenizer, name: copy.deepcopy(other)}
-        settings = {"dataset": rows(prompts), "share_prompts": share, "max_completion_length": 4}
+        settings = {"dataset": rows(prompts), "share_prompts": share, "max_completion_length": 4, "bf16": bf16}
         return make(cls, copy.deepcopy(model), extra=extra, **settings)
 
     assert trainer(["the", "the cat"] * 2)._guard.share_prompts
