@@ -1,8 +1,11 @@
 """The batch of a run's own prompts on which models are checked, before its rows are shared."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import GPT2ForTokenClassification
 
@@ -123,11 +126,48 @@ def test_what_only_the_runs_prompts_show(make, role, bf16, monkeypatch):
 
 
 @pytest.mark.trainer
-def test_a_value_model_with_fewer_positions_is_checked_on_what_it_can_read(make, tokenizer):
-    """Rows are then as short as it needs them."""
+def test_a_value_model_with_fewer_positions_is_checked_on_what_it_can_read(make, tokenizer, monkeypatch):
     config = build_model("gpt2", len(tokenizer)).config
     config.num_labels, config.n_positions = 1, 24
+    widths, reads = [], _set_up.reads_rows_alike
+
+    def watched(model, training, read_rows, batch):
+        widths.append(batch[0].size(1))
+        return reads(model, training, read_rows, batch)
+
+    monkeypatch.setattr(_set_up, "reads_rows_alike", watched)
+    settings = {"share_prompts": True, "max_completion_length": 4, "num_generations": 4}
     extra = {"value_model": GPT2ForTokenClassification(config)}
-    trainer = make(PPOTrainer, "gpt2", dataset=rows(), extra=extra, share_prompts=True, max_completion_length=4)
-    assert trainer._first_batch[0].size(1) == 14 and trainer._guard.longest_row == 24
+    trainer = make(PPOTrainer, "gpt2", dataset=rows(), extra=extra, **settings)
+    assert widths == [14, 24 - 3 * 4] and trainer._guard.longest_row == 24
     trainer.train()
+
+
+@pytest.mark.trainer
+def test_rows_that_are_made_at_random(make):
+    """Reading the first ones changes no random state."""
+
+    def made(rows):
+        drawn = random.random(), np.random.rand(), torch.rand(1).item()
+        return {"prompt": [PROMPTS[int(6 * sum(drawn)) % 6] for _ in rows["prompt"]]}
+
+    states = {}
+    for share in (True, False):
+        dataset = rows(PROMPTS * 4).with_transform(made)
+        trainer = make(ReinforceTrainer, dataset=dataset, share_prompts=share)
+        assert (trainer._first_batch is not None) == share
+        states[share] = random.random(), np.random.rand(), torch.rand(1).item()
+    assert states[True] == states[False]
+
+
+@pytest.mark.trainer
+def test_a_model_that_only_an_engine_samples_from(make, tokenizer, monkeypatch):
+    model = build_model("llama", len(tokenizer))
+
+    def generate(*args, **kwargs):
+        raise AttributeError("no generate")
+
+    monkeypatch.setattr(model, "generate", generate)
+    settings = {"use_transformers_continuous_batching": True, "share_prompts": True}
+    trainer = make(ReinforceTrainer, model, extra={"processing_class": tokenizer}, **settings)
+    assert trainer._first_batch is None and trainer._guard.share_prompts

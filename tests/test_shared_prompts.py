@@ -283,7 +283,7 @@ def test_passes_without_gradient_are_chunked(make, share, most):
     assert max(sizes) == most and sum(sizes) == 32
 
 
-@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer])
 @pytest.mark.parametrize("positions", [14, 64])
 def test_passes_without_gradient_are_counted_in_tokens(make, tokenizer, tmp_path, trainer_cls, positions):
     """As many whole prompts as have no more tokens than a micro-batch of separate rows, here of 4 completions."""

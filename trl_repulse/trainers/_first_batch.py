@@ -1,9 +1,14 @@
 """A few prompts of a run's data set with completions that the policy draws, before it is wrapped."""
 
+import contextlib
 import itertools
+import random
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import GenerationConfig
 
@@ -19,7 +24,8 @@ from ._trl_bridge import pad
 _PROMPTS = 4  # P
 _COMPLETIONS = 3  # n
 _TOKENS = 8  # S, of a completion
-_LONGEST = 512  # tokens of a prompt: a model may still be on the CPU
+_LONGEST = 512  # tokens of a prompt
+_ELSEWHERE = 64  # the same where the model is still on the CPU and trains elsewhere
 
 
 def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch.Tensor, ...] | None:
@@ -28,8 +34,8 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            The trainer, once TRL has built it. Long prompts are cut to their last 512 tokens, or to what leaves room for their
-            completions in a row.
+            The trainer, once TRL has built it. Long prompts are cut to their last 512 tokens, 64 where the policy is still on
+            the CPU and trains elsewhere, or to what leaves room for their completions in a row.
         policy ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             Draws the completions. Mode, random states and gradients are left as they are.
         use_cache (`bool`):
@@ -37,18 +43,20 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
 
     Returns:
         `tuple[torch.Tensor, ...]`: prompts (P, L) behind padding and their mask, completions (P, n, S) and their mask, which is 0
-        behind an end token, on CPU; `None` where no row of a few completions is short enough for the model, or where prompts do not
-        come from the data set (`environment_factory`, `rollout_func`), which may be empty.
+        behind an end token, on CPU; `None` where no row of a few completions is short enough for the model, where prompts do not
+        come from the data set (`environment_factory`, `rollout_func`), which may be empty, or where `generate` fails.
     """
     if any(getattr(trainer, name, None) is not None for name in ("environment_factories", "rollout_func")):
         return None
     policy = getattr(policy, "_orig_mod", policy)  # compiled
     base, device = base_of(policy), next(policy.parameters()).device
-    size, n = min(trainer.max_completion_length, _TOKENS), min(trainer.num_generations, _COMPLETIONS)
-    longest = min(_LONGEST, longest_row(base.config.get_text_config()) - n * size)
+    size, n = min(trainer.max_completion_length, _TOKENS), max(2, min(trainer.num_generations, _COMPLETIONS))
+    limit = _LONGEST if device.type == trainer.accelerator.device.type else _ELSEWHERE
+    longest = min(limit, longest_row(base.config.get_text_config()) - n * size)
     if longest < 1:
         return None
-    rows = list(itertools.islice(trainer.train_dataset, _PROMPTS))
+    with _random_states_kept():  # rows may be made as they are read
+        rows = list(itertools.islice(trainer.train_dataset, _PROMPTS))
     if not rows:
         return None
     check_rows(rows)
@@ -67,7 +75,26 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
     )
     with undisturbed(policy, training=False), without_generation_defaults(policy) as config:
         config.eos_token_id = None  # processes that share weights draw as many tokens
-        drawn = policy.generate(input_ids=prompts, attention_mask=mask, generation_config=settings, synced_gpus=False)
+        try:
+            drawn = policy.generate(
+                input_ids=prompts, attention_mask=mask, generation_config=settings, synced_gpus=False
+            )
+        except Exception as error:  # of a model that only an engine samples from
+            if should_reduce_batch_size(error):
+                raise
+            return None
     completions = drawn[:, prompts.size(1) :].unflatten(0, (-1, n))
     ended = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=device)).long()
     return tuple(x.cpu() for x in (prompts, mask, completions, (ended.cumsum(dim=2) == ended).long()))
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Context after which the random states on the CPU are what they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

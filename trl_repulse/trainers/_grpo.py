@@ -166,20 +166,10 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         def in_rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             return self._in_rows(log_probs, ids, mask, logits_to_keep)
 
-        size = len(input_ids)
-        if options.get("batch_size"):
-            size = self._completions_at_once(input_ids.size(1) - logits_to_keep, logits_to_keep)
+        size = options.get("batch_size") or len(input_ids)
         log_p, entropy, router_loss, _ = in_chunks(in_rows, size, input_ids, attention_mask)
         self._scored_log_p = log_p.detach()
         return log_p, entropy if options.get("compute_entropy") else None, router_loss if aux_loss else None
-
-    def _completions_at_once(self, prompt: int, width: int) -> int:
-        """How many neighbouring completions of `width` tokens, to prompts of `prompt` tokens, a pass without gradient reads at once."""
-        size, n = self._micro_batch_size(), self.num_generations if self.model.training else self.num_generations_eval
-        if not self._guard.share_prompts or size % n:
-            return size
-        layout = self._layout(prompt, width, n)
-        return n * self._units_at_once(layout, n // layout.count)
 
     # Logging
 

@@ -52,10 +52,12 @@ class RowLayouts:
     def _units_at_once(self, layout: Layout, rows: int) -> int:
         """
         How many units of so many `rows` each a pass without gradient reads at once: no more tokens than a micro-batch has in rows
-        of single completions, or one unit. A collective call where processes make the same passes.
+        of single completions, and no more than twice its completions, which go onto the vocabulary; or one unit. A collective call
+        where processes make the same passes.
         """
-        tokens = self._micro_batch_size() * (layout.prompt + layout.width)
-        units = max(1, tokens // (rows * (layout.prompt + layout.count * layout.width)))
+        size = self._micro_batch_size()
+        tokens, of_unit = size * (layout.prompt + layout.width), rows * (layout.prompt + layout.count * layout.width)
+        units = max(1, min(tokens // of_unit, 2 * size // (rows * layout.count)))
         if not self._passes_together:
             return units
         return int(self.accelerator.gather(torch.tensor([units], device=self.accelerator.device)).min())

@@ -209,10 +209,12 @@ def _why_not_shared(
         return "completions in one row are not read as each would be by itself"
     if name == "policy":
         trainer._first_batch = first_batch(trainer, model, guard.use_cache)
-    batch = trainer._first_batch
-    fits = batch is not None and batch[0].size(1) + batch[2][0].numel() <= longest_row(base.config.get_text_config())
-    if fits and not reads_rows_alike(model, training, read_rows, batch):
-        return "completions of the data set's first prompts in one row are not read as in rows of their own"
+    if trainer._first_batch is not None:
+        prompts, mask, *completions = trainer._first_batch
+        room = longest_row(base.config.get_text_config()) - completions[0][0].numel()
+        batch = [x[:, -int(min(room, x.size(1))) :] for x in (prompts, mask)] + completions
+        if room >= 1 and not reads_rows_alike(model, training, read_rows, batch):
+            return "completions of the data set's first prompts in one row are not read as in rows of their own"
     return None
 
 

@@ -232,7 +232,7 @@ class PPOTrainer(GRPOBase):
     def _sampling_values(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """V(s_t) under the value model that is at hand at sampling time, shape (B, T), in chunks, without gradient."""
         input_ids, attention_mask, width = _joined(batch)
-        module, size = self.value.module, self._completions_at_once(input_ids.size(1) - width, width)
+        module, size = self.value.module, self._micro_batch_size()
         score = functools.partial(self._values, module, width)
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
             return in_chunks(score, size, input_ids, attention_mask)[0]
