@@ -228,7 +228,7 @@ def main() -> None:
         default=[Shape(128, 20, 5)],
         help="tokens of a prompt, tokens of a completion, N: e.g. 128,20,5 512,20,10",
     )
-    parser.add_argument("--prompts", type=int, default=8, help="P, prompts of a RePULSe step")
+    parser.add_argument("--prompts", type=int, default=2, help="P, prompts of a RePULSe step")
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 all methods run a reference")
     parser.add_argument("--adapters", action="store_true", help="LoRA of rank 16 in place of all weights")
     parser.add_argument("--gradient-checkpointing", action="store_true")

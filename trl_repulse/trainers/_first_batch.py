@@ -33,7 +33,7 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
     The first rows of a trainer's data set as a batch, of a size that is quickly read.
 
     Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
+        trainer ([`~trl.GRPOTrainer`]):
             The trainer, once TRL has built it. Long prompts are cut to their last 512 tokens, 64 where the policy is still on
             the CPU and trains elsewhere, or to what leaves room for their completions in a row.
         policy ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -46,7 +46,7 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
         behind an end token, on CPU; `None` where no row of a few completions is short enough for the model, where prompts do not
         come from the data set (`environment_factory`, `rollout_func`), which may be empty, or where `generate` fails.
     """
-    if any(getattr(trainer, name, None) is not None for name in ("environment_factories", "rollout_func")):
+    if trainer.environment_factories is not None or trainer.rollout_func is not None:
         return None
     policy = getattr(policy, "_orig_mod", policy)  # compiled
     base, device = base_of(policy), next(policy.parameters()).device
