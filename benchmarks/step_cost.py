@@ -33,7 +33,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trl_repulse import PPOConfig, PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+from trl_repulse import (
+    PPOConfig,
+    PPOTrainer,
+    ReinforceConfig,
+    ReinforceTrainer,
+    RePULSeConfig,
+    RePULSeGRPOConfig,
+    RePULSeGRPOTrainer,
+    RePULSePPOConfig,
+    RePULSePPOTrainer,
+    RePULSeTrainer,
+)
 
 
 SHAPES = {
@@ -67,6 +78,8 @@ METHODS = {
     "RePULSe": (RePULSeTrainer, RePULSeConfig, BAD, 1),
     "learned proposal": (RePULSeTrainer, RePULSeConfig, {"proposal": "learned"}, 1),
     "PPO": (PPOTrainer, PPOConfig, {}, 2),
+    "RePULSe on PPO": (RePULSePPOTrainer, RePULSePPOConfig, BAD, 1),
+    "RePULSe on GRPO": (RePULSeGRPOTrainer, RePULSeGRPOConfig, BAD, 1),
 }
 
 
@@ -137,7 +150,8 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
         use_cpu=not ON_ACCELERATOR,
         bf16=ON_ACCELERATOR,
         gradient_checkpointing=options.gradient_checkpointing,
-        per_device_train_batch_size=draws * options.prompts * shape.generations,
+        per_device_train_batch_size=draws * options.prompts * shape.generations // options.micro_batches,
+        gradient_accumulation_steps=options.micro_batches,
         num_generations=shape.generations,
         max_completion_length=shape.completion,
         max_steps=options.steps,
@@ -165,6 +179,7 @@ def peak_memory(method: str, shape: Shape, options: argparse.Namespace) -> float
     """Peak memory of two steps in a process of its own, in MiB: the device's, or the process's resident set on CPU."""
     argv = [sys.executable, __file__, "--memory-of", method, "--shapes", str(shape), "--model", options.model]
     argv += ["--prompts", str(options.prompts), "--beta", str(options.beta)]
+    argv += ["--micro-batches", str(options.micro_batches)]
     argv += ["--adapters"] * options.adapters + ["--gradient-checkpointing"] * options.gradient_checkpointing
     argv += ["--share_prompts", str(options.share_prompts)]
     done = subprocess.run(argv, capture_output=True, text=True)
@@ -229,6 +244,7 @@ def main() -> None:
         help="tokens of a prompt, tokens of a completion, N: e.g. 128,20,5 512,20,10",
     )
     parser.add_argument("--prompts", type=int, default=2, help="P, prompts of a RePULSe step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="in how many parts a step's gradient is made")
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0 all methods run a reference")
     parser.add_argument("--adapters", action="store_true", help="LoRA of rank 16 in place of all weights")
     parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -246,8 +262,8 @@ def main() -> None:
         print_peak_memory(options)
         return
     print(
-        f"model {options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, beta {options.beta}, "
-        f"gradient checkpointing {options.gradient_checkpointing}, share_prompts {options.share_prompts}, "
+        f"model {options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, "
+        f"{options.micro_batches} micro-batches, beta {options.beta}, gradient checkpointing {options.gradient_checkpointing}, share_prompts {options.share_prompts}, "
         f"{on_what()}, medians of {options.rounds * (options.steps - 1)} steps"
     )
     over = " | ".join(f"/ {name}" for name in options.yardsticks)

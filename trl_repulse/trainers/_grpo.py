@@ -28,7 +28,7 @@ from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
 from ._records import append_negatives
 from ._rewards import RewardFunc, all_with_checks, check_separate_rewards, load_reward_models
-from ._scoring import Scores, in_chunks, token_log_probs
+from ._scoring import Scores, token_log_probs
 from ._trl_bridge import require_pinned
 
 
@@ -163,11 +163,8 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
             return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
 
-        def in_rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            return self._in_rows(log_probs, ids, mask, logits_to_keep)
-
-        size = options.get("batch_size") or len(input_ids)
-        log_p, entropy, router_loss, _ = in_chunks(in_rows, size, input_ids, attention_mask)
+        rows = (input_ids, attention_mask, logits_to_keep)
+        log_p, entropy, router_loss, _ = self._in_rows(log_probs, *rows, options.get("batch_size"))
         self._scored_log_p = log_p.detach()
         return log_p, entropy if options.get("compute_entropy") else None, router_loss if aux_loss else None
 

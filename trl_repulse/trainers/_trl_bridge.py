@@ -56,6 +56,8 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Overridden: returns the dict that TRL shuffles and splits along the first dimension. On PPO and GRPO around `super()`:
     # advantages of tokens, returns and values join it.
     GRPOTrainer._generate_and_score_completions: ("self", "inputs"),
+    # Overridden around `super()`: micro-batches that are made anew, a new list in `_buffered_inputs`, are sorted by prompt.
+    GRPOTrainer._prepare_inputs: ("self", "generation_batch"),
     # Overridden, as TRL's own experimental trainers do. On PPO and GRPO around `super()`: takes advantages of shape (B, T), as
     # its source says of subclasses.
     GRPOTrainer._compute_loss: ("self", "model", "inputs"),

@@ -225,9 +225,16 @@ class UnitSampling(TrainerHooks):
             return torch.cat([masks.get(name, all_of[name]) for name in names], dim=1)
 
         read, asked = of_sets(needed or {}), None if tempered is None else of_sets(tempered[1])
+        size, joint = self._micro_batch_size(), 1  # neighbouring units that are read as one
+        if shared and not self._whole("train" if self.model.training else "eval"):
+            of_set = min(batch[f"{name}_ids"].size(1) for name in names)
+            joint = self._neighbours(units if gradient else size // of_set, not gradient, *prompts)
+            prompts = [x[::joint] for x in prompts]
+            ids, mask = (x.reshape(-1, joint * n, width) for x in (ids, mask))
+            read, asked = (x if x is None else x.reshape(-1, joint * n) for x in (read, asked))
         layout, places = Layout(length, width, 1), None
         if shared and not needed:
-            layout = self._layout(length, width, n)
+            layout = self._layout(length, width, joint * n)
         elif shared:
             layout, slots = self._layout_for(length, width, read)
             places = read.long().argsort(dim=1, descending=True, stable=True)[:, :slots]  # what is needed comes first
@@ -257,19 +264,17 @@ class UnitSampling(TrainerHooks):
         if gradient:
             log_p, entropy, aux_loss, other_log_p = self._by_length(of_rows, *rows)
         else:
-            size, of_unit = self._micro_batch_size(), len(rows[0]) // units
-            if self._guard.share_prompts:
-                size = of_unit * self._units_at_once(layout, of_unit)
+            at_once = self._rows_at_once(layout, joint * len(rows[0]) // units, size)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, of_rows), size, *rows)
+                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, of_rows), at_once, *rows)
             entropy = aux_loss = None
 
         def by_set(scores: torch.Tensor) -> list[torch.Tensor]:
-            scores = scores.view(units, -1, width)
             if places is not None:
                 index = places.unsqueeze(2).expand(-1, -1, width)
-                scores = scores.new_zeros(units, n, width).scatter(1, index, scores)
-            parts = scores.split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
+                scores = scores.view(*places.shape, width)
+                scores = scores.new_zeros(len(places), joint * n, width).scatter(1, index, scores)
+            parts = scores.view(units, n, width).split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
             return [part[..., : batch[f"{name}_ids"].size(2)] for part, name in zip(parts, names, strict=True)]
 
         others = {}

@@ -27,7 +27,7 @@ from ._proposal import adapter_config
 from ._records import record_advantages
 from ._resume import RESUME_STATE
 from ._rewards import RewardFunc, check_separate_rewards
-from ._scoring import in_chunks, prepare_scoring
+from ._scoring import prepare_scoring
 from ._set_up import VALUE_MODEL, as_trained
 from ._trl_bridge import disable_gradient_checkpointing, without_kl
 from ._value import build_value_model, check_value_model, token_values
@@ -233,19 +233,18 @@ class PPOTrainer(GRPOBase):
         """V(s_t) under the value model that is at hand at sampling time, shape (B, T), in chunks, without gradient."""
         input_ids, attention_mask, width = _joined(batch)
         module, size = self.value.module, self._micro_batch_size()
-        score = functools.partial(self._values, module, width)
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
-            return in_chunks(score, size, input_ids, attention_mask)[0]
+            return self._values(module, input_ids, attention_mask, width, size)
 
     def _values(
-        self, model: torch.nn.Module, width: int, ids: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor]:
-        """V(s_t), (B, T), under the value model, wrapped or not, alone in a tuple."""
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int, size: int | None = None
+    ) -> torch.Tensor:
+        """V(s_t), (B, T), under the value model, wrapped or not, in chunks as for micro-batches of `size` if it is given."""
 
         def values(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> tuple[torch.Tensor]:
             return (token_values(model, self.accelerator, ids, mask, layout),)
 
-        return self._in_rows(values, ids, mask, width)
+        return self._in_rows(values, ids, mask, width, size)[0]
 
     # Losses
 
@@ -271,7 +270,7 @@ class PPOTrainer(GRPOBase):
         input_ids, attention_mask, width = _joined(inputs)
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
-            (values,) = self._values(engine, width, input_ids, attention_mask)
+            values = self._values(engine, input_ids, attention_mask, width)
             targets = (inputs[name] for name in ("old_values", "returns", "credit_mask"))
             loss, clipped = value_loss(values, *targets, self.args.value_clip, denominator)
             if learn:
