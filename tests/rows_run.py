@@ -54,7 +54,10 @@ class RecordedGRPO(Recorded, RePULSeGRPOTrainer):
 
 
 def train(folder, rows, method):
-    """Parameters of all models after two updates, the last log, the number of processes, and what cuts models apart."""
+    """
+    Parameters of all models after two updates, the last log, the number of processes, what cuts models apart, and how many
+    completions at most shared a row.
+    """
     config_cls, settings = METHODS[method]
     args = config_cls(
         output_dir=str(folder / "out"),
@@ -67,6 +70,8 @@ def train(folder, rows, method):
         logging_steps=1,
         max_steps=2,
         per_device_train_batch_size=rows,
+        gradient_accumulation_steps=2,
+        shuffle_dataset=False,
         num_generations=8,
         max_completion_length=3,
         max_grad_norm=0.0,
@@ -87,11 +92,17 @@ def train(folder, rows, method):
         model=build_model("gpt2", len(tokenizer)),
         reward_funcs=word_reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["the cat"] * 4}),
+        # Two processes have runs of other lengths: 12 rows of the first prompt, and 4 of it before 8 of the second
+        train_dataset=Dataset.from_dict({"prompt": ["the cat sat the dog ate"] * 2 + ["a dog sat the fish ate"]}),
         processing_class=tokenizer,
         **extra,
     )
-    policy = trainer.model
+    policy, shared = trainer.model, []
+    policy.register_forward_pre_hook(
+        lambda module, args, kwargs: shared.append(getattr(kwargs.get("layout"), "count", 1)),
+        with_kwargs=True,
+        prepend=True,
+    )
     trainer.train()
     beside = [vars(trainer)[name] for name in ("proposal", "value") if vars(trainer).get(name)]
     parameters = []
@@ -99,7 +110,7 @@ def train(folder, rows, method):
         with gathered(module):
             parameters += [whole(p.detach()).clone() for p in module.parameters()]
     engines = {engine_name(engine) for engine in (trainer.model_wrapped, *(model.engine for model in beside))}
-    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes, engines
+    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes, engines, max(shared)
 
 
 if __name__ == "__main__":

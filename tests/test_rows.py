@@ -19,7 +19,7 @@ def launch(tmp_path_factory):
     @functools.cache
     def launch(processes, config=None):
         folder = tmp_path_factory.mktemp("run")
-        run_forked([*launcher(processes, config), "-m", "tests.rows_run", str(folder), str(8 // processes)])
+        run_forked([*launcher(processes, config), "-m", "tests.rows_run", str(folder), str(12 // processes)])
         return torch.load(folder / "found.pt", weights_only=False)
 
     return launch
@@ -38,9 +38,10 @@ def launch(tmp_path_factory):
 )
 def test_two_processes_train_what_one_trains(launch, config, method):
     alone = launch(1)
-    one, log, processes, _ = alone[method]
-    two, other_log, other_processes, engines = launch(2, config)[method]
+    one, log, processes, _, shared = alone[method]
+    two, other_log, other_processes, engines, others_shared = launch(2, config)[method]
     assert (processes, other_processes, engines) == (1, 2, {config})
+    assert shared > 1 and others_shared > 1
     for p, q in zip(one, two, strict=True):
         torch.testing.assert_close(p, q, atol=2e-6, rtol=1e-5)
     assert sum(name in log for name in NAMES) > 1
