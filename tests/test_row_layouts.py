@@ -134,6 +134,8 @@ def test_a_small_micro_batch_reads_no_more_completions_than_it_has(make):
     [
         ("PPO", {"steps_per_generation": 8, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
         ("RePULSe on GRPO", {"steps_per_generation": 4, "gradient_accumulation_steps": 2}),
+        ("RePULSe on GRPO", {"loss_type": "bnpo"}),
+        ("RePULSe on GRPO", {"top_entropy_quantile": 0.5}),
         (
             "RePULSe on GRPO",
             {
@@ -147,6 +149,6 @@ def test_a_small_micro_batch_reads_no_more_completions_than_it_has(make):
     ],
 )
 def test_trls_shuffle_stays(make, method, settings, monkeypatch):
-    """Where micro-batches go to different updates, and where the trainer is TRL's."""
+    """Where micro-batches go to different updates, where each has a mean or a quantile of its own, and where the trainer is TRL's."""
     monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: pytest.fail("sorted"))
     build(make, method, **settings).train()

@@ -29,11 +29,14 @@ class RowLayouts:
         return False
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """As TRL's; micro-batches of one update are made of the completions of as few prompts as can be."""
+        """As TRL's; micro-batches have as few prompts as can be, where the update does not depend on which rows are in which."""
         before, args = self._buffered_inputs, self.args
         inputs = super()._prepare_inputs(generation_batch)
         one_update = args.gradient_accumulation_steps % args.steps_per_generation == 0
-        if self._buffered_inputs is before or self._whole("train") or not one_update:
+        by_itself = (
+            args.loss_type == "bnpo" or args.top_entropy_quantile < 1
+        )  # each micro-batch has its mean, its quantile
+        if self._buffered_inputs is before or self._whole("train") or not one_update or by_itself:
             return inputs
         self._buffered_inputs = by_prompt(self._buffered_inputs)
         return self._buffered_inputs[self._step % args.steps_per_generation]
