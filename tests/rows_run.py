@@ -56,7 +56,7 @@ class RecordedGRPO(Recorded, RePULSeGRPOTrainer):
 def train(folder, rows, method):
     """
     Parameters of all models after two updates, the last log, the number of processes, what cuts models apart, and how many
-    completions at most shared a row.
+    completions at most shared a row of each process.
     """
     config_cls, settings = METHODS[method]
     args = config_cls(
@@ -92,8 +92,9 @@ def train(folder, rows, method):
         model=build_model("gpt2", len(tokenizer)),
         reward_funcs=word_reward,
         args=args,
-        # Two processes have runs of other lengths: 12 rows of the first prompt, and 4 of it before 8 of the second
-        train_dataset=Dataset.from_dict({"prompt": ["the cat sat the dog ate"] * 2 + ["a dog sat the fish ate"]}),
+        # Two processes have runs of other lengths: 12 rows of the first prompt, and 4 of it before 8 of the second, which is
+        # longer, so that without gradient they read other numbers of rows
+        train_dataset=Dataset.from_dict({"prompt": ["the"] * 2 + ["a dog sat the fish ate"]}),
         processing_class=tokenizer,
         **extra,
     )
@@ -110,7 +111,8 @@ def train(folder, rows, method):
         with gathered(module):
             parameters += [whole(p.detach()).clone() for p in module.parameters()]
     engines = {engine_name(engine) for engine in (trainer.model_wrapped, *(model.engine for model in beside))}
-    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes, engines, max(shared)
+    shared = trainer.accelerator.gather(torch.tensor([max(shared)])).tolist()
+    return parameters, trainer.state.log_history[1], trainer.accelerator.num_processes, engines, shared
 
 
 if __name__ == "__main__":

@@ -176,6 +176,13 @@ def test_value_losses_of_micro_batches_add_up(batch):
     torch.testing.assert_close(sum(clipped for _, clipped in parts), share)
 
 
+def test_what_only_rounding_tells_apart_is_not_clipped():
+    generator = torch.Generator().manual_seed(0)
+    values, old_values, returns = torch.randn(3, 20, 50, generator=generator)
+    assert ((old_values + (values - old_values) - returns).square() > (values - returns).square()).any()  # the control
+    assert value_loss(values, old_values, returns, torch.ones(20, 50), clip=10.0)[1] == 0
+
+
 def test_masked_values_have_no_gradient_whatever_they_are(batch):
     old_values, returns, mask = batch
     values = old_values.masked_fill(mask == 0, torch.nan).requires_grad_()

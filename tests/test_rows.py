@@ -41,7 +41,7 @@ def test_two_processes_train_what_one_trains(launch, config, method):
     one, log, processes, _, shared = alone[method]
     two, other_log, other_processes, engines, others_shared = launch(2, config)[method]
     assert (processes, other_processes, engines) == (1, 2, {config})
-    assert shared > 1 and others_shared > 1
+    assert min(shared) > 1 and min(others_shared) > 1
     for p, q in zip(one, two, strict=True):
         torch.testing.assert_close(p, q, atol=2e-6, rtol=1e-5)
     assert sum(name in log for name in NAMES) > 1

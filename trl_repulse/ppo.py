@@ -168,7 +168,7 @@ def value_loss(
     clipped = torch.zeros_like(counts)
     if clip is not None:
         clipped_errors = (old + (now - old).clamp(-clip, clip) - target).square()
-        clipped = clipped_errors > errors
+        clipped = ((now - old).abs() > clip) & (clipped_errors > errors)  # within, they differ by rounding alone
         errors = torch.maximum(errors, clipped_errors)
     if denominator is None:
         denominator = counts.sum().clamp(min=1)

@@ -149,9 +149,10 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         counted = self.accelerator.reduce((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum(), "sum").item()
-        with self._weighing(counted):
-            loss = super()._compute_loss(model, inputs)
         rows = len(inputs["completion_mask"])
+        of_samples = ("vespo/", "clip_ratio/") if self.importance_sampling_level == "sequence" else ("vespo/",)
+        with self._weighing(counted, rows * self.accelerator.num_processes, of_samples):
+            loss = super()._compute_loss(model, inputs)
         if self.args.loss_type in _OVER_TOKENS:
             self._loss_count = inputs["num_items_in_batch"].item()
             return loss

@@ -154,10 +154,19 @@ class PooledMetrics:
         total, tokens = self.accelerator.reduce(torch.stack([total.detach(), tokens.to(total.dtype)])).tolist()
         self._record({name: mean}, Moments.alike(total / max(tokens, 1), tokens))
 
-    def _weighing(self, count: float) -> contextlib.AbstractContextManager[dict[str, list]]:
-        """Context in which what TRL logs, which it gives, is of `count` samples or tokens of all processes."""
+    def _weighing(
+        self, count: float, samples: float | None = None, of_samples: tuple[str, ...] = ()
+    ) -> contextlib.AbstractContextManager[dict[str, list]]:
+        """
+        Context in which what TRL logs, which it gives, is of `count` samples or tokens of all processes, and where its name begins as one
+        in `of_samples` of so many `samples`.
+        """
         mode = "train" if self.model.training else "eval"
-        return logged_apart(self._metrics, mode, lambda name, value: (name, weighted(name, value, count)))
+
+        def joined(name: str, value: Any) -> tuple[str, Any]:
+            return name, weighted(name, value, samples if name.startswith(of_samples) else count)
+
+        return logged_apart(self._metrics, mode, joined)
 
     # What TRL logs of batches, filled up as they are
 

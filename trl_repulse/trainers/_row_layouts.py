@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +29,17 @@ class RowLayouts:
         return False
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """As TRL's; micro-batches have as few prompts as can be, where the update does not depend on which rows are in which."""
+        """As TRL's; the rows of each update are sorted by prompt, or those of each micro-batch where that is what a loss is made of."""
         before, args = self._buffered_inputs, self.args
         inputs = super()._prepare_inputs(generation_batch)
-        one_update = args.gradient_accumulation_steps % args.steps_per_generation == 0
-        by_itself = (
-            args.loss_type == "bnpo" or args.top_entropy_quantile < 1
-        )  # each micro-batch has its mean, its quantile
-        if self._buffered_inputs is before or self._whole("train") or not one_update or by_itself:
+        if self._buffered_inputs is before or not self._guard.share_prompts or self._whole("train"):
             return inputs
-        self._buffered_inputs = by_prompt(self._buffered_inputs)
+        # Of these losses, each micro-batch has a mean or a quantile of its own
+        alone = args.loss_type == "bnpo" or args.top_entropy_quantile < 1
+        alone = alone or self._entropy_bonus_enabled or self.aux_loss_enabled
+        size = 1 if alone else math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        groups = [self._buffered_inputs[i : i + size] for i in range(0, args.steps_per_generation, size)]
+        self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
         return self._buffered_inputs[self._step % args.steps_per_generation]
 
     def _micro_batch_size(self) -> int:
@@ -72,41 +73,62 @@ class RowLayouts:
         slots = range(max(1, int(largest)), most + 1)
         return min(((Layout.cheapest(prompt, width, k, size, longest), k) for k in slots), key=cost)
 
-    def _neighbours(self, most: int, together: bool, *prompts: torch.Tensor) -> int:
+    def _neighbours(
+        self, prompts: Sequence[torch.Tensor] | None, width: int, completions: int, in_passes: int | None
+    ) -> int:
         """
-        How many neighbouring units can be read as one, since they have the same prompt: a divisor of each run of units with one
-        prompt.
+        How many neighbouring units are read as one, since they have the same prompt: a number that divides each run of such units.
+
+        A collective call where processes share weights, unless all is read in one pass.
 
         Args:
-            most (`int`):
-                The most that are wanted.
-            together (`bool`):
-                Whether the units are read in several passes; a collective call where processes make the same ones.
-            prompts (`torch.Tensor` of shape `(U, L)`):
-                Tokens of the units' prompts, and their mask.
+            prompts (`Sequence[torch.Tensor]`, *optional*):
+                Tokens of the units' prompts and their mask, `(U, L)` each; `None` where completions of a unit have prompts of their own.
+            width (`int`):
+                T, tokens of a completion.
+            completions (`int`):
+                Of a unit.
+            in_passes (`int`, *optional*):
+                The size of the micro-batch that limits passes, as in [`_in_passes`]; `None` where all is read in one.
         """
         if not self._guard.share_prompts:
             return 1
-        new = torch.stack([(x[1:] != x[:-1]).any(dim=1) for x in prompts]).any(dim=0)
-        starts = [0, *(new.nonzero()[:, 0] + 1).tolist(), len(prompts[0])]
-        run = math.gcd(*(end - start for start, end in itertools.pairwise(starts)))
-        if together and self._passes_together:
-            run = math.gcd(*self.accelerator.gather(torch.tensor([run], device=self.accelerator.device)).tolist())
-        return max(count for count in range(1, max(most, 1) + 1) if run % count == 0)
+        run = most = 1
+        if prompts is not None:
+            new = torch.stack([(x[1:] != x[:-1]).any(dim=1) for x in prompts]).any(dim=0)
+            starts = [0, *(new.nonzero()[:, 0] + 1).tolist(), len(new) + 1]
+            run = most = math.gcd(*(end - start for start, end in itertools.pairwise(starts)))
+            if in_passes is not None:
+                length = prompts[0].size(1)
+                room = (in_passes * (length + width) - length) // max(width, 1)
+                most = max(1, min(room, 2 * in_passes) // completions)
+        if in_passes is not None and self._passes_together:
+            found = self.accelerator.gather(torch.tensor([[run, most]], device=self.accelerator.device)).tolist()
+            run, most = math.gcd(*(x for x, _ in found)), min(x for _, x in found)
+        return max(count for count in range(1, min(run, most) + 1) if run % count == 0)
 
-    def _rows_at_once(self, layout: Layout, of_unit: int, size: int) -> int:
+    def _in_passes(
+        self,
+        score: Callable[..., tuple[torch.Tensor | None, ...]],
+        layout: Layout,
+        units: int,
+        size: int,
+        *rows: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
         """
-        How many rows a pass without gradient reads at once, where a unit has `of_unit` of them. Where prompts are shared, as many whole
-        units as have no more tokens than a micro-batch of `size` has in rows of single completions, and no more than twice its
-        completions, which go onto the vocabulary; or one unit. A collective call where processes make the same passes.
+        What `score` makes of rows (R, ...) without gradient, in several passes. Where prompts are shared, each takes no more tokens than a
+        micro-batch of `size` has in rows of single completions, and no more than twice its completions, which go onto the vocabulary; or
+        one row. A collective call where processes share weights and so make the same number of passes: no more than they have `units`.
         """
-        if not self._guard.share_prompts:
-            return size
-        tokens, unit = size * (layout.prompt + layout.width), of_unit * (layout.prompt + layout.count * layout.width)
-        units = max(1, min(tokens // unit, 2 * size // (of_unit * layout.count)))
-        if self._passes_together:
-            units = int(self.accelerator.gather(torch.tensor([units], device=self.accelerator.device)).min())
-        return of_unit * units
+        at_once = size
+        if self._guard.share_prompts:
+            tokens, row = size * (layout.prompt + layout.width), layout.prompt + layout.count * layout.width
+            at_once = max(1, min(tokens // row, 2 * size // layout.count))
+        passes = math.ceil(len(rows[0]) / at_once)
+        if self._guard.share_prompts and self._passes_together:
+            passes = torch.tensor([passes], device=self.accelerator.device)
+            passes = min(int(self.accelerator.gather(passes).max()), units)
+        return in_chunks(functools.partial(self._by_length, score), passes, *rows)
 
     @property
     def _passes_together(self) -> bool:
@@ -122,12 +144,12 @@ class RowLayouts:
         size: int | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """
-        What `score` makes of completions (B, T) at the end of rows (B, L + T), of which each has a prompt of its own or shares it
-        with its neighbours: in one pass, or in several as for micro-batches of `size`.
+        What `score` makes of completions (B, T) at the end of rows (B, L + T), of which neighbours may have the same prompt: in one pass,
+        or in several as for micro-batches of `size`.
         """
         length = input_ids.size(1) - width
         prompts = [x[:, :length] for x in (input_ids, attention_mask)]
-        n = self._neighbours(len(input_ids) if size is None else size, size is not None, *prompts)
+        n = self._neighbours(prompts, width, 1, size)
         layout = self._layout(length, width, n)
         completions = [x[:, length:].reshape(-1, n, width) for x in (input_ids, attention_mask)]
         rows = [layout.rows(x[::n], y) for x, y in zip(prompts, completions, strict=True)]
@@ -135,8 +157,9 @@ class RowLayouts:
         def of_rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             return score(ids, mask, replace(layout, prompt=ids.size(1) - layout.count * width))
 
-        at_once = len(rows[0]) if size is None else self._rows_at_once(layout, n // layout.count, size)
-        return in_chunks(functools.partial(self._by_length, of_rows), at_once, *rows)
+        if size is None:
+            return self._by_length(of_rows, *rows)
+        return self._in_passes(of_rows, layout, len(input_ids) // n, size, *rows)
 
     def _by_length(
         self,
@@ -159,13 +182,10 @@ class RowLayouts:
         return without_padding(score, input_ids, attention_mask, *more)
 
 
-def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of micro-batches, those of a prompt next to each other, in as many micro-batches."""
-    joined = {
-        name: torch.cat([batch[name] for batch in batches]) if isinstance(x, torch.Tensor) and x.dim() else x
-        for name, x in batches[0].items()
-    }
-    prompts = torch.stack([joined["prompt_ids"], joined["prompt_mask"]], dim=2)
+def by_prompt(batches: list[dict[str, torch.Tensor | None]]) -> list[dict[str, torch.Tensor | None]]:
+    """The rows of micro-batches, those of a prompt next to each other, in as many micro-batches; what has no rows stays."""
+    in_rows = [name for name, x in batches[0].items() if x is not None and x.dim() > 0]
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in in_rows}
+    prompts = torch.stack([rows["prompt_ids"], rows["prompt_mask"]], dim=2)
     order = prompts.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
-    rows = {name: x[order] if isinstance(x, torch.Tensor) and x.dim() else x for name, x in joined.items()}
-    return split_tensor_dict(rows, len(batches))
+    return split_tensor_dict(batches[0] | {name: x[order] for name, x in rows.items()}, len(batches))

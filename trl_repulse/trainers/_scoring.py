@@ -185,10 +185,10 @@ def token_log_probs(
 
 
 def in_chunks(
-    score: Callable[..., tuple[torch.Tensor | None, ...]], size: int, *rows: torch.Tensor
+    score: Callable[..., tuple[torch.Tensor | None, ...]], chunks: int, *rows: torch.Tensor
 ) -> tuple[Any, ...]:
-    """What `score` makes of rows, of which it is given `size` at a time: tensors with as many rows, means over them, or `None`."""
-    parts = zip(*(score(*chunk) for chunk in zip(*(x.split(size) for x in rows), strict=True)), strict=True)
+    """What `score` makes of rows, given in so many `chunks`: tensors with as many rows, means over them, or `None`."""
+    parts = zip(*(score(*chunk) for chunk in zip(*(x.tensor_split(chunks) for x in rows), strict=True)), strict=True)
     return tuple(
         None if values[0] is None else torch.cat(values) if values[0].dim() else torch.stack(values).mean()
         for values in parts

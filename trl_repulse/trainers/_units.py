@@ -11,7 +11,6 @@ only the passes over models read it. Where an environment began otherwise than f
 """
 
 import contextlib
-import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ..models._layout import Layout
 from ._hooks import TrainerHooks
-from ._scoring import Scores, in_chunks, needed_rows, tempered_log_probs, token_log_probs
+from ._scoring import Scores, needed_rows, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
 
 
@@ -195,8 +194,7 @@ class UnitSampling(TrainerHooks):
             names (`tuple[str, ...]`):
                 Sets of completions to score.
             gradient (`bool`):
-                Whether the pass carries gradient. Without, rows are scored in chunks of the micro-batch's size or, where they share
-                prompts, of whole units with as many tokens.
+                Whether the pass carries gradient. Without, there are several, as for micro-batches of their own.
             tempered (`tuple[float, dict[str, torch.Tensor]]`, *optional*):
                 Another temperature at which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
                 have them of; they are 0 of others.
@@ -225,10 +223,12 @@ class UnitSampling(TrainerHooks):
             return torch.cat([masks.get(name, all_of[name]) for name in names], dim=1)
 
         read, asked = of_sets(needed or {}), None if tempered is None else of_sets(tempered[1])
-        size, joint = self._micro_batch_size(), 1  # neighbouring units that are read as one
-        if shared and not self._whole("train" if self.model.training else "eval"):
-            of_set = min(batch[f"{name}_ids"].size(1) for name in names)
-            joint = self._neighbours(units if gradient else size // of_set, not gradient, *prompts)
+        # Of a micro-batch, with what is drawn beside the policy's samples
+        size = self._micro_batch_size() * n // min(batch[f"{name}_ids"].size(1) for name in names)
+        joint = 1
+        if not self._whole("train" if self.model.training else "eval"):
+            joint = self._neighbours(prompts if shared else None, width, n, None if gradient else size)
+        if joint > 1:
             prompts = [x[::joint] for x in prompts]
             ids, mask = (x.reshape(-1, joint * n, width) for x in (ids, mask))
             read, asked = (x if x is None else x.reshape(-1, joint * n) for x in (read, asked))
@@ -264,9 +264,8 @@ class UnitSampling(TrainerHooks):
         if gradient:
             log_p, entropy, aux_loss, other_log_p = self._by_length(of_rows, *rows)
         else:
-            at_once = self._rows_at_once(layout, joint * len(rows[0]) // units, size)
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                log_p, _, _, other_log_p = in_chunks(functools.partial(self._by_length, of_rows), at_once, *rows)
+                log_p, _, _, other_log_p = self._in_passes(of_rows, layout, units // joint, size, *rows)
             entropy = aux_loss = None
 
         def by_set(scores: torch.Tensor) -> list[torch.Tensor]:

@@ -102,11 +102,6 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
         else:
             self._guard = Guard(share_prompts=False, repeat_cache=False)
 
-    def _prepare_inputs(self, *args: Any, **options: Any):
-        if self.args.alpha > 0:
-            return super()._prepare_inputs(*args, **options)
-        return GRPOTrainer._prepare_inputs(self, *args, **options)
-
     def _generate_single_turn(self, *args: Any, **options: Any):
         if self.args.alpha > 0:
             return super()._generate_single_turn(*args, **options)
