@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse.models._layout import Layout
 from trl_repulse.trainers import _row_layouts
 from trl_repulse.trainers._row_layouts import RowLayouts, by_prompt
 
@@ -54,6 +55,13 @@ def watch(trainer):
         prepend=True,
     )
     return seen
+
+
+def test_prompts_with_other_masks_are_others():
+    ids = torch.full((4, 2), 5)
+    mask = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 1]])
+    (found,) = by_prompt([{"prompt_ids": ids, "prompt_mask": mask}])
+    assert found["prompt_mask"][:, 0].tolist() == [0, 0, 1, 1]
 
 
 def test_rows_of_a_prompt_come_together():
@@ -160,6 +168,16 @@ def test_processes_take_as_many_neighbours():
     assert Rows()._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 12  # the control
 
 
+@pytest.mark.parametrize(("count", "at_once"), [(1, 4), (2, 3), (4, 2), (8, 1), (16, 1)])
+def test_rows_fit_into_a_pass(count, at_once):
+    """Of a micro-batch of 4 completions: 40 tokens, 8 completions; or one row."""
+    layout, seen = Layout(LENGTH, WIDTH, count), []
+    Rows()._in_passes(
+        lambda *rows: seen.append(len(rows[0])) or rows, layout, 12, 4, *torch.ones(2, 12, LENGTH + count * WIDTH)
+    )
+    assert seen == [at_once] * (12 // at_once)
+
+
 @pytest.mark.trainer
 @pytest.mark.parametrize("method", ["PPO", "RePULSe on GRPO", "RePULSe on GRPO, learned"])
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}])
@@ -226,6 +244,9 @@ def test_passes_without_gradient_are_no_larger_than_micro_batches(make, method, 
         most = size * (1 + others if name == "policy" else 1)
         for tokens, completions in passes:
             assert (tokens <= most * (LENGTH + WIDTH) and completions <= 2 * most) or completions == others
+    tokens, completions = (sum(x) for x in zip(*seen["policy"], strict=True))
+    # Several samples share the prompt with what is beside them; a row of four and a sample may be the cheapest
+    assert others == 4 or tokens / completions < LENGTH / (1 + others) + WIDTH
     separate = many["gradient_accumulation_steps"] * size  # rows, if each completion had its own
     assert sum(tokens for tokens, _ in seen["reference"]) < separate * (LENGTH + WIDTH)
 
