@@ -128,7 +128,9 @@ def build(name: str, size: int, noise: bool = False, reverse: bool = False) -> P
             settings[part] = _small(part_cls, size) | EXTRA.get(part_cls.model_type, {})
     config = config_cls(**settings)
     if reverse:
-        config = config_cls(**settings | {LAYERS.get(name, "layer_types"): config.layer_types[::-1]})
+        kinds = {LAYERS.get(name, "layer_types"): config.get_text_config().layer_types[::-1]}
+        of_text = {"text_config": settings["text_config"] | kinds} if "text_config" in settings else kinds
+        config = config_cls(**settings | of_text)
     if getattr(config, "is_decoder", None) is False:
         config.is_decoder = True
     if noise:
@@ -333,7 +335,8 @@ def sweep(names: tuple[str, ...]) -> list[dict[str, Any]]:
                     line = examine(name, tokenizer, reverse)
             except (Exception, TooLong) as error:  # of a configuration that does not go with small sizes, say
                 reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-                line = {"name": name, "result": "not built", "how": reason[:100], "noise": ""}
+                named = name + " (layers reversed)" * reverse
+                line = {"name": named, "result": "not built", "how": reason[:100], "noise": ""}
             lines.append(line)
             numbers = [f"{line[key]:.1e}" if key in line else "" for key in ("z", "gap", "trainer z", "trainer gap")]
             cells = [line["name"], line["result"], line["how"], *numbers, line["noise"], line.get("shared", "")]
