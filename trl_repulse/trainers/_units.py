@@ -11,6 +11,7 @@ only the passes over models read it. Where an environment began otherwise than f
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..generation._ahead import Ahead
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
 from ..models._layout import Layout
+from ._completion_sets import CompletionSets
 from ._hooks import TrainerHooks
 from ._scoring import Scores, needed_rows, tempered_log_probs, token_log_probs
 from ._trl_bridge import disable_gradient_checkpointing, pad, use_reference
@@ -205,81 +207,62 @@ class UnitSampling(TrainerHooks):
         Returns:
             [`SetScores`]
         """
-        width = max(batch[f"{name}_ids"].size(2) for name in names)  # T
-
-        def joined(parts: list[torch.Tensor], value: int) -> torch.Tensor:
-            return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
-
-        ids = joined([batch[f"{name}_ids"] for name in names], self._tokenizer.pad_token_id)  # (U, Σn, T)
-        mask = joined([batch.get(f"{name}_attended", batch[f"{name}_mask"]) for name in names], 0)
-        units, n = ids.shape[:2]
-        prompts = [
-            self._prompts_of(batch, names, *kind) for kind in (("ids", self._tokenizer.pad_token_id), ("mask", 0))
-        ]
-        length, shared = prompts[0].size(1), len(prompts[0]) == len(ids)  # or a prompt for each completion
-
-        def of_sets(masks: dict[str, torch.Tensor]) -> torch.Tensor:  # (U, Σn)
-            all_of = {name: ids.new_ones(batch[f"{name}_ids"].shape[:2], dtype=torch.bool) for name in names}
-            return torch.cat([masks.get(name, all_of[name]) for name in names], dim=1)
-
-        read, asked = of_sets(needed or {}), None if tempered is None else of_sets(tempered[1])
+        pad_token_id = self._tokenizer.pad_token_id
+        sets = CompletionSets.of(batch, names, pad_token_id, needed or {}, None if tempered is None else tempered[1])
+        prompts = [self._prompts_of(batch, names, *kind) for kind in (("ids", pad_token_id), ("mask", 0))]
+        length, shared = prompts[0].size(1), len(prompts[0]) == len(sets.ids)  # or a prompt for each completion
         # Of a micro-batch, with what is drawn beside the policy's samples
-        size = self._micro_batch_size() * n // min(batch[f"{name}_ids"].size(1) for name in names)
-        joint = 1
+        size = self._micro_batch_size() * sets.completions // min(n for n, _ in sets.shapes)
         if not self._whole("train" if self.model.training else "eval"):
-            joint = self._neighbours(prompts if shared else None, width, n, None if gradient else size)
-        if joint > 1:
-            prompts = [x[::joint] for x in prompts]
-            ids, mask = (x.reshape(-1, joint * n, width) for x in (ids, mask))
-            read, asked = (x if x is None else x.reshape(-1, joint * n) for x in (read, asked))
-        layout, places = Layout(length, width, 1), None
+            units = prompts if shared else None
+            joint = self._neighbours(units, sets.width, sets.completions, None if gradient else size)
+            if joint > 1:
+                prompts = [x[::joint] for x in prompts]
+                sets.join(joint)
+        layout = Layout(length, sets.width, 1)
         if shared and not needed:
-            layout = self._layout(length, width, joint * n)
+            layout = self._layout(length, sets.width, sets.completions)
         elif shared:
-            layout, slots = self._layout_for(length, width, read)
-            places = read.long().argsort(dim=1, descending=True, stable=True)[:, :slots]  # what is needed comes first
-            read, asked = (x if x is None else x.gather(1, places) for x in (read, asked))
-            index = places.unsqueeze(2).expand(-1, -1, width)
-            ids, mask = ids.gather(1, index), mask.gather(1, index) * read.unsqueeze(2)
-        rows = [layout.rows(prompts[0], ids), layout.rows(prompts[1], mask)]  # (R, S) each
-        rows += [x.reshape(-1, layout.count) for x in (read, asked) if x is not None]  # (R, k)
-
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *asked: torch.Tensor) -> Scores:
-            cut = replace(layout, prompt=ids.size(1) - layout.count * width)
-            aux_loss = gradient and self.aux_loss_enabled
-            if tempered is None:
-                return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
-            if self._guard.fused_head:
-                other = tempered[0], asked[0].flatten()
-                return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss, *other)
-            scores = token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
-            hot = tempered_log_probs(model, self.accelerator, ids, mask, cut, tempered[0])
-            return scores._replace(tempered=hot)
-
-        def of_rows(ids: torch.Tensor, mask: torch.Tensor, read: torch.Tensor, *asked: torch.Tensor) -> tuple:
-            if not needed or layout.count > 1:
-                return log_probs(ids, mask, *asked)
-            return needed_rows(log_probs, read.squeeze(1), ids, mask, *asked)
-
+            layout, slots = self._layout_for(length, sets.width, sets.read)
+            sets.keep_needed(slots)
+        rows = sets.rows(layout, prompts)
+        reader = self._reader(model, layout, bool(needed), None if tempered is None else tempered[0], gradient)
         if gradient:
-            log_p, entropy, aux_loss, other_log_p = self._by_length(of_rows, *rows)
+            log_p, entropy, aux_loss, other_log_p = self._by_length(reader, *rows)
         else:
             with torch.no_grad(), disable_gradient_checkpointing(model, self.args.gradient_checkpointing_kwargs):
-                log_p, _, _, other_log_p = self._in_passes(of_rows, layout, units // joint, size, *rows)
+                log_p, _, _, other_log_p = self._in_passes(reader, layout, len(sets.ids), size, *rows)
             entropy = aux_loss = None
-
-        def by_set(scores: torch.Tensor) -> list[torch.Tensor]:
-            if places is not None:
-                index = places.unsqueeze(2).expand(-1, -1, width)
-                scores = scores.view(*places.shape, width)
-                scores = scores.new_zeros(len(places), joint * n, width).scatter(1, index, scores)
-            parts = scores.view(units, n, width).split([batch[f"{name}_ids"].size(1) for name in names], dim=1)
-            return [part[..., : batch[f"{name}_ids"].size(2)] for part, name in zip(parts, names, strict=True)]
-
         others = {}
         if other_log_p is not None:
-            others = {f"{name}_tempered": x for name, x in zip(names, by_set(other_log_p), strict=True)}
-        return SetScores(by_set(log_p), None if entropy is None else by_set(entropy)[0], aux_loss, others)
+            others = {f"{name}_tempered": x for name, x in zip(names, sets.split(other_log_p), strict=True)}
+        return SetScores(sets.split(log_p), None if entropy is None else sets.split(entropy)[0], aux_loss, others)
+
+    def _reader(
+        self, model: torch.nn.Module, layout: Layout, leave_out: bool, temperature: float | None, gradient: bool
+    ) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+        """
+        A function that reads rows `(R, S)`, their mask, and of each completion whether it is needed and whether its log-probabilities at
+        `temperature` are: as a pass gives them. It leaves out what is not needed where a row is a single completion.
+        """
+        aux_loss = gradient and self.aux_loss_enabled
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *asked: torch.Tensor) -> Scores:
+            cut = replace(layout, prompt=ids.size(1) - layout.count * layout.width)
+            if temperature is None:
+                return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
+            if self._guard.fused_head:
+                other = temperature, asked[0].flatten()
+                return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss, *other)
+            scores = token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
+            return scores._replace(tempered=tempered_log_probs(model, self.accelerator, ids, mask, cut, temperature))
+
+        def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *asked: torch.Tensor) -> tuple:
+            if not leave_out or layout.count > 1:
+                return log_probs(ids, mask, *asked)
+            return needed_rows(log_probs, needed.squeeze(1), ids, mask, *asked)
+
+        return of_rows
 
     def _prompts_of(
         self, batch: dict[str, torch.Tensor], names: tuple[str, ...], kind: str, value: int
