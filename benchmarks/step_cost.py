@@ -201,11 +201,18 @@ def print_peak_memory(options: argparse.Namespace) -> None:
         print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10)
 
 
-def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """Median seconds and seconds of CPU a completion, and peak MiB, of each method; the methods take turns."""
+def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
+    """
+    Median seconds and seconds of CPU a completion, peak MiB, and seconds to build and check model and trainer, of each method; the
+    methods take turns.
+    """
     names = dict.fromkeys([*options.yardsticks, *options.methods])
+    runs, set_up = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: build(name, shape, options, folder) for name in names}
+        for name in names:
+            start = time.perf_counter()
+            runs[name] = build(name, shape, options, folder)
+            set_up[name] = time.perf_counter() - start
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(options.rounds):
             for name, (trainer, timer) in runs.items():
@@ -222,7 +229,7 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float,
     medians = {
         name: [statistics.median(x) / samples for x in zip(*values, strict=True)] for name, values in seconds.items()
     }
-    return {name: (*times, peaks[name]) for name, times in medians.items()}
+    return {name: (*times, peaks[name], set_up[name]) for name, times in medians.items()}
 
 
 def on_what() -> str:
@@ -267,14 +274,14 @@ def main() -> None:
         f"{on_what()}, medians of {options.rounds * (options.steps - 1)} steps"
     )
     over = " | ".join(f"/ {name}" for name in options.yardsticks)
-    print(f"| prompt, new, N | method | ms a completion | {over} | CPU ms | {over} | peak MiB | {over} |")
-    print("|---" * (5 + 3 * len(options.yardsticks)) + "|")
+    print(f"| prompt, new, N | method | ms a completion | {over} | CPU ms | {over} | peak MiB | {over} | set-up, s |")
+    print("|---" * (6 + 3 * len(options.yardsticks)) + "|")
     for shape in options.shapes:
         found = measure(shape, options)
         for name, figures in found.items():
-            of = [[value / found[other][i] for other in options.yardsticks] for i, value in enumerate(figures)]
+            of = [[value / found[other][i] for other in options.yardsticks] for i, value in enumerate(figures[:3])]
             wall, cpu, memory = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
-            cells = f"{1e3 * figures[0]:.1f} | {wall} | {1e3 * figures[1]:.1f} | {cpu} | {figures[2]:.0f} | {memory}"
+            cells = f"{1e3 * figures[0]:.1f} | {wall} | {1e3 * figures[1]:.1f} | {cpu} | {figures[2]:.0f} | {memory} | {figures[3]:.1f}"
             print(f"| {shape} | {name} | {cells} |", flush=True)
 
 
