@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
-from step_cost import SHAPES, Shape, measure, on_what
+from step_cost import SHAPES, Shape, arguments, measure, on_what
 from transformers.utils import logging
 
 
@@ -39,15 +39,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    fixed = {
-        "beta": 0.0,
-        "adapters": False,
-        "gradient_checkpointing": False,
-        "share_prompts": "auto",
-        "no_memory": False,
-    }
-    yardsticks = [name for name in options.methods if name == "RLOO"]
-    settings = argparse.Namespace(**vars(options) | fixed, yardsticks=yardsticks)
+    own = vars(options) | {"yardsticks": [name for name in options.methods if name == "RLOO"]}
+    settings = argparse.Namespace(**vars(arguments().parse_args([])) | own)
     sweeps = {
         "completions of a prompt, N": {n: Shape(128, options.new, n) for n in options.counts},
         "tokens of a prompt": {length: Shape(length, options.new, 8) for length in options.lengths},

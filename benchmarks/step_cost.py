@@ -239,7 +239,8 @@ def on_what() -> str:
     return torch.accelerator.current_accelerator().type if ON_ACCELERATOR else f"{torch.get_num_threads()} threads"
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """The options of a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["RePULSe"], help="beside RLOO and GRPO")
@@ -261,7 +262,11 @@ def main() -> None:
     parser.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS))
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure peak memory")
     parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     options.share_prompts = options.share_prompts == "auto" and "auto"
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
