@@ -56,8 +56,8 @@ _SIZES = {
     2: "num_key_value_heads num_kv_heads num_experts_per_tok num_experts_per_token top_k_experts moe_k moe_topk top_k "
     "linear_num_key_heads attn_layer_period expert_layer_period full_attention_interval sliding_window_pattern index_n_heads",
     8: "head_dim attention_head_dim qk_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim d_kv kv_channels rotary_dim "
-    "linear_key_head_dim linear_value_head_dim linear_head_dim sliding_window attention_window_size window_size swa_window_size mamba_d_state "
-    "state_size ssm_state_size d_state mamba_chunk_size chunk_size block_size index_head_dim hidden_size_per_layer_input",
+    "linear_key_head_dim linear_value_head_dim linear_head_dim sliding_window attention_window_size window_size swa_window_size "
+    "mamba_d_state state_size ssm_state_size d_state mamba_chunk_size chunk_size block_size index_head_dim hidden_size_per_layer_input",
     16: "kv_lora_rank q_lora_rank o_lora_rank mamba_d_head mamba_head_dim mamba_headdim",
     128: "max_position_embeddings n_positions n_ctx context_length max_seq_len max_sequence_length max_target_positions "
     "max_source_positions",
@@ -304,7 +304,7 @@ def examine(name: str, tokenizer: Any, reverse: bool = False) -> dict[str, Any]:
 
 
 class TooLong(BaseException):
-    """No `Exception`: a check that takes any error of a model for an answer would go on, without the limit."""
+    """A model's time is over. This is not an `Exception`, because the check at set-up catches those as answers of the model."""
 
 
 @contextlib.contextmanager
@@ -333,7 +333,7 @@ def sweep(names: tuple[str, ...]) -> list[dict[str, Any]]:
             try:
                 with limited(SECONDS):
                     line = examine(name, tokenizer, reverse)
-            except (Exception, TooLong) as error:  # of a configuration that does not go with small sizes, say
+            except (Exception, TooLong) as error:  # the configuration may not allow small sizes
                 reason = f"{type(error).__name__}: {error}".replace("\n", " ")
                 named = name + " (layers reversed)" * reverse
                 line = {"name": named, "result": "not built", "how": reason[:100], "noise": ""}

@@ -203,8 +203,8 @@ def print_peak_memory(options: argparse.Namespace) -> None:
 
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
     """
-    Median seconds and seconds of CPU a completion, peak MiB, and seconds to build and check model and trainer, of each method; the
-    methods take turns.
+    Median seconds and seconds of CPU a completion, peak MiB, and seconds of set-up (model, trainer and its checks), of each
+    method; the methods take turns.
     """
     names = dict.fromkeys([*options.yardsticks, *options.methods])
     runs, set_up = {}, {}
@@ -286,8 +286,8 @@ def main() -> None:
         for name, figures in found.items():
             of = [[value / found[other][i] for other in options.yardsticks] for i, value in enumerate(figures[:3])]
             wall, cpu, memory = (" | ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in of)
-            cells = f"{1e3 * figures[0]:.1f} | {wall} | {1e3 * figures[1]:.1f} | {cpu} | {figures[2]:.0f} | {memory} | {figures[3]:.1f}"
-            print(f"| {shape} | {name} | {cells} |", flush=True)
+            cells = f"{1e3 * figures[0]:.1f} | {wall} | {1e3 * figures[1]:.1f} | {cpu} | {figures[2]:.0f} | {memory}"
+            print(f"| {shape} | {name} | {cells} | {figures[3]:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

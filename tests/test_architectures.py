@@ -1,8 +1,11 @@
 """Tiny models of other architectures: what is sampled and scored is their own, or they are refused."""
 
+import time
+
 import pytest
 
-from benchmarks.architectures import NAMES, examine, sweep
+from benchmarks.architectures import NAMES, TooLong, examine, limited, sweep
+from trl_repulse.generation._passes import holds
 
 from .conftest import build_tokenizer
 
@@ -27,6 +30,11 @@ def test_nothing_disagrees(name, reverse, expected):
     line = examine(name, tokenizer, reverse)
     assert line["result"] == expected[0] and line["how"].startswith(expected[1])
     assert line["noise"] in ("", "none", "off")
+
+
+def test_no_check_takes_the_limit_for_an_answer():
+    with pytest.raises(TooLong), limited(1):
+        holds(lambda: time.sleep(30))
 
 
 @pytest.mark.slow

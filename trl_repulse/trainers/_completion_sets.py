@@ -23,7 +23,7 @@ class CompletionSets:
     Args:
         ids, mask (`torch.Tensor` of shape `(U, C, T)`): Tokens, and which of them the model reads.
         read (`torch.Tensor` of shape `(U, C)`): Which completions are needed.
-        asked (`torch.Tensor` of shape `(U, C)`, *optional*): Of which there is something else to be had.
+        asked (`torch.Tensor` of shape `(U, C)`, *optional*): Which completions also need log-probabilities at another temperature.
         shapes (`list[tuple[int, int]]`): n and T of each set.
     """
 
@@ -44,7 +44,7 @@ class CompletionSets:
         needed: Masks,
         asked: Masks | None,
     ) -> "CompletionSets":
-        """The sets `names` of a batch; all completions are needed, and asked for, of the sets that are in no mask."""
+        """The sets `names` of a batch. `needed` and `asked` have a mask for each set of which not all completions count."""
         shapes = [(batch[f"{name}_ids"].size(1), batch[f"{name}_ids"].size(2)) for name in names]
         width = max(length for _, length in shapes)
 
@@ -71,13 +71,13 @@ class CompletionSets:
         return self.ids.size(1)
 
     def join(self, units: int) -> None:
-        """Makes one unit of so many neighbours, which have the same prompt."""
+        """Joins every `units` neighbouring units into one. They must have the same prompt."""
         self.ids, self.mask = (x.reshape(-1, units * x.size(1), self.width) for x in (self.ids, self.mask))
         self.read = self.read.reshape(-1, units * self.read.size(1))
         self.asked = None if self.asked is None else self.asked.reshape(self.read.shape)
 
     def keep_needed(self, slots: int) -> None:
-        """Keeps so many completions of each unit: those that are needed, and masked ones where these are fewer."""
+        """Keeps `slots` completions of each unit: those that are needed first. The mask of the others is 0."""
         self._completions = self.completions
         self._places = self.read.long().argsort(dim=1, descending=True, stable=True)[:, :slots]
         index = self._places.unsqueeze(2).expand(-1, -1, self.width)
@@ -86,12 +86,12 @@ class CompletionSets:
         self.ids, self.mask = self.ids.gather(1, index), self.mask.gather(1, index) * self.read.unsqueeze(2)
 
     def rows(self, layout: Layout, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows behind the prompts' tokens and their mask, `(R, S)` each, and of each row which completions are needed and asked for."""
+        """Tokens of rows and their mask, `(R, S)` each, with `prompts` (tokens and mask, `(U, L)` each) in front; then `read` and `asked`, `(R, k)`."""
         tokens = [layout.rows(x, y) for x, y in zip(prompts, (self.ids, self.mask), strict=True)]
         return tokens + [x.reshape(-1, layout.count) for x in (self.read, self.asked) if x is not None]
 
     def split(self, scores: torch.Tensor) -> list[torch.Tensor]:
-        """Scores of the tokens of rows as `(U, n, T)` of each set, 0 of what was not kept."""
+        """Scores of the completions in rows, `(R·k, T)`, as `(U, n, T)` for each set; 0 for completions that were not kept."""
         if self._places is not None:
             kept = scores.view(*self._places.shape, self.width)
             index = self._places.unsqueeze(2).expand(-1, -1, self.width)

@@ -242,8 +242,8 @@ class UnitSampling(TrainerHooks):
         self, model: torch.nn.Module, layout: Layout, leave_out: bool, temperature: float | None, gradient: bool
     ) -> Callable[..., tuple[torch.Tensor | None, ...]]:
         """
-        A function that reads rows `(R, S)`, their mask, and of each completion whether it is needed and whether its log-probabilities at
-        `temperature` are: as a pass gives them. It leaves out what is not needed where a row is a single completion.
+        A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `leave_out`, it skips completions
+        that are not needed if each has a row of its own.
         """
         aux_loss = gradient and self.aux_loss_enabled
 
