@@ -133,6 +133,38 @@ def test_the_worst_few_percent_are_under_the_threshold(rewards, most):
     assert 0.005 <= np.mean(rewards < bad_threshold_for(rewards)) <= most
 
 
+def with_an_extreme(rewards, extreme):
+    return np.append(rewards[:-1], extreme)
+
+
+@pytest.mark.parametrize("extreme", [-3000.0, 1e4, -1e30])
+@pytest.mark.parametrize("count", [50, 500])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("level", [5.0, 8.0])
+def test_one_extreme_reward_does_not_move_the_threshold(level, scale, count, extreme):
+    rewards = scale * np.random.default_rng(0).normal(level, 1.0, count)
+    plain, found = bad_threshold_for(rewards), bad_threshold_for(with_an_extreme(rewards, extreme))
+    share = np.mean(with_an_extreme(rewards, extreme) < found)
+    assert 0.01 <= share <= 0.03
+    if count == 500:
+        assert found == pytest.approx(plain, abs=scale)  # the deviation's power of ten
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [
+        (with_an_extreme(np.full(500, 8.0), -3000.0), 1 / 500),
+        (with_an_extreme(np.full(500, 8.0), 1e4), 499 / 500),  # which a run refuses: it is not rare
+        (with_an_extreme(np.repeat([-1.0, 1.0, 2.0], [100, 200, 200]), -3000.0), 1 / 500),
+        (with_an_extreme(np.repeat([-1.0, 1.0, 2.0], [5, 200, 295]), 1e4), 5 / 500),
+        (with_an_extreme(np.repeat([0.1, 0.3], [5, 495]), 1e38), 5 / 500),
+        (np.repeat([0.9, 1.0], [30, 470]), 30 / 500),
+    ],
+)
+def test_of_equal_rewards_all_or_none_are_bad(rewards, share):
+    assert np.mean(rewards < bad_threshold_for(rewards)) == share
+
+
 def test_an_evaluation_measures_nothing(make, few, prompts):
     trainer = make(extra={"eval_dataset": prompts}, per_device_eval_batch_size=16, **HOT)
     for _ in range(4):

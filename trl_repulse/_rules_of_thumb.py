@@ -38,8 +38,9 @@ def learning_rate_for(parameters: int, adapter: bool) -> float:
 
 def bad_threshold_for(rewards: np.ndarray) -> float:
     """
-    Reward under which an output is bad: about the 2 % quantile, rounded to a tenth of the standard deviation's power of ten. Of few
-    distinct rewards only the lowest is bad, however many samples have it.
+    Reward under which an output is bad: about the 2 % quantile, rounded to a tenth of the standard deviation's power of ten, or to more
+    digits where that would change the share of bad ones by more than half. If no reward is under the quantile, as may be with few
+    distinct ones, only the lowest is bad, however many samples have it.
 
     Args:
         rewards (`numpy.ndarray` of shape `(n,)`):
@@ -48,10 +49,14 @@ def bad_threshold_for(rewards: np.ndarray) -> float:
     Returns:
         `float`
     """
-    ordered = np.unique(rewards)
-    threshold = round(float(np.quantile(rewards, LOW)), 1 - math.floor(math.log10(rewards.std()))) + 0.0
-    if not (rewards < threshold).any():
+    quantile = float(np.quantile(rewards, LOW))
+    share = (rewards < quantile).mean()
+    if share == 0:
+        ordered = np.unique(rewards)
         threshold = rounded(float(ordered[:2].mean()), 6)
-        if not ordered[0] < threshold <= ordered[1]:
-            threshold = float(ordered[1])
+        return threshold if ordered[0] < threshold <= ordered[1] else float(ordered[1])
+    digits = 1 - math.floor(math.log10(rewards.std()))
+    # One extreme reward makes the deviation large, and all others nearly equal
+    while abs((rewards < (threshold := round(quantile, digits) + 0.0)).mean() - share) > share / 2:
+        digits += 1
     return threshold
