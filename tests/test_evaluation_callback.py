@@ -42,6 +42,25 @@ def test_the_last_report_is_of_the_best_model_if_that_is_loaded(make, prompts, m
 
 
 @pytest.mark.trainer
+def test_each_set_of_prompts_has_its_own_names(make, prompts):
+    trainer = make(ReinforceTrainer, max_steps=1)
+    callbacks = [
+        TailReportCallback(trainer, prompts.select([i]), 2, metric_key_prefix=name)
+        for i, name in enumerate(("tail", "rare"))
+    ]
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train()
+    logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+    assert [logged[f"{each.metric_key_prefix}/mean"] for each in callbacks] == [
+        each.history[-1]["report"]["mean"].value for each in callbacks
+    ]
+    trainer.add_callback(TailReportCallback(trainer, prompts, 2))
+    with pytest.raises(ValueError, match="Several tail reports have `metric_key_prefix='tail'`"):
+        trainer.train()
+
+
+@pytest.mark.trainer
 def test_asynchronous_rewards_run_in_the_trainers_loop(make, prompts):
     """A client belongs to the loop that it was made in, and training made it."""
     loops = set()

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.trainers._metrics import Moments, Pooled, highest, lowest, mean, pool, share_explained, std
 
 from .conftest import build_model
@@ -126,12 +127,49 @@ def test_losses_that_are_means_over_samples_are_pooled_over_samples(folder, loss
 @pytest.mark.trainer
 def test_each_evaluation_begins_anew(make, prompts):
     trainer = make(extra={"eval_dataset": prompts}, per_device_eval_batch_size=8, bad_reward_threshold=-1.0)
-    trainer.predict(prompts)  # is not logged
-    assert trainer._metrics["eval"]
+    assert trainer.predict(prompts).metrics["test_reward"] > -5  # is not logged
+    trainer._metrics["eval"]["reward"].append(7.0)  # of an evaluation that failed
     trainer.reward_funcs = [lambda completions, **kwargs: [-5.0] * len(completions)]
     metrics = trainer.evaluate()
     assert metrics["eval_reward"] == -5 and metrics["eval_bad_fraction"] == 1
     assert not trainer._metrics["eval"]
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    "trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer]
+)
+def test_each_evaluation_set_has_its_own_metrics(make, prompts, trainer_cls):
+    sets = {name: prompts.select([i]).add_column("is_bad", [name == "bad"]) for i, name in enumerate(("good", "bad"))}
+    best = {"metric_for_best_model": "eval_good_reward", "greater_is_better": True, "load_best_model_at_end": True}
+    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make(
+        trainer_cls,
+        reward_funcs=lambda completions, is_bad=None, **kwargs: [
+            -5.0 if is_bad and is_bad[0] else 1.0 for _ in completions
+        ],
+        extra={"eval_dataset": sets},
+        per_device_eval_batch_size=8,
+        max_steps=1,
+        **best,
+        **saving,
+    )
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
+    logged = [set(entry) for entry in trainer.state.log_history if any(key.startswith("eval_") for key in entry)]
+    stems = [{key.removeprefix(f"eval_{name}_") for key in keys} for name, keys in zip(sets, logged, strict=True)]
+    assert stems[0] == stems[1] and not any(key.startswith("eval_") for key in stems[0])
+    expected = {"reward", "loss", "entropy"} | ({"proposal/reward"} if "RePULSe" in trainer_cls.__name__ else set())
+    assert expected <= stems[0]
+    metrics = trainer.evaluate()
+    assert (metrics["eval_good_reward"], metrics["eval_bad_reward"]) == (1.0, -5.0) and "eval_reward" not in metrics
+    assert trainer.evaluate(sets["bad"], metric_key_prefix="held_out")["held_out_reward"] == -5.0
+
+
+def test_the_best_model_by_none_of_the_sets_is_refused(make, prompts):
+    sets = {"good": prompts, "bad": prompts}
+    with pytest.raises(ValueError, match="`metric_for_best_model='reward'` is of none of the evaluation sets"):
+        make(extra={"eval_dataset": sets}, per_device_eval_batch_size=8, metric_for_best_model="reward")
 
 
 @pytest.mark.trainer

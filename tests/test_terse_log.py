@@ -25,6 +25,8 @@ def test_a_line_has_the_main_metrics_with_their_units():
 def test_an_evaluation_says_so():
     logs = {f"eval_{name}": value for name, value in LOGS.items()} | {"epoch": 1.0}
     assert format_logs(logs, 4, 800) == f"evaluation at {LINE}"
+    logs = {f"eval_rare_{name}": value for name, value in LOGS.items()} | {"eval_rare_my_reward": 3.0}  # a function's
+    assert format_logs(logs, 4, 800) == f"evaluation of rare at {LINE}"
 
 
 def test_the_summary_at_the_end_is_not_printed():

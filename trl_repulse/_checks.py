@@ -265,6 +265,29 @@ def check_eval_batch(args: Any) -> None:
         )
 
 
+def check_best_metric(args: Any, eval_dataset: Any) -> None:
+    """
+    Refuses a metric for the best model that is of none of several evaluation sets, before the first evaluation does.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            The trainer's configuration.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
+            The trainer's argument.
+
+    Raises:
+        `ValueError`: If there are several sets and the metric is of none of them.
+    """
+    best = args.metric_for_best_model
+    if best is None or not isinstance(eval_dataset, dict):
+        return
+    if not best.removeprefix("eval_").startswith(tuple(f"{name}_" for name in eval_dataset)):
+        raise ValueError(
+            f"`metric_for_best_model={best!r}` is of none of the evaluation sets; name one of theirs, such as "
+            f"'eval_{next(iter(eval_dataset), 'NAME')}_reward'."
+        )
+
+
 def check_adapters(model: Any, *configs: Any) -> None:
     """
     Refuses adapters whose forward pass is not that of the layers under it, and folders of adapters as a policy.

@@ -1,5 +1,6 @@
 """The log of a training run in one line of plain words, in place of the dictionary that `Trainer` prints."""
 
+import re
 from typing import Any
 
 from tqdm import tqdm
@@ -36,7 +37,7 @@ def format_logs(logs: dict[str, Any], update: int, updates: int) -> str:
 
     Args:
         logs (`dict`):
-            What a trainer logs, of training or, with names that begin with `eval_`, of an evaluation.
+            What a trainer logs, of training or of an evaluation, whose names begin with `eval_` or with that and a set's name.
         update (`int`):
             Updates made.
         updates (`int`):
@@ -45,12 +46,15 @@ def format_logs(logs: dict[str, Any], update: int, updates: int) -> str:
     Returns:
         `str`: The line; empty if the log has no reward, as the summary at the end of training.
     """
-    prefix = "eval_" if "eval_reward" in logs else ""
-    if f"{prefix}reward" not in logs:
+    prefixes = [name.removesuffix("reward") for name in logs if re.fullmatch(r"(eval_(.+_)?)?reward", name)]
+    if not prefixes:
         return ""
+    prefix = min(prefixes, key=len)  # a function may log a metric that ends in `_reward`
     values = {name: logs.get(prefix + name) for name in _WORDS}
     parts = [_WORDS[name].format(value) for name, value in values.items() if value is not None]
-    return " | ".join([f"{'evaluation at ' if prefix else ''}update {update}/{updates}", *parts])
+    evaluated = prefix.removeprefix("eval_").removesuffix("_")
+    where = f"evaluation{f' of {evaluated}' * bool(evaluated)} at " if prefix else ""
+    return " | ".join([f"{where}update {update}/{updates}", *parts])
 
 
 class TerseLogCallback(TrainerCallback):

@@ -43,7 +43,8 @@ class TailReportCallback(TrainerCallback):
     get `trainer_state` as in training; what they say to `log_extra` and `log_metric` of held-out completions is not logged.
     Messages are read with the trainer's `chat_template_kwargs`.
 
-    Logged are `tail/mean`, `tail/prob_below_η` with `_low` and `_high`, and `tail/cvar_a` with both ends.
+    Logged are `tail/mean`, `tail/prob_below_η` with `_low` and `_high`, and `tail/cvar_a` with both ends. Callbacks of
+    several sets of prompts need a `metric_key_prefix` each.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
@@ -60,6 +61,8 @@ class TailReportCallback(TrainerCallback):
             Updates between two reports.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws: the same at every report, which makes reports of one run comparable.
+        metric_key_prefix (`str`, *optional*, defaults to `"tail"`):
+            What the names of the metrics begin with.
 
     Attributes:
         history (`list[dict]`):
@@ -68,7 +71,7 @@ class TailReportCallback(TrainerCallback):
 
     Raises:
         `ValueError`: If the prompts are empty or too long, lack a column that a reward function needs, or a number is out of
-            range.
+            range. At the start of training, if another callback of the trainer has the same `metric_key_prefix`.
 
     Example:
 
@@ -86,6 +89,7 @@ class TailReportCallback(TrainerCallback):
         levels: Sequence[float] = (0.1,),
         every: int = 100,
         seed: int = 0,
+        metric_key_prefix: str = "tail",
     ):
         for name, value in (("every", every), ("num_samples", num_samples)):
             if value < 1:
@@ -98,12 +102,23 @@ class TailReportCallback(TrainerCallback):
         self.num_samples, self.every, self.seed = num_samples, every, seed
         self.thresholds, self.levels = list(thresholds), list(levels)
         self.history: list[dict[str, Any]] = []
+        self.metric_key_prefix = metric_key_prefix
         self._prompt_ids = prompt_tokens(
             trainer.processing_class, self.dataset["prompt"], trainer.chat_template_kwargs
         )
         length = trainer.max_completion_length
         check_prompt_lengths(self._prompt_ids, self.dataset["prompt"][:], trainer.model.config, length)
         estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # refuses levels out of range
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        callbacks = self.trainer.callback_handler.callbacks
+        prefixes = [each.metric_key_prefix for each in callbacks if isinstance(each, TailReportCallback)]
+        if prefixes.count(self.metric_key_prefix) > 1:
+            raise ValueError(
+                f"Several tail reports have `metric_key_prefix={self.metric_key_prefix!r}`; give each one of its own."
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -136,7 +151,7 @@ class TailReportCallback(TrainerCallback):
         self.history.append({"update": update, "report": found})
         due = control.should_log
         # The base class: TRL's `log` would close the window over which it averages its own metrics
-        Trainer.log(self.trainer, _metrics(found))
+        Trainer.log(self.trainer, _metrics(found, self.metric_key_prefix))
         control.should_log = due  # any log takes the update's own for done
 
     def _sample(self) -> np.ndarray:
@@ -266,11 +281,11 @@ def _ignore(*_: Any, **__: Any) -> None:
     """In the place of TRL's functions that log: the tables and means of a trainer are of its own completions."""
 
 
-def _metrics(found: dict[str, Estimate]) -> dict[str, float]:
+def _metrics(found: dict[str, Estimate], prefix: str) -> dict[str, float]:
     """What is logged of a report; ends of intervals that are infinite are left out."""
     metrics = {}
     for name, estimate in found.items():
         key = name.replace("P(r < ", "prob_below_").replace(")", "").replace("CVaR ", "cvar_")
         ends = {"_low": estimate.low, "_high": estimate.high} if name != "mean" else {}
-        metrics |= {f"tail/{key}{end}": value for end, value in {"": estimate.value, **ends}.items()}
+        metrics |= {f"{prefix}/{key}{end}": value for end, value in {"": estimate.value, **ends}.items()}
     return {key: value for key, value in metrics.items() if np.isfinite(value)}

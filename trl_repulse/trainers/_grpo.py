@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from .._checks import (
     check_adapters,
     check_arguments,
+    check_best_metric,
     check_datasets,
     check_eval_batch,
     check_output_dir,
@@ -82,6 +83,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
             _engine.check_vllm()
         if eval_dataset is not None:
             check_eval_batch(args)
+            check_best_metric(args, eval_dataset)
         if environment_factory is None:  # an environment may bring prompts and rewards
             check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)

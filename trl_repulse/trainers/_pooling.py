@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
@@ -71,13 +72,20 @@ class PooledMetrics:
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         check_eval_batch(self.args)
-        self._metrics["eval"].clear()  # of an evaluation that was not logged: `predict`, or one that failed
+        metrics = self._metrics["eval"]
+        metrics.clear()  # of an evaluation that failed
         with self._counting(dataloader) as evaluation:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         if evaluation.losses:  # transformers (5.23) counts prompts in the last batch, though its rows are completions
             output.metrics[f"{metric_key_prefix}_loss"] = pool(evaluation.losses)
+        # Here, since TRL's `log` (1.16) begins the names of all evaluation sets with `eval_`
+        pool_all(metrics)
+        for name, values in metrics.items():
+            known = [value for value in values if not math.isnan(value)]
+            output.metrics[f"{metric_key_prefix}_{name}"] = sum(known) / len(known) if known else None
+        metrics.clear()
         return output
 
     @contextlib.contextmanager
