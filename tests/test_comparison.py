@@ -46,7 +46,8 @@ def test_interval_against_a_table():
     assert mean_and_interval([0.0, 2.0]) == pytest.approx((1.0, 12.706), abs=1e-3)
     mean, half = mean_and_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, half) == pytest.approx((3.0, 2.776 * math.sqrt(2.5 / 5)), abs=1e-3)
-    assert mean_and_interval([7.0]) == (7.0, math.inf)
+    assert mean_and_interval([7.0]) == mean_and_interval([7.0, 7.0]) == (7.0, math.inf)
+    assert mean_and_interval([0.1 + 0.2, 0.3])[1] == math.inf
 
 
 def test_interval_covers():

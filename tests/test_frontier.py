@@ -55,8 +55,6 @@ def test_front_means_and_gains():
     assert [point.on_front for point in found.points] == [True, True, False]
     assert points["low"].x.value == pytest.approx(0.2) and points["low"].x.samples == 2
     assert (points["low"].x.low, points["low"].x.high) == (0.0, 1.0)  # Student's, within what a share can be
-    assert points["high"].y.low == points["high"].y.high == 3.0
-    assert points["low"].y.low == points["low"].y.high == 1.0
     # From the worst run in either quantity
     assert found.reference_point == (0.9, 0.5) and found.baseline == "low"
     assert points["low"].gain is None
@@ -152,6 +150,24 @@ def test_a_share_of_zero_is_bounded_by_the_exact_interval():
     assert (x.low, x.high) == (exact.low, exact.high)  # Student's would be a point
     unknown = make_frontier(runs("a", (1.0, 1.0), (1.0, 2.0)), "attack_success", "reward").points[0]
     assert (unknown.x.low, unknown.x.high) == (-math.inf, math.inf)
+
+
+def test_runs_that_agree_have_no_interval():
+    """They do not tell how far others would lie apart; 0.1 + 0.2 differs from 0.3 in its last digit."""
+    drawn = [
+        *runs("a", (0.3, 1.0), (0.1 + 0.2, 2.0)),
+        *runs("b", *[(0.1, 0.7)] * 3),
+        *runs("c", (2.0, 3.0), (2.5, 3.5)),
+    ]
+    for quantities in (("kl", "return"), ("attack_success", "cvar")):  # b's is a share of unknown samples
+        places = drawn if quantities[0] == "kl" else [Run(run.method, run.x / 3, run.y) for run in drawn]
+        a, b, c = make_frontier(places, *quantities, level=0.1, reference_point=(3.0, 0.0)).points
+        nothing = (-math.inf, math.inf)
+        assert (
+            (a.x.low, a.x.high) == (b.x.low, b.x.high) == (b.y.low, b.y.high) == (b.gain.low, b.gain.high) == nothing
+        )
+        assert a.y.low < 1.0 < 2.0 < a.y.high and c.x.low < c.x.high < math.inf  # a control
+        assert math.isfinite(c.gain.low)
 
 
 def test_both_better_when_larger():

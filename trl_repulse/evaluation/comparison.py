@@ -95,9 +95,10 @@ def mean_and_interval(values: Sequence[float], level: float = 0.95) -> tuple[flo
             Confidence level.
 
     Returns:
-        `tuple[float, float]`: The mean and half the width of the interval around it, infinite for a single value.
+        `tuple[float, float]`: The mean and half the width of the interval around it, infinite for a single value, or where values
+        agree: they do not tell how far others would lie apart.
     """
-    if len(values) < 2:
+    if math.isclose(min(values), max(values), rel_tol=1e-9):
         return statistics.mean(values), math.inf
     quantile = float(student_t.ppf(0.5 + level / 2, len(values) - 1))
     return statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))

@@ -7,6 +7,7 @@ Legend: M methods, S runs (seeds) of a method.
 import csv
 import io
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -199,8 +200,8 @@ def make_frontier(
     number is known; where the share is 0 (or 1) in all runs it is that interval, or none. The hypervolume that a method's means
     dominate, down to the reference point, is a product of two; its gain over the baseline's has the interval of Welch (1947) for the
     difference of two means, of the products linearised around the means (the delta method, which the bootstrap over runs tends to). The
-    reference point is taken as given, also where it is the worst run in either quantity. A single run has no interval, and nothing
-    over or under it has one.
+    reference point is taken as given, also where it is the worst run in either quantity. A single run, or runs that agree, have no
+    interval, and nothing over or under them has one.
 
     Args:
         runs (`Sequence[Run]`):
@@ -255,7 +256,7 @@ def make_frontier(
             if math.isfinite(half) and name in (largest or {}):
                 interval = (mean - half, max(mean, min(mean + half, largest[name])))
             if name in SHARES:
-                interval = _interval_of_share(mean, *interval, sum(samples) if all(samples) else 0, confidence)
+                interval = _interval_of_share(values, *interval, sum(samples) if all(samples) else 0, confidence)
             ends.append(Estimate(mean, *interval, len(group)))
         others = np.delete(means, index, axis=0)
         on_front = not ((others >= means[index]).all(axis=1) & (others > means[index]).any(axis=1)).any()
@@ -301,18 +302,21 @@ def _corner(places: np.ndarray, signs: np.ndarray, reference_point: tuple[float,
     return corner
 
 
-def _interval_of_share(value: float, low: float, high: float, samples: int, confidence: float) -> tuple[float, float]:
+def _interval_of_share(
+    values: list[float], low: float, high: float, samples: int, confidence: float
+) -> tuple[float, float]:
     """
-    Student's interval within [0, 1], and at least that of Clopper and Pearson for all samples: runs that agree by chance do not
-    make counts more certain than they are. Of a single run, or where all have 0 or all have 1, one of the two.
+    Student's interval within [0, 1], and at least that of Clopper and Pearson for all samples. Of a single run Student's alone;
+    where runs agree, the other alone.
     """
+    value = statistics.mean(values)
     inside = 0.0 < value < 1.0
-    if inside and not (math.isfinite(low) and samples):
+    if inside and (len(values) == 1 or not samples):
         return (max(low, 0.0), min(high, 1.0)) if math.isfinite(low) else (low, high)
     if not samples:
         return -math.inf, math.inf
     exact = binomtest(round(value * samples), samples).proportion_ci(confidence, "exact")
-    if not inside:
+    if not math.isfinite(low):
         return float(exact.low), float(exact.high)
     return min(max(low, 0.0), float(exact.low)), max(min(high, 1.0), float(exact.high))
 
@@ -330,7 +334,8 @@ def _gain(own: np.ndarray, other: np.ndarray, confidence: float) -> Estimate:
         mean = runs.mean(axis=0)
         value += sign * float(mean.prod())
         parts = runs @ mean[::-1]
-        components.append((float(parts.var(ddof=1)) / len(parts), len(parts) - 1) if len(parts) > 1 else (0.0, 0))
+        alike = np.ptp(parts) <= 1e-9 * np.abs(parts).max()  # as one run is
+        components.append((0.0, 0) if alike else (float(parts.var(ddof=1)) / len(parts), len(parts) - 1))
     with np.errstate(over="ignore"):  # an area beyond all floats is infinite
         ends = np.ldexp([value, *combined_interval(value, components, confidence)], exponents.sum())
     return Estimate(*map(float, ends), len(own))
