@@ -246,6 +246,16 @@ def test_refused_values_name_the_field_in_one_line(make, name, kwargs):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("config_cls", ALL)
+def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
+    size = {"per_device_train_batch_size": 30}
+    for number, expected in ((2, 8), (5, 10), (15, 15)):
+        assert make(config_cls, num_generations=number, **size).per_device_eval_batch_size == expected
+        found = make(config_cls, num_generations=2, num_generations_eval=number, **size)
+        assert found.per_device_eval_batch_size == expected
+    assert make(config_cls, num_generations=5, per_device_eval_batch_size=8, **size).per_device_eval_batch_size == 8
+
+
 def test_fewer_than_two_generations_are_refused(make):
     with pytest.raises(ValueError, match="at least 2 generations"):
         make(num_generations=1)
@@ -353,7 +363,7 @@ def test_reinforce_reads_or_refuses_each_field_of_grpo_that_rloo_has_not():
     assert of_grpo.keys() - of_rloo.keys() - {"log_completions_hub_repo"} == NOT_OF_REINFORCE.keys()
     assert of_rloo.keys() - own.keys() == set()
     changed = {name for name in of_rloo if own[name].default != of_rloo[name].default}
-    assert changed == {"disable_dropout", "learning_rate"}
+    assert changed == {"disable_dropout", "learning_rate", "per_device_eval_batch_size"}
 
 
 @pytest.mark.parametrize("config_cls", ALL)

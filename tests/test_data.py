@@ -133,8 +133,21 @@ def test_missing_file(name, monkeypatch):
 
 def test_a_file_has_one_split(tmp_path):
     path = write(tmp_path / "prompts.jsonl", PLAIN)
-    with pytest.raises(ValueError, match="one file with one split, 'train', and has no split 'test'; ask for 'train'"):
+    with pytest.raises(
+        ValueError, match="one file with one split, 'train', and has no split 'test'; .* `--dataset_test_split`"
+    ):
         load_prompts(path, split="test")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_that_a_folder_lacks(tmp_path, streaming):
+    """What it has is named, and each flag that may have named the other."""
+    (tmp_path / "prompts").mkdir()
+    write(tmp_path / "prompts" / "train.jsonl", PLAIN)
+    with pytest.raises(
+        ValueError, match=r"has no split 'test' \(.*\['train'\]\).* `--split` .*`--dataset_test_split`"
+    ):
+        load_prompts(tmp_path / "prompts", split="test", streaming=streaming)
 
 
 class TestHub:

@@ -162,10 +162,27 @@ def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
     prompts = tmp_path / "held_out.jsonl"
     prompts.write_text("\n".join(json.dumps({"question": text}) for text in embedded.load_prompts()["prompt"][:3]))
     flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
-    results = run("reinforce", tmp_path / "out", *flags, "--per_device_eval_batch_size", "32")
+    results = run("reinforce", tmp_path / "out", *flags)
     assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
     assert results["samples"] == 256
     assert results["policy_updates"] == 2
+
+
+@pytest.mark.parametrize("command", ["repulse", "grpo"])
+def test_held_out_prompts_need_one_argument(tmp_path, command):
+    """With 16 completions a prompt, and the column of the prompts that are trained on."""
+    prompts = embedded.load_prompts()["prompt"]
+    for name, rows in (("train", prompts), ("held_out", prompts[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"question": text}) for text in rows))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"{Path(embedded.settings_path(command)).read_text()}\neval_dataset_name: {tmp_path}/held_out.jsonl\n"
+    )
+    flags = ["--config", str(config), "--dataset_name", f"{tmp_path}/train.jsonl", "--prompt_column", "question"]
+    metrics = run(command, tmp_path / "out", *flags, "--num_generations", "16")["metrics"]
+    assert "eval_reward" in metrics
+    with pytest.raises(ValueError, match="`per_device_eval_batch_size=8` on 1 processes is no multiple of the 16"):
+        run(command, tmp_path / "out", *flags, "--num_generations", "16", "--per_device_eval_batch_size", "8")
 
 
 def test_long_prompts_are_left_out(tmp_path):

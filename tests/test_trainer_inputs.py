@@ -120,7 +120,9 @@ def test_a_policy_with_nothing_to_train(make, model_dirs, tmp_path, tokenizer, p
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 def test_evaluation_batches_that_cut_prompts(make, prompts, trainer_cls):
-    settings = {"num_generations": 5, "per_device_train_batch_size": 20}
+    whole = {"num_generations": 5, "per_device_train_batch_size": 20}
+    assert "eval_loss" in make(trainer_cls, **whole).evaluate(prompts)  # by default none does
+    settings = whole | {"per_device_eval_batch_size": 8}
     message = "`per_device_eval_batch_size=8` on 1 processes is no multiple of the 5 completions"
     with pytest.raises(ValueError, match=message):
         make(trainer_cls, **settings).evaluate(prompts)

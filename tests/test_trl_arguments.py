@@ -94,7 +94,12 @@ def test_evaluation_with_one_completion_a_prompt(make, prompts, settings):
 
 @pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer])
 def test_batches_of_evaluation_hold_whole_prompts(make, prompts, trainer_cls):
-    settings = {"num_generations": 5, "per_device_train_batch_size": 5, "max_steps": 1}
+    settings = {
+        "num_generations": 5,
+        "per_device_train_batch_size": 5,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 1,
+    }
     with pytest.raises(ValueError, match="`per_device_eval_batch_size=8` on 1 processes is no multiple of the 5"):
         make(trainer_cls, extra={"eval_dataset": prompts}, **settings)
     make(trainer_cls, **settings)  # nothing to evaluate

@@ -16,6 +16,7 @@ from ._commands._fields import with_config
 from ._errors import did_you_mean
 from .cli import NEGATIVE_NUMBER
 from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from .configs._fields import WholePrompts
 
 
 @dataclass
@@ -42,10 +43,10 @@ class TrainingScriptArguments(ScriptArguments):
         max_prompt_length (`int`, *optional*):
             Prompts of more tokens are left out.
         eval_dataset_name (`str`, *optional*):
-            Held-out prompts, evaluated by sampling after training: a file or a data set, of which `dataset_test_split`
+            Held-out prompts, evaluated by sampling after training: a file, or a data set, of which `dataset_test_split`
             is taken.
-        eval_prompt_column (`str`, *optional*, defaults to `"prompt"`):
-            Column of `eval_dataset_name` that holds the prompts.
+        eval_prompt_column (`str`, *optional*):
+            Column of `eval_dataset_name` that holds the prompts. If unset, `prompt_column`.
         train_batch_size (`int`, *optional*):
             Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`, so that an
             update is the same on any number of devices.
@@ -88,7 +89,9 @@ class TrainingScriptArguments(ScriptArguments):
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Held-out prompts, evaluated by sampling after training."}
     )
-    eval_prompt_column: str = field(default="prompt", metadata={"help": "Column of the held-out prompts."})
+    eval_prompt_column: str | None = field(
+        default=None, metadata={"help": "Column of the held-out prompts. If unset, `prompt_column`."}
+    )
     train_batch_size: int | None = field(
         default=None,
         metadata={
@@ -174,12 +177,17 @@ class GRPOScriptArguments(TrainingScriptArguments):
                     raise ValueError(f"`reward_transform_{name}` has no effect; set `reward_transform`.")
 
 
+@dataclass
+class _GRPOConfig(WholePrompts, GRPOConfig):
+    """TRL's, with the default batch of evaluation that all commands have."""
+
+
 # Training command -> dataclasses of the script's arguments and of the trainer's configuration
 ARGUMENTS: dict[str, tuple[type, type]] = {
     "repulse": (TrainingScriptArguments, RePULSeConfig),
     "reinforce": (TrainingScriptArguments, ReinforceConfig),
     "ppo": (PPOScriptArguments, PPOConfig),
-    "grpo": (GRPOScriptArguments, GRPOConfig),
+    "grpo": (GRPOScriptArguments, _GRPOConfig),
     "repulse-ppo": (PPOScriptArguments, RePULSePPOConfig),
     "repulse-grpo": (TrainingScriptArguments, RePULSeGRPOConfig),
 }

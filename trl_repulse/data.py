@@ -21,6 +21,11 @@ LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 # A name that ends like this is taken for a file even where there is none, and not for a data set on the Hub.
 _FILE_SUFFIXES = (*LOCAL_SUFFIXES, ".arrow", ".gz", ".md", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip", ".zst")
 
+_NAME_SPLIT = (
+    "name one that it has with `load_prompts(split=...)`, on the command line `--split` (in training, `--dataset_train_split`, "
+    "and for held-out prompts `--dataset_test_split`)"
+)
+
 
 def load_prompts(
     path_or_name: str | Path,
@@ -153,6 +158,10 @@ def _load_by_name(name: str, path: Path, config: str | None, split: str, streami
             f"There is no file or folder `{name}`, and no data set of that name could be loaded from the Hugging Face Hub "
             f"({reason}); correct the path or the name."
         ) from error
+    except ValueError as error:
+        if "split" not in str(error).lower():
+            raise
+        raise ValueError(f"`{name}` has no split '{split}' ({str(error).rstrip('.')}); {_NAME_SPLIT}.") from error
 
 
 def _rename(dataset: Dataset | IterableDataset, column: str, name: str) -> Dataset | IterableDataset:
@@ -182,7 +191,7 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
     if path.suffix.lower() not in LOCAL_SUFFIXES:
         raise ValueError(f"`{path}` has the suffix '{path.suffix}'; convert it to a {readable} file.")
     if split != "train":
-        raise ValueError(f"`{path}` is one file with one split, 'train', and has no split '{split}'; ask for 'train'.")
+        raise ValueError(f"`{path}` is one file with one split, 'train', and has no split '{split}'; {_NAME_SPLIT}.")
     rows = _read_rows(path)
     if not rows:
         raise ValueError(f"`{path}` is empty; give it at least one row with a `{column}`.")

@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import embedded
-from ._checks import check_output_dir
+from ._checks import check_eval_batch, check_output_dir
 from ._errors import describe_error, from_reward
 from .arguments import TrainingScriptArguments
 from .data import drop_long_prompts, load_prompts
@@ -79,9 +79,11 @@ def load_data(
         train = load_prompts(script_args.dataset_name, script_args.dataset_train_split, *options, column, chat)
     held_out = None
     if script_args.eval_dataset_name is not None:
-        streaming, column = script_args.dataset_streaming, script_args.eval_prompt_column
-        split = script_args.dataset_test_split
-        held_out = load_prompts(script_args.eval_dataset_name, split, None, streaming, column, chat)
+        name, split = script_args.eval_dataset_name, script_args.dataset_test_split
+        if split == "test" and Path(name).expanduser().is_file():  # the default; a file has one split
+            split = "train"
+        column = script_args.eval_prompt_column or column
+        held_out = load_prompts(name, split, None, script_args.dataset_streaming, column, chat)
     elif args.eval_strategy != "no":
         split = script_args.dataset_test_split
         if split != "train" and Path(script_args.dataset_name or "").expanduser().is_file():
@@ -201,6 +203,8 @@ def run(
     check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
     dataset, held_out = load_data(script_args, args, model_name)
     prompts = dataset
+    if held_out is not None:
+        check_eval_batch(args)
     if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
         dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
     if "reward_funcs" not in kwargs:

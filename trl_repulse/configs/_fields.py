@@ -1,6 +1,7 @@
-"""Fields by name: a misspelt one is refused with the nearest."""
+"""What dataclasses of configurations share: a misspelt field is refused with the nearest, and evaluation has a default batch."""
 
 import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import did_you_mean
@@ -18,3 +19,19 @@ class KnownFields:
             if name not in known and not takes_any:
                 raise TypeError(f"{cls.__name__} has no field `{name}`.{did_you_mean(name, known)}")
         return super().__new__(cls)
+
+
+@dataclass
+class WholePrompts:
+    """Mixin before [`~trl.GRPOConfig`] whose default batch of evaluation does not cut a prompt's completions apart."""
+
+    per_device_eval_batch_size: int | None = field(  # a number once the configuration is made
+        default=None,
+        metadata={"help": "Completions of one pass of evaluation. If unset, 8, rounded up to whole prompts."},
+    )
+
+    def __post_init__(self):
+        if self.per_device_eval_batch_size is None:
+            drawn = max(self.num_generations_eval or self.num_generations or 1, 1)
+            self.per_device_eval_batch_size = -(-8 // drawn) * drawn
+        super().__post_init__()
