@@ -23,6 +23,7 @@ from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.cli import Parser
 from trl_repulse.embedded import shop
 from trl_repulse.evaluation.comparison import format_comparison, load_runs
+from trl_repulse.scripts import main_or_exit
 
 
 ROWS = 64  # completions of an update; where others are drawn for the negative term, as many again
@@ -115,4 +116,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_or_exit(main)

@@ -27,6 +27,7 @@ from trl_repulse.evaluation.comparison import format_comparison, load_runs
 from trl_repulse.evaluation.frontier import Run, make_frontier
 from trl_repulse.methods import train
 from trl_repulse.plots import plot_frontier
+from trl_repulse.scripts import main_or_exit
 
 
 EXAMPLES = Path(__file__).parent
@@ -107,14 +108,13 @@ def main() -> None:
                 sys.exit(f"error: {waiting[future].name} failed: {future.exception()} (see {log})")
             print(f"{done} of {len(runs)}: {waiting[future].name}", flush=True)
     results = load_runs(entry[-1] / "results.json" for entry in runs)
-    print(f"\n{results[0]['samples']:,} completions each; mean ± 95 % interval over the seeds\n")
-    print(format_comparison(results))
     figure = options.output_dir / ("tuning.png" if options.tune else "frontier.png")
     runs = [Run(run["method"], run["final"]["log_prob_bad"], run["final"]["expected_reward"]) for run in results]
     largest = {"log_prob_bad": 0.0, "expected_reward": config["largest_reward"]}
     plot_frontier(make_frontier(runs, "log_prob_bad", "expected_reward", largest=largest), figure)
-    print(f"\nFigure: {figure}")
+    print(f"\n{results[0]['samples']:,} completions each; mean ± 95 % interval over the seeds\n")
+    print(f"{format_comparison(results)}\n\nFigure: {figure}")
 
 
 if __name__ == "__main__":
-    main()
+    main_or_exit(main)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse.embedded import policy_path
 from trl_repulse.generation import TransformersGenerator, VLLMGenerator
+from trl_repulse.scripts import main_or_exit
 
 
 PROMPTS = ["the weather is", "my neighbour is"]
@@ -52,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_or_exit(main)

@@ -1,5 +1,6 @@
 """Tiny worlds for the trainer tests: real architectures built from configs, word-level tokenizers, no network."""
 
+import contextlib
 import gc
 import os
 import re
@@ -162,6 +163,23 @@ def word_reward(completions, **kwargs):
 @pytest.fixture(scope="session")
 def reward():
     return word_reward
+
+
+@pytest.fixture(params=["no reader", "ascii"])
+def poor_stdout(request, monkeypatch, capfd):
+    """Python's standard output as a pipe whose reader has left, or in a locale with few letters; says which."""
+    reader, writer = os.pipe()
+    stream = open(writer, "w", buffering=1, encoding="ascii" if request.param == "ascii" else "utf-8")
+    if request.param == "no reader":
+        os.close(reader)
+    for name in ("stdout", "__stdout__"):
+        monkeypatch.setattr(sys, name, stream)
+    yield request.param
+    monkeypatch.undo()
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
+    if request.param == "ascii":
+        os.close(reader)
 
 
 @pytest.fixture

@@ -25,6 +25,24 @@ from .reward_models import ANSWERS, QUESTIONS, build_tokenizer, save_model
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_streams_that_nobody_reads(tmp_path, unbuffered):
+    """A reader that leaves, letters that a locale lacks, streams that the shell has closed: none of them ends a program."""
+    code = (
+        "import sys; from trl_repulse.cli import keep_writing; keep_writing(); keep_writing()\n"
+        "for i in range(100_000): print('☕', i)\n"
+        "print('☕', file=sys.stderr); open('written', 'w').close(); sys.exit(3)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    environment |= {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
+    for streams in ("2>&1 | head -1", ">&- 2>&-"):
+        shell = f'({sys.executable} -c "$CODE"; echo $? > status) {streams}'
+        done = subprocess.run(shell, shell=True, cwd=tmp_path, env=environment | {"CODE": code}, capture_output=True)
+        assert done.stdout.decode() == ("\\u2615 0\n" if "head" in streams else "") and done.stderr == b""
+        assert (tmp_path / "status").read_text() == "3\n"
+        (tmp_path / "written").unlink()
+
+
 @pytest.fixture
 def launch(monkeypatch):
     """Starts the command and returns its process and the address it names."""

@@ -335,6 +335,14 @@ def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, mode
     assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
 
 
+def test_the_files_do_not_depend_on_what_can_be_printed(tmp_path, poor_stdout):
+    write_samples(tmp_path / "samples", np.arange(100.0).reshape(2, 50), prompts=["☕", "fish"])
+    output, figure = tmp_path / "report.json", tmp_path / "rewards.png"
+    flags = ["--per_prompt", "--output", str(output), "--figure", str(figure)]
+    assert main(["evaluate", str(tmp_path / "samples"), *flags]) == 0
+    assert "☕" in json.loads(output.read_text())["per_prompt"] and figure.is_file()
+
+
 def test_evaluate_command_reads_rewards_of_any_size(tmp_path, capsys):
     """As an exponential transform makes them: the squares of their variances are no floats."""
     rewards, found = -np.random.default_rng(0).exponential(size=(3, 8, 200)), []

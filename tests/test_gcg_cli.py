@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def run(*arguments):
     return main([str(argument) for argument in arguments])
 
 
-def test_from_attack_to_report(folder, tmp_path, capsys):
+def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     config = ["--config", folder / "config.yaml"]
     for i in (1, 2):
         assert run("gcg", *config, "--output", tmp_path / f"{i}.jsonl", "--shard", f"{i}/2") == 0
@@ -101,6 +102,15 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
     assert numbers["thresholds"]["-7.0"]["after"]["success"]["value"] == 0.0
     assert (tmp_path / "f.png").stat().st_size > 5000
+    written = (tmp_path / "r.json").read_bytes()
+    (tmp_path / "r.json").unlink()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as nobody, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", nobody)
+        patch.setattr(sys, "__stdout__", nobody)
+        assert run("gcg-report", tmp_path / "all.jsonl", *report) == 0
+    assert (tmp_path / "r.json").read_bytes() == written
 
     assert run("gcg-merge", tmp_path / "all.jsonl", tmp_path / "1.jsonl") == 1
     assert "is in the way" in capsys.readouterr().err

@@ -115,6 +115,11 @@ def test_command(command, tmp_path, capsys):
     assert list(output.parent.iterdir()) == [output]
 
 
+def test_the_file_does_not_depend_on_what_can_be_printed(command, tmp_path, poor_stdout):
+    output = tmp_path / "report.json"
+    assert main([*command, "--threshold", "-1", "--output", str(output)]) == 0 and output.is_file()
+
+
 def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs, tokenizer):
     """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
     tokenizer.save_pretrained(tmp_path / "adapter")

@@ -168,6 +168,13 @@ def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
     assert results["policy_updates"] == 2
 
 
+def test_a_run_goes_on_where_nobody_reads_it(tmp_path, poor_stdout):
+    folder = tmp_path / "☕"
+    flags = [*QUICK, "--logging_steps", "1", "--output_dir", str(folder)]
+    main_or_exit(lambda: train("reinforce", flags))
+    assert (folder / "results.json").is_file() and (folder / "completions" / "before_after.md").is_file()
+
+
 @pytest.mark.parametrize("command", ["repulse", "grpo"])
 def test_held_out_prompts_need_one_argument(tmp_path, command):
     """With 16 completions a prompt, and the column of the prompts that are trained on."""

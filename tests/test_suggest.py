@@ -270,6 +270,12 @@ def test_the_file_trains_as_it_is(command, capsys):
     assert any((p != q).any() for p, q in zip(trained.parameters(), initial.parameters(), strict=True))
 
 
+def test_the_file_does_not_depend_on_what_can_be_printed(command, poor_stdout):
+    Path("prompts.jsonl").write_text('{"prompt": "the ☕ is"}\n', encoding="utf-8")
+    assert command("--output", "repulse.yaml", "--prompts", "prompts.jsonl") == 0
+    assert yaml.safe_load(Path("repulse.yaml").read_text())["num_generations"] > 0
+
+
 @pytest.mark.trainer
 @pytest.mark.thorough
 def test_the_file_trains_an_adapter_through_the_launcher(command):

@@ -7,6 +7,8 @@ declares its arguments and, with `parser.set_defaults(run=...)`, what it does. E
 """
 
 import argparse
+import io
+import os
 import re
 import sys
 from importlib import import_module
@@ -68,6 +70,33 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
 
+class _Stream(io.FileIO):
+    """A standard stream that loses what nobody reads any more, as where it was piped to `head`."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def keep_writing() -> None:
+    """
+    Lets nothing that a command says end it: readers may leave, the shell may have closed a stream, and letters that the
+    locale lacks are written as escapes. Streams that a caller has put in place of Python's stay as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = _Stream(stream.fileno(), "w", closefd=False)
+            whole = raw if stream.write_through else io.BufferedWriter(raw)
+            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(whole, stream.encoding, "backslashreplace", **options))
+
+
 def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
     """
     The parser of the console command.
@@ -109,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         `int`: Exit status; wrong arguments exit with status 2 before that.
     """
+    keep_writing()
     argv = sys.argv[1:] if argv is None else argv
     command = next((argument for argument in argv if not argument.startswith("-")), None)
     known = [*TRAINING, *COMMANDS]

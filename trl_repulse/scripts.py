@@ -19,6 +19,7 @@ from . import embedded
 from ._checks import check_eval_batch, check_output_dir
 from ._errors import describe_error, from_reward
 from .arguments import TrainingScriptArguments
+from .cli import keep_writing
 from .data import drop_long_prompts, load_prompts
 from .evaluation.before_after import BeforeAfterCallback
 from .evaluation.exact import ExactEvaluator
@@ -202,9 +203,9 @@ def run(
         )
     check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
     dataset, held_out = load_data(script_args, args, model_name)
-    prompts = dataset
     if held_out is not None:
         check_eval_batch(args)
+    prompts = dataset
     if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
         dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
     if "reward_funcs" not in kwargs:
@@ -291,7 +292,6 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     exact = tracking.history[-1]["policy"] if tracking.history else {}
     sampled = {} if "expected_reward" in exact else {name: metrics[name] for name in shown if "proposal/" not in name}
     trainer.measured = exact | sampled
-    print(f"\n{method}, seed {args.seed}\n{table}\n")
     if tracking.history:
         first = tracking.history[0]["update"]
         start = f"at update {first}, where training was resumed," if first else "at the start"
@@ -301,7 +301,7 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
         )
     if tracking.history or metrics:
         plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)
-    print(f"Saved to {output_dir.resolve()}")
+    print(f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}")
 
 
 def main_or_exit(main: Callable[[], None]) -> None:
@@ -315,6 +315,7 @@ def main_or_exit(main: Callable[[], None]) -> None:
     Raises:
         `RuntimeError`: If one is raised that is not of a reward function.
     """
+    keep_writing()
     try:
         main()
     except yaml.YAMLError as error:

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from trl_repulse.cli import TRAINING, Parser
+from trl_repulse.cli import TRAINING, Parser, keep_writing
 
 
 HERE = Path(__file__).resolve().parent
@@ -181,4 +181,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    keep_writing()
     main()

@@ -253,15 +253,14 @@ def _score_negatives(args: argparse.Namespace) -> Any:
 
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
-    """Prints the report; writes it, and draws the figure, if asked to."""
+    """Writes the report and draws the figure, if asked to; prints it."""
     from ..evaluation.records import write_json
 
-    content = report.to_dict()
-    print(report.to_markdown(args.per_prompt))
+    content, text = report.to_dict(), report.to_markdown(args.per_prompt)
     if negatives is not None:
         content["negatives"] = vars(negatives)
-        print(
-            f"\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {negatives.mean:.4g}, "
+        text += (
+            f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {negatives.mean:.4g}, "
             f"log-sum-exp {negatives.logsumexp:.4g} nats"
         )
     if args.output is not None:
@@ -279,3 +278,4 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
         metrics = {f"mean {report.column}" if name == "mean" else name: it for name, it in report.overall.items()}
         write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)
+    print(text)

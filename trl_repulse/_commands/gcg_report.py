@@ -29,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns 0, or 1 with a message if there is nothing to report."""
+    """Writes what is asked for, prints the report and returns 0, or 1 with a message if there is nothing to report."""
     try:
         check_card(args.card)
         check_output(args.json, "--json")
         check_output(args.figure, "--figure")
         header, records = read_results(*args.results)
         summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
-        print(format_report(summary))
         if args.json is not None:
             write_report(args.json, summary)
         if args.figure is not None:
@@ -49,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"trl-repulse gcg-report: {error}", file=sys.stderr)
         return 1
+    print(format_report(summary))
     return 0
 
 

@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
         state = process_state()
         report = estimate(args)
         if state.is_main_process:
-            print(format_report(report))
             if args.output is not None:
                 write_report(args.output, report)
+            print(format_report(report))
     except Exception as error:  # a reward may fail with any
         if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
             raise

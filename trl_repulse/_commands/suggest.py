@@ -51,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         measured, suggestion = suggest(args)
-        print(_samples(measured, suggestion))
-        print(suggestion.to_text())
         if args.output is not None:
             head = (
                 f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
@@ -60,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
             )
             text = suggestion.to_yaml(head, _given(args))
             write_atomically(args.output, lambda path: path.write_text(text, encoding="utf-8"))
+        print(f"{_samples(measured, suggestion)}\n{suggestion.to_text()}")
+        if args.output is not None:
             print(f"\nWritten to {args.output}. Read it, and train with\n  trl-repulse repulse --config {args.output}")
     except Exception as error:  # a reward may fail with any
         if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
