@@ -8,7 +8,7 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.arguments import ARGUMENTS, parse
-from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig
+from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig, _checks
 
 
 ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
@@ -427,3 +427,24 @@ def test_without_a_negative_term_its_schedule_may_stay():
     assert RePULSeConfig(output_dir="out", alpha=0.0, **limit).charges_bad
     with pytest.raises(ValueError, match="alpha_start.* contradicts"):
         RePULSeConfig(output_dir="out", alpha=1.0, **limit)
+
+
+@pytest.mark.parametrize("config_cls", [*ALL, ARGUMENTS["grpo"][1]])
+@pytest.mark.parametrize(
+    ("launched", "own", "used"),
+    [
+        ("bf16", {"bf16": False}, "no"),
+        ("fp8", {"bf16": False}, "no"),
+        ("fp16", {"bf16": True}, "bf16"),
+        ("bf16", {"bf16": True}, "bf16"),
+        ("no", {"bf16": True}, "bf16"),
+        ("no", {"bf16": False}, "no"),
+    ],
+)
+def test_the_configurations_precision_wins_over_the_launchers(tmp_path, monkeypatch, config_cls, launched, own, used):
+    said = []
+    monkeypatch.setattr(_checks.logger, "warning_once", said.append)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert config_cls(str(tmp_path), use_cpu=True, **own).mixed_precision == used
+    assert len(said) == (launched not in ("no", used))  # names both
+    assert all(f"`bf16={own['bf16']}`" in each and f"`mixed_precision: {launched}`" in each for each in said)

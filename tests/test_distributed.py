@@ -159,9 +159,7 @@ def test_configurations_of_the_launcher_start_what_they_say(launch, config, proc
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
 def test_configurations_of_the_launcher_are_read(path):
     config = load_config_from_file(str(path))
-    assert (
-        config.mixed_precision == "no"
-    )  # the trainer's configuration decides; the launcher's would win over `bf16=False`
+    assert config.mixed_precision == "no"  # the trainer's configuration decides; another one here would warn
     assert "MULTI_CPU" not in path.read_text().replace("`distributed_type: MULTI_CPU`", "")
 
 

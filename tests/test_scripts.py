@@ -458,3 +458,14 @@ def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
     train("reinforce", [*flags, "--max_steps", "1"])
     assert "holds a run, whose files this one writes over" in caplog.text
     assert "`--resume_from_checkpoint true`" in caplog.text
+
+
+def test_results_and_card_have_the_precision_that_was_used(tmp_path, monkeypatch):
+    """`bf16: false` of the settings wins over the launcher's: the run is the one without a launcher."""
+    flags = ["--max_steps", "1", "--num_table_completions", "0"]
+    expected = run("repulse-ppo", tmp_path / "plain", *flags)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found = run("repulse-ppo", tmp_path / "launched", *flags)
+    assert found["settings"]["bf16"] is False and found["settings"]["mixed_precision"] == "no"
+    assert found["final"] == expected["final"]
+    assert "| `mixed_precision` | no |" in (tmp_path / "launched" / "README.md").read_text()

@@ -16,6 +16,7 @@ from ._commands._fields import with_config
 from ._errors import did_you_mean
 from .cli import NEGATIVE_NUMBER
 from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from .configs._checks import own_precision
 from .configs._fields import WholePrompts
 
 
@@ -179,7 +180,11 @@ class GRPOScriptArguments(TrainingScriptArguments):
 
 @dataclass
 class _GRPOConfig(WholePrompts, GRPOConfig):
-    """TRL's, with the default batch of evaluation that all commands have."""
+    """TRL's, with the default batch of evaluation and the precedence of `bf16` and `fp16` that all commands have."""
+
+    def __post_init__(self):
+        with own_precision(self):
+            super().__post_init__()
 
 
 # Training command -> dataclasses of the script's arguments and of the trainer's configuration

@@ -286,7 +286,8 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     metrics = next((logs for logs in history if "reward" in logs), {})
     held_out = next((logs for logs in history if "eval_reward" in logs), {})
     metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")}
-    write_results(output_dir / "results.json", method, args.seed, tracking, args.to_dict(), metrics)
+    settings = args.to_dict() | {"mixed_precision": trainer.accelerator.mixed_precision}
+    write_results(output_dir / "results.json", method, args.seed, tracking, settings, metrics)
     shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
     table = format_table(tracking, {name: metrics[name] for name in shown})
     exact = tracking.history[-1]["policy"] if tracking.history else {}

@@ -1,10 +1,18 @@
 """What the configurations refuse, each with one message that names the field and the remedy."""
 
+import contextlib
 import math
+import os
+from collections.abc import Iterator
 from typing import Any
+
+from accelerate.logging import get_logger
+from accelerate.utils import patch_environment
 
 from ._uploads import check_uploads
 
+
+logger = get_logger(__name__)
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
@@ -19,6 +27,24 @@ def require(args: Any, condition: bool, name: str, remedy: str) -> None:
 def require_choice(args: Any, name: str, choices: tuple) -> None:
     """Raises `ValueError` unless the field holds one of the choices."""
     require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
+
+
+@contextlib.contextmanager
+def own_precision(args: Any) -> Iterator[None]:
+    """
+    Context in which TRL fills in a configuration: its `bf16` and `fp16` decide the precision, also where both are False.
+
+    TrainingArguments (transformers 5.23) would then take the launcher's, and the configuration would not say what was used. Warns
+    where the launcher's is another one.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    with patch_environment(ACCELERATE_MIXED_PRECISION="no"):
+        yield
+    if launched not in ("no", args.mixed_precision):
+        logger.warning_once(
+            f"`bf16={args.bf16}` and `fp16={args.fp16}` win over `mixed_precision: {launched}` of `accelerate launch`: the mixed "
+            f"precision of this run is {args.mixed_precision!r}. Set `bf16` or `fp16` to choose another."
+        )
 
 
 def _check_reward(args: Any) -> None:

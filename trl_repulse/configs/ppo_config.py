@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ._checks import check_second_schedule, check_shared, require
+from ._checks import check_second_schedule, check_shared, own_precision, require
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
 from .scoring_config import ScoringConfig
@@ -126,7 +126,8 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         single = self.num_generations == 1
         if single:
             self.num_generations = _Single(1)
-        super().__post_init__()
+        with own_precision(self):
+            super().__post_init__()
         if single:
             self.num_generations = 1
         _check(self)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_shared, require, require_choice
+from ._checks import check_shared, own_precision, require, require_choice
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
 from .scoring_config import ScoringConfig
@@ -172,7 +172,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     )
 
     def __post_init__(self):
-        super().__post_init__()
+        with own_precision(self):
+            super().__post_init__()
         check_shared(self)
         defaults = {each.name: each.default for each in fields(ReinforceConfig)}
         for what, names in _GRPO_ONLY.items():

@@ -5,7 +5,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_repulse_config, check_shared, require
+from ._checks import check_repulse_config, check_shared, own_precision, require
 from .engine_config import EngineConfig
 from .negative_term_config import NegativeTermConfig
 from .reward_config import RewardConfig
@@ -53,7 +53,8 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     )
 
     def __post_init__(self):
-        super().__post_init__()
+        with own_precision(self):
+            super().__post_init__()
         check_shared(self)
         remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
         require(self, self.reward_transform is None, "reward_transform", remedy)

@@ -104,6 +104,7 @@ def amend_model_card(trainer: Any) -> None:
     added += f"- Updates: {trainer.state.global_step}\n\n"
     added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
     settings = {name: getattr(args, name) for name in _SHOWN if _has_effect(args, name)}
+    settings["mixed_precision"] = trainer.accelerator.mixed_precision
     if trainer.bad_reward_threshold is not None:
         settings["bad_reward_threshold"] = trainer.bad_reward_threshold
     if getattr(trainer, "_constraint", None) is not None:

@@ -201,7 +201,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
             raise ValueError(
                 f"`fp16=True` asks for what Accelerate does not do on {self.accelerator.device.type!r}: it would train in "
-                "float32. Set `fp16=False`, and `bf16=True` for half precision (in the launcher's `mixed_precision` as well)."
+                "float32. Set `fp16=False`, and `bf16=True` for half precision."
             )
         if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
             raise ValueError(
