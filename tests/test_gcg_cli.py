@@ -238,7 +238,7 @@ def test_a_file_with_other_names_is_refused(tmp_path, capsys):
     [
         ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
         ("scenario: other\n", "has `scenario: other`, which must be one of behaviors, strings"),
-        ("a: [\n", "is no YAML"),
+        ("a: [\n", "is not valid YAML, correct it"),
         ("- a\n", "must hold arguments by name"),
         ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
     ],
@@ -319,7 +319,7 @@ def test_a_mistaken_user_of_the_example(example, tmp_path):
     (tmp_path / "bad.yaml").write_text("num_samples: [1\n")
     for arguments, message in (
         ([], "error: `--model_name_or_path` is needed"),
-        (["--config", str(tmp_path / "bad.yaml")], "error: The file of `--config` is not valid YAML"),
+        (["--config", str(tmp_path / "bad.yaml")], "bad.yaml` is not valid YAML"),
     ):
         with pytest.raises(SystemExit, match=message):
             main_or_exit(lambda arguments=arguments: example.main(arguments))

@@ -179,7 +179,7 @@ OURS = {
     ),
     "misspelled key of the file": (
         lambda user: user.command(config=user.file("mine.yaml", "learning_rat: 1\n")),
-        "`--config` has `learning_rat`, which is no argument",
+        "mine.yaml` has `learning_rat`, which is no argument",
         "Did you mean `learning_rate`?",
     ),
     "missing file of settings": (
@@ -189,8 +189,58 @@ OURS = {
     ),
     "file that is no YAML": (
         lambda user: user.command(config=user.file("mine.yaml", "alpha: [1\n")),
-        "The file of `--config` is not valid YAML",
+        "mine.yaml` is not valid YAML",
         "correct it",
+    ),
+    "key of the file twice": (
+        lambda user: user.command(config=user.file("mine.yaml", "alpha: 1\nseed: 1\nalpha: 0\n")),
+        "mine.yaml` has `alpha` on line 1 and again on line 3",
+        "keep one",
+    ),
+    "key of the file twice, nested": (
+        lambda user: user.command(config=user.file("mine.yaml", "reward_kwargs: {label: 1, label: 0}\n")),
+        "mine.yaml` has `label` on line 1 and again on line 1",
+        "keep one",
+    ),
+    "list for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "learning_rate: [1e-5, 1e-4]\n")),
+        "mine.yaml` has `learning_rate: ['1e-5', '1e-4']`, which takes one value",
+        "give it without the brackets",
+    ),
+    "list for a path in the file": (
+        lambda user: user.command(output_dir=None, config=user.file("mine.yaml", "output_dir: [a]\n")),
+        "mine.yaml` has `output_dir: ['a']`, which takes one value",
+        "give it without the brackets",
+    ),
+    "settings for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "max_steps: {start: 1}\n")),
+        "mine.yaml` has `max_steps: {'start': 1}`, which cannot be read",
+        "it takes plain values",
+    ),
+    "text among numbers in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "bad_token_ids: [1, a]\n")),
+        "mine.yaml` has `bad_token_ids: [1, 'a']`, which cannot be read",
+        "invalid literal for int()",
+    ),
+    "list among numbers in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "bad_token_ids: [[1]]\n")),
+        "mine.yaml` has `bad_token_ids: [[1]]`, which cannot be read",
+        "it takes plain values",
+    ),
+    "text for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "max_steps: ten\n")),
+        "mine.yaml` has `max_steps: ten`, which cannot be read",
+        "invalid literal for int()",
+    ),
+    "nothing for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "max_steps:\n")),
+        "mine.yaml` has `max_steps: None`, which cannot be read",
+        "invalid literal for int()",
+    ),
+    "nested settings": (
+        lambda user: user.command(config=user.file("mine.yaml", "training:\n  learning_rate: 1e-5\n")),
+        "mine.yaml` has `training`, which is no argument. Nested sections are not read",
+        "write their settings at the top level.",
     ),
     "completions of no tokens": (
         lambda user: user.command(max_completion_length=0),

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 
 PACKAGE = Path(__file__).parent
@@ -72,8 +73,29 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Returns:
         `str`: A question with the nearest of them, after a space; empty if none is near.
     """
-    nearest = difflib.get_close_matches(name, list(known), n=1)
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f" Did you mean `{nearest[0]}`?" if nearest else ""
+
+
+def unknown_name(where: str, name: str, value: Any, known: Iterable[str]) -> ValueError:
+    """
+    The error about a name in a file of settings that is none.
+
+    Args:
+        where (`str`):
+            What the message calls the file.
+        name (`str`), value:
+            The name, and what stands behind it.
+        known (`Iterable` of `str`):
+            Names there are.
+
+    Returns:
+        `ValueError`: Of a section, it says that none are read.
+    """
+    fault = "is no argument; remove it"
+    if isinstance(value, dict):
+        fault = "is no argument. Nested sections are not read; write their settings at the top level"
+    return ValueError(f"{where} has `{name}`, which {fault}.{did_you_mean(str(name), known)}")
 
 
 def from_reward(error: BaseException) -> bool:

@@ -3,17 +3,20 @@
 import argparse
 import inspect
 import json
+import os
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
 import torch
 from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from . import embedded
-from ._commands._fields import with_config
-from ._errors import did_you_mean
+from ._commands._fields import from_file, read_yaml, with_config
+from ._errors import did_you_mean, unknown_name
 from .cli import NEGATIVE_NUMBER
 from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
 from .configs._checks import own_precision
@@ -355,16 +358,34 @@ def parse_fields(parser: TrlParser, argv: list[str] | None, launcher_keys: Colle
     Raises:
         `ValueError`: If the command line or the file has a name that is no field.
     """
-    *parsed, in_file, in_line = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    argv = with_config(sys.argv[1:] if argv is None else argv)
     known = [*(each.name for cls in parser.dataclass_types for each in fields(cls)), *launcher_keys]
-    unknown = [name for name in (flag.removeprefix("--") for flag in in_file[::2]) if name not in launcher_keys]
-    if unknown:
-        hint = did_you_mean(unknown[0], known)
-        raise ValueError(f"The file of `--config` has `{unknown[0]}`, which is no argument; remove it.{hint}")
+    if "--config" in argv:
+        place = argv.index("--config")
+        _set_defaults(parser, Path(argv[place + 1]), known, launcher_keys)
+        argv = argv[:place] + argv[place + 2 :]
+    *parsed, in_line = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if in_line:
         flag = next((text for text in in_line if text.startswith("--")), in_line[0]).partition("=")[0]
         hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), [f"--{name}" for name in known])
         raise ValueError(f"`{flag}` is no argument; remove it.{hint}")
     return tuple(parsed)
+
+
+def _set_defaults(parser: TrlParser, path: Path, known: Collection[str], launcher_keys: Collection[str]) -> None:
+    """Makes what a YAML file has the defaults of the flags, as values that these would give, and sets the variables of its `env`."""
+    settings = read_yaml(path)
+    env = settings.pop("env", None) or {}
+    if not isinstance(env, dict):
+        raise ValueError(f"`{path}` has `env: {env}`, which must hold environment variables by name.")
+    os.environ |= {name: str(value) for name, value in env.items()}  # as TRL's parser does
+    hints = {name: hint for cls in parser.dataclass_types for name, hint in get_type_hints(cls).items()}
+    actions = {action.dest: action for action in parser._actions[::-1] if action.nargs != 0}  # no `--no_...`
+    for name, value in settings.items():
+        if name not in known:
+            raise unknown_name(f"`{path}`", name, value, known)
+        if name not in launcher_keys:
+            kind = {
+                key: each for key in ("type", "choices", "nargs") if (each := getattr(actions[name], key)) is not None
+            }
+            parser.set_defaults_with_config(**{name: from_file(path, name, value, kind, hints[name])})

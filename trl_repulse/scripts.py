@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
@@ -319,8 +318,6 @@ def main_or_exit(main: Callable[[], None]) -> None:
     keep_writing()
     try:
         main()
-    except yaml.YAMLError as error:
-        sys.exit(f"error: The file of `--config` is not valid YAML, correct it: {describe_error(error)}")
     except (ValueError, OSError, ImportError, ArgumentError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not from_reward(error):
             raise

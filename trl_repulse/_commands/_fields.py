@@ -10,7 +10,49 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from .._errors import did_you_mean
+from .._errors import unknown_name
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping with a key that stands twice, of which PyYAML takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, seen = super().compose_mapping_node(anchor), {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                first = seen.setdefault(key.value, key)
+                if first is not key:
+                    lines = (each.start_mark.line + 1 for each in (first, key))
+                    raise ValueError("has `{}` on line {} and again on line {}; keep one".format(key.value, *lines))
+        return node
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """
+    What a YAML file of settings has.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `dict[str, Any]`: The settings by name.
+
+    Raises:
+        `ValueError`: If there is no such file, it cannot be read, is no mapping, or has a name twice, nested ones included.
+    """
+    if not path.is_file():
+        raise ValueError(f"There is no file `{path}`, which `--config` names; give the path of a YAML file.")
+    try:
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, _Loader) or {}
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ValueError(f"`{path}` is not valid YAML, correct it: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"`{path}` {error}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"`{path}` must hold arguments by name, such as `seed: 1`.")
+    return values
 
 
 def add_fields(parser: argparse.ArgumentParser, *classes: type) -> None:
@@ -89,10 +131,8 @@ def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
     known = {field.name for cls in classes for field in fields(cls)}
     if args.config is not None:
         hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-        optional = {name for name, hint in hints.items() if type(None) in get_args(hint)}
         for name, value in _read_file(args.config, known).items():
-            kind = _kind(hints[name])
-            values[name] = None if value is None and name in optional else _from_file(args.config, name, value, kind)
+            values[name] = from_file(args.config, name, value, _kind(hints[name]), hints[name])
     values |= {name: value for name, value in vars(args).items() if name in known}
     return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
 
@@ -127,7 +167,7 @@ def add_config(parser: argparse.ArgumentParser, path: Path | None) -> None:
         elif action.nargs is not None or isinstance(action, argparse._AppendAction):
             kind["nargs"] = "+"
         action.required = False
-        parsed = _from_file(path, name, value, kind)
+        parsed = from_file(path, name, value, kind)
         parser.set_defaults(
             **{action.dest: _Replaced(parsed) if isinstance(action, argparse._AppendAction) else parsed}
         )
@@ -142,41 +182,60 @@ class _Replaced(list):
 
 def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
     """What a YAML file says, if it is of arguments alone."""
-    if not path.is_file():
-        raise ValueError(f"There is no file `{path}`; give a YAML file.")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"`{path}` is no YAML ({error}); fix it.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"`{path}` must hold arguments by name, such as `seed: 1`.")
-    unknown = sorted(set(values) - known)
-    if unknown:
-        hint = did_you_mean(str(unknown[0]), known)
-        raise ValueError(f"`{path}` has `{unknown[0]}`, which is no argument; remove it.{hint}")
+    values = read_yaml(path)
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_name(f"`{path}`", name, value, known)
     return values
 
 
-def _from_file(path: Path, name: str, value: Any, kind: dict[str, Any]) -> Any:
-    """A value of the YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text."""
+def from_file(path: Path, name: str, value: Any, kind: dict[str, Any], hint: Any = None) -> Any:
+    """
+    A value of a YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text.
+
+    Args:
+        path (`Path`), name (`str`), value:
+            The file, the name there, and what stands behind it.
+        kind (`dict`):
+            What argparse knows of the flag: `type`, `choices` and `nargs`.
+        hint (`type`, *optional*):
+            The field's type, which may take `None`, and lists and mappings as they are.
+
+    Returns:
+        The value.
+
+    Raises:
+        `ValueError`: If the flag does not take it.
+    """
+    several, types = kind.get("nargs") == "+", get_args(hint)
+    taken = {get_origin(each) or each for each in types} - (
+        {list} if several else set()
+    )  # of a list, each value is read
+    if type(value) in taken & {list, dict, type(None)}:
+        return value
     if "choices" in kind:
         if isinstance(value, bool):  # YAML takes `off` and `no` for false
             words = ("on", "yes", "true") if value else ("off", "no", "false")
             value = next((word for word in words if word in kind["choices"]), value)
         if value not in kind["choices"]:
-            raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {', '.join(kind['choices'])}.")
+            choices = ", ".join(map(str, kind["choices"]))
+            raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {choices}.")
         return value
 
     def parse(each: Any) -> Any:
-        if isinstance(each, list):
+        if isinstance(each, list) and hint is None:  # of a flag that may be given several times
             return [parse(part) for part in each]
-        return each if isinstance(each, dict) and kind["type"] is parse_object else kind["type"](str(each))
+        if isinstance(each, dict) and kind["type"] is parse_object:
+            return each
+        if isinstance(each, list | dict):
+            raise ValueError("it takes plain values, such as numbers or text")
+        return kind["type"](str(each))
 
-    several = kind.get("nargs") == "+"
     if isinstance(value, list) and not several:
         raise ValueError(f"`{path}` has `{name}: {value}`, which takes one value; give it without the brackets.")
+    values = value if isinstance(value, list) else [value]
     try:
-        return parse(value if isinstance(value, list) or not several else [value])
+        return [parse(each) for each in values] if several else parse(value)
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise ValueError(f"`{path}` has `{name}: {value}`, which cannot be read ({error}).") from error
 
@@ -255,14 +314,13 @@ def with_config(argv: list[str], default_config: str | None = None) -> list[str]
         `list[str]`: The command line.
 
     Raises:
-        `ValueError`: If no file follows `--config`, or there is none of that name.
+        `ValueError`: If no file follows `--config`, or it cannot be read.
     """
     argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if argv[-1:] == ["--config"]:
         raise ValueError("`--config` needs the path of a YAML file behind it.")
     for path in (argv[place + 1] for place, arg in enumerate(argv) if arg == "--config"):
-        if not Path(path).is_file():
-            raise ValueError(f"There is no file `{path}`, which `--config` names; give the path of a YAML file.")
+        read_yaml(Path(path))  # which has what is wrong of the file said once, before processes are launched
     # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
     flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
     given = {"__config", "_h", "__help"}.intersection(flags) or any(flag.startswith("__model_n") for flag in flags)

@@ -12,13 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .. import embedded
 from .._errors import describe_error
-from ._fields import with_config
+from ._fields import read_yaml, with_config
 
 
 # Options of the launcher that training has too, or that have no use here
@@ -98,14 +97,8 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def _settings(argv: list[str]) -> dict[str, Any]:
-    """What the file of `--config` has; nothing where it cannot be read, which the processes say."""
-    if "--config" not in argv:
-        return {}
-    try:
-        settings = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+    """What the file of `--config` has."""
+    return read_yaml(Path(argv[argv.index("--config") + 1])) if "--config" in argv else {}
 
 
 if __name__ == "__main__":
