@@ -9,6 +9,7 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig, _checks
+from trl_repulse.configs.engine_config import without_secrets
 
 
 ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
@@ -364,6 +365,20 @@ def test_reinforce_reads_or_refuses_each_field_of_grpo_that_rloo_has_not():
     assert of_rloo.keys() - own.keys() == set()
     changed = {name for name in of_rloo if own[name].default != of_rloo[name].default}
     assert changed == {"disable_dropout", "learning_rate", "per_device_eval_batch_size"}
+
+
+@pytest.mark.parametrize("config_cls", ALL)
+def test_what_files_and_trackers_are_given_has_no_secret(config_cls):
+    """`results.json` and a tracker's settings are made of `to_dict`."""
+    secret = {"hub_token": "hf_hidden", "model_init_kwargs": {"token": "hf_hidden", "revision": "main"}}
+    secret |= {"vllm_server_base_url": "http://hidden:hidden@host:8000/v1?key=hidden"}
+    config = config_cls("out", use_cpu=True, bf16=False, **secret)
+    shown = config.to_dict()
+    assert "hidden" not in str(shown) and shown["model_init_kwargs"]["revision"] == "main"
+    assert shown["vllm_server_base_url"] == "http://host:8000/v1"
+    assert config.model_init_kwargs == secret["model_init_kwargs"]  # what the run uses is as it was
+    of_trl = GRPOConfig("out", use_cpu=True, bf16=False, **secret).to_dict()
+    assert "hidden" in str(of_trl) and "hidden" not in str(without_secrets(of_trl))
 
 
 @pytest.mark.parametrize("config_cls", ALL)

@@ -14,7 +14,10 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import yaml
 
+from trl_repulse import embedded
+from trl_repulse.cli import main
 from trl_repulse.rewards import RemoteReward
 from trl_repulse.rewards.loading import load_reward
 
@@ -264,3 +267,22 @@ def test_an_endless_answer_is_no_answer(serve, monkeypatch):
     server = serve(lambda payload, handler: (200, b" " * 10_000_000))
     with pytest.raises(ValueError, match="which is not JSON"):
         ask(RemoteReward(f"http://{server.address}"))
+
+
+def test_no_secret_in_the_file_of_suggest(serve, tmp_path, capsys, caplog):
+    """The settings that it writes go on to be copied and committed."""
+    query, file = "?key=hidden%26key", tmp_path / "repulse.yaml"
+    servers = [serve(), serve()]
+    urls = [f"http://{USER}:{PASSWORD}@{servers[0].address}{query}", f"http://{servers[1].address}"]
+    arguments = ["suggest", "--model", embedded.policy_path(), "--prompts", embedded.prompts_path()]
+    arguments += ["--num_samples", "50", "--max_completion_length", "2", "--output", str(file), "--reward_type", "remote"]
+    assert main([*arguments, "--reward_model_path", ",".join(urls)]) == 0
+    written, printed = file.read_text(), capsys.readouterr()
+    said = written + printed.out + printed.err + caplog.text
+    assert not [secret for secret in SECRETS if secret in said]
+    assert all(f"--config {file} --reward_model_path ADDRESS" in text for text in (written, printed.out))
+    shown = ",".join(f"http://{server.address}" for server in servers)
+    assert yaml.safe_load(written)["reward_model_path"] == shown
+    assert {path for path, _ in servers[0].requests} == {"/get_reward" + query}  # the control: they were sent
+    assert main([*arguments, "--reward_model_path", urls[1]]) == 0  # without a secret the file trains as it is
+    assert yaml.safe_load(file.read_text())["reward_model_path"] == urls[1] and "ADDRESS" not in file.read_text()

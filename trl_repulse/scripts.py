@@ -19,6 +19,7 @@ from ._checks import check_eval_batch, check_output_dir
 from ._errors import describe_error, from_reward
 from .arguments import TrainingScriptArguments
 from .cli import keep_writing
+from .configs.engine_config import without_secrets
 from .data import drop_long_prompts, load_prompts
 from .evaluation.before_after import BeforeAfterCallback
 from .evaluation.exact import ExactEvaluator
@@ -285,7 +286,7 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     metrics = next((logs for logs in history if "reward" in logs), {})
     held_out = next((logs for logs in history if "eval_reward" in logs), {})
     metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")}
-    settings = args.to_dict() | {"mixed_precision": trainer.accelerator.mixed_precision}
+    settings = without_secrets(args.to_dict()) | {"mixed_precision": trainer.accelerator.mixed_precision}
     write_results(output_dir / "results.json", method, args.seed, tracking, settings, metrics)
     shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
     table = format_table(tracking, {name: metrics[name] for name in shown})

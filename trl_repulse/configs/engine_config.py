@@ -1,7 +1,28 @@
 """What the configurations of all trainers say about sampling with vLLM, beyond TRL's own."""
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+
+def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
+    """
+    Settings of a run as files and trackers may hold them. transformers' `to_dict` (5.23) hides only fields that are tokens.
+
+    Args:
+        settings (`dict`):
+            What `to_dict` of a configuration gave.
+
+    Returns:
+        `dict`: the same without the token in `model_init_kwargs`, and without user info and query in the addresses of servers.
+    """
+    shown = dict(settings)
+    if (shown.get("model_init_kwargs") or {}).get("token"):
+        shown["model_init_kwargs"] = shown["model_init_kwargs"] | {"token": "<TOKEN>"}
+    for name in ("vllm_server_base_url", "proposal_vllm_server_base_url"):
+        if shown.get(name):
+            shown[name] = re.sub(r"(?<=//)[^/?#]*@|[?#].*", "", shown[name])
+    return shown
 
 
 @dataclass
@@ -32,3 +53,7 @@ class EngineConfig:
             "a warning is given."
         },
     )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As [`~transformers.TrainingArguments.to_dict`], which files and trackers are given, without secrets."""
+        return without_secrets(super().to_dict())
