@@ -275,7 +275,8 @@ def test_no_secret_in_the_file_of_suggest(serve, tmp_path, capsys, caplog):
     servers = [serve(), serve()]
     urls = [f"http://{USER}:{PASSWORD}@{servers[0].address}{query}", f"http://{servers[1].address}"]
     arguments = ["suggest", "--model", embedded.policy_path(), "--prompts", embedded.prompts_path()]
-    arguments += ["--num_samples", "50", "--max_completion_length", "2", "--output", str(file), "--reward_type", "remote"]
+    arguments += ["--num_samples", "50", "--max_completion_length", "2", "--output", str(file)]
+    arguments += ["--reward_type", "remote"]
     assert main([*arguments, "--reward_model_path", ",".join(urls)]) == 0
     written, printed = file.read_text(), capsys.readouterr()
     said = written + printed.out + printed.err + caplog.text

@@ -74,6 +74,10 @@ def suggest(given=None, **options):
     return suggest_settings(given or measured(), **{"max_completion_length": 64} | options)
 
 
+def target(found):
+    return float(re.search(r"`target_dist_beta: (\S+)`", found.notes["learned proposal"])[1])
+
+
 # The rules
 
 
@@ -88,6 +92,28 @@ def test_the_threshold_is_a_low_quantile_and_says_how_many_lie_under_it():
     own = suggest(given, bad_reward_threshold=-1.0)
     assert own.values["bad_reward_threshold"] == -1.0
     assert own.reasons["bad_reward_threshold"].endswith("The value is yours.")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.05])
+def test_of_two_peaks_the_lower_one_is_bad(share):
+    """However many of the samples it has, near the quantile, and a few between both do no harm; nor does a learned proposal's target."""
+    draw = np.random.default_rng(0)
+    places = draw.permutation(500)
+    rewards = draw.normal(3.3, 0.3, 500)
+    rewards[places[: round(500 * share)]] = draw.normal(-3.0, 0.3, round(500 * share))
+    rewards[places[-3:]] = (-0.5, 0.5, 1.5)
+    found = suggest(measured(rewards.reshape(100, 5)))
+    threshold = found.values["bad_reward_threshold"]
+    assert -2.5 < threshold < 2 and (rewards[rewards < threshold] < 2).all()
+    assert -7 < target(found) < -4  # 35 nats over the 6.6 between them
+
+
+@pytest.mark.parametrize("draw", ["normal", "laplace", "uniform"])
+def test_of_one_peak_the_threshold_is_the_quantile(draw):
+    for seed in range(20):
+        rewards = getattr(np.random.default_rng(seed), draw)(size=500)
+        threshold = suggest(measured(rewards.reshape(100, 5))).values["bad_reward_threshold"]
+        assert threshold == pytest.approx(np.quantile(rewards, 0.02), abs=0.06)
 
 
 @pytest.mark.parametrize(("low", "share"), [(0.0, 0.3), (-3.0, 0.01), (0.999, 0.4)])
@@ -107,11 +133,8 @@ def test_scaled_rewards_scale_what_has_their_unit_and_nothing_else():
     for name in set(one.values) - {"beta", "alpha", "bad_reward_threshold"}:
         assert ten.values[name] == one.values[name]
 
-    def target(found):
-        return float(re.search(r"`target_dist_beta: (\S+)`", found.notes["learned proposal"])[1])
-
-    low, high = np.quantile(rewards, (0.02, 0.98))
-    assert target(one) * (high - low) == pytest.approx(-35, rel=0.05)
+    low = np.median(rewards[rewards < one.values["bad_reward_threshold"]])
+    assert target(one) * (np.quantile(rewards, 0.98) - low) == pytest.approx(-35, rel=0.05)
     assert target(ten) == pytest.approx(target(one) / 10, rel=0.05)
 
 
@@ -144,6 +167,16 @@ def test_the_temperature_is_the_trainers_and_what_it_finds_is_told():
     reason = found.reasons["proposal_temperature"]
     assert "4.0% of 100 hot ones" in reason and "3.5 nats less probable" in reason
     assert "5.2 forward passes" in found.notes["time"]  # 4 · 1.04 + 1
+
+
+def test_hot_samples_that_are_mostly_bad_are_pointed_out():
+    (text,) = suggest(measured(hot=0.88)).warnings
+    assert text.startswith("88% of the hot samples are bad") and "`proposal_temperature`, to 1.6 or 1.2" in text
+    assert not suggest(measured(hot=0.28)).warnings and not suggest(measured(hot=0.0)).warnings
+
+
+def test_the_learning_rate_warms_up():
+    assert suggest().values["warmup_steps"] == 20 and suggest(max_steps=80).values["warmup_steps"] == 10
 
 
 @pytest.mark.parametrize(("hot", "prompts"), [(0.5, 10), (0.1, 20), (0.04, 40), (0.01, 50)])
@@ -264,6 +297,10 @@ def test_the_file_trains_as_it_is(command, capsys):
         assert re.search(rf"^{name} +{written[name]:g} ", printed, re.MULTILINE)
     assert args.proposal == "hot_policy" and args.max_steps == 2
     assert written["num_generations"] * 4 == args.generation_batch_size  # all four prompts
+    for method, more in (("repulse-ppo", []), ("repulse-grpo", ["--scale_rewards", "none"])):  # as a note says
+        _, other, _ = parse(["--config", "repulse.yaml", *more], ARGUMENTS[method], embedded.settings_path(method))
+        assert other.alpha == args.alpha and other.generation_batch_size == args.generation_batch_size
+    assert "`repulse-grpo` takes it with `--scale_rewards none`" in printed
     train("repulse", ["--config", "repulse.yaml"])
     trained = AutoModelForCausalLM.from_pretrained("out")
     initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())

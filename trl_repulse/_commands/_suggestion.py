@@ -24,6 +24,8 @@ from ..evaluation.tails import prob_below
 SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
+WARM_UP = 20  # updates, in the held-out worlds
+MOST_BAD = 0.5  # of the hot samples; in the held-out worlds it was at most 0.28
 HIGH = 0.98  # quantile
 
 
@@ -196,11 +198,17 @@ def suggest_settings(
     hot_share = _temperature(found, measured, threshold, share)
     _length(found, own, max_completion_length)
     prompts = _counts(found, measured, share, hot_share)
-    _weights(found, own.rewards, rewards)
+    _weights(found, own.rewards, rewards, threshold)
     _learning_rate(found, measured.machine.parameters, use_peft)
     _batch(found, measured, prompts, use_peft)
     reason = "Rule of thumb: as many updates as the published setting 1; the held-out worlds had 160 and 640."
     found.set("max_steps", max_steps, reason if max_steps == UPDATES else "The value is yours.")
+    reason = "Rule of thumb: as in the held-out worlds, and no more than an eighth of the updates."
+    found.set("warmup_steps", min(WARM_UP, max_steps // 8), reason)
+    found.notes["other methods"] = (
+        "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
+        "standard deviation within a prompt, and `alpha` and `beta`, which are in units of the reward, would no longer fit."
+    )
     found.notes["time"] = _hours(measured, prompts * found.values["num_generations"], max_steps, hot_share)
     return found
 
@@ -265,7 +273,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
 def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float | None) -> float:
     threshold = bad_threshold_for(rewards) if given is None else given
     below = prob_below(rewards[None], threshold)
-    advice = "Rule of thumb: about the 2 % quantile. Read the lowest samples, and move it to what you call bad."
+    advice = "Rule of thumb: about the 2 % quantile, or a gap near it. Read the lowest samples, and move it to what you call bad."
     found.set(
         "bad_reward_threshold",
         threshold,
@@ -293,6 +301,12 @@ def _temperature(found: Suggestion, measured: Measured, threshold: float, share:
         f"{hot.rewards.size} hot ones. Under the policy their tokens are {hot.surprise - own.surprise:.1f} nats less probable than its own. In the "
         "held-out worlds it was 3.5 to 3.8 nats and 19 to 22% at first, and 8.6 nats and 1% with a long tail of words, where it did well too.",
     )
+    if found_bad > MOST_BAD:
+        found.warnings.append(
+            f"{found_bad:.0%} of the hot samples are bad, and {share:.1%} of the policy's own. Read the lowest of them: if they are broken text, "
+            "the policy hardly ever says them, and the negative term is spent on them. Then lower `proposal_temperature`, to 1.6 or 1.2, "
+            "or give broken text an ordinary reward."
+        )
     return found_bad
 
 
@@ -330,12 +344,13 @@ def _counts(found: Suggestion, measured: Measured, share: float, hot_share: floa
     return prompts
 
 
-def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray) -> None:
+def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshold: float) -> None:
     within = _spread_within(drawn)
     spread = within or float(rewards.std())
-    low, high = np.quantile(rewards, (LOW, HIGH))
+    bad, high = rewards[rewards < threshold], np.quantile(rewards, HIGH)
+    low = np.median(bad) if bad.size else rewards.min()
     if low == high:
-        low, high = rewards.min(), rewards.max()
+        high = rewards.max()
     found.set(
         "beta",
         rounded(KL_COEFFICIENT * spread / SPREAD),
@@ -351,8 +366,8 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray) -> None:
     )
     found.notes["learned proposal"] = (
         f"with `proposal: learned` set `target_dist_beta: {-rounded(TARGET_NATS / (high - low), 2):g}`. Rule of thumb: "
-        f"{TARGET_NATS:g} nats over the range of the reward ({low:.3g} to {high:.3g} without the lowest and the highest 2 %, measured), as in "
-        f"the embedded world. The target then prefers bad outputs down to a probability of about e^-{TARGET_NATS:g}."
+        f"{TARGET_NATS:g} nats from a bad output to a good one ({low:.3g} to {high:.3g}: the median of the bad samples and the 98 % quantile, "
+        f"measured), as in the embedded world. The target then prefers bad outputs down to a probability of about e^-{TARGET_NATS:g}."
     )
 
 
