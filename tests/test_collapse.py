@@ -4,10 +4,18 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
+from trl_repulse import (
+    PPOTrainer,
+    ReinforceTrainer,
+    RePULSeGRPOTrainer,
+    RePULSePPOTrainer,
+    RePULSeTrainer,
+    diagnosis,
+)
 from trl_repulse.importance import distinct_share, rank_among
-from trl_repulse.trainers import _collapse
+from trl_repulse.trainers import _collapse, _pooling
 
 from .conftest import BAD
 
@@ -150,3 +158,40 @@ def test_rank_among():
     assert rank_among(values, others).tolist() == pytest.approx([(1 / 3 + 2.5 / 3) / 2, 0.0])
     counted = torch.tensor([[False, True], [False, False]])
     assert rank_among(values, others, counted).tolist() == pytest.approx([2.5 / 3, torch.nan], nan_ok=True)
+
+
+class Sharpen(TrainerCallback):
+    """Makes the policy say the most probable alone from an update on."""
+
+    def __init__(self, update):
+        self.update = update
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.update:
+            with torch.no_grad():
+                model.get_output_embeddings().weight.mul_(1000.0)
+
+
+@pytest.mark.parametrize("is_narrow", [True, False])
+@pytest.mark.parametrize(
+    "trainer_cls", [ReinforceTrainer, PPOTrainer, RePULSeTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer]
+)
+def test_a_policy_that_says_one_thing(make, caplog, monkeypatch, trainer_cls, is_narrow):
+    """Every trainer logs its distinct completions, and warns once; of a policy that stays as it was it does not."""
+    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    monkeypatch.setattr(diagnosis, "UPDATES", 2)
+    monkeypatch.setattr(_pooling.PooledMetrics, "_next_look", 2)
+    monkeypatch.setattr(_pooling, "UPDATES", 2)
+    extra = {"callbacks": [Sharpen(3)]} if is_narrow else {}
+    trainer = make(trainer_cls, learning_rate=0.0, max_steps=9, extra=extra)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    found = [record.message for record in caplog.records if "The policy has collapsed" in record.message]
+    last = list(trainer._logs["completion"])[-16:]
+    drawn = [last[i : i + 4] for i in range(0, 16, 4)]
+    assert logs[-1]["completions/distinct"] == pytest.approx(sum(len(set(texts)) for texts in drawn) / 16)
+    assert len(found) == is_narrow
+    if is_narrow:
+        assert logs[0]["entropy"] > 1 and logs[-1]["entropy"] < 0.1
+        assert "`entropy` fell from" in found[0] and "1.0 of a prompt's 4 completions are distinct" in found[0]
+        assert "raise `beta` (now 0.0)" in found[0]

@@ -25,11 +25,13 @@ LEARNED = {
     "reward": lambda t: 4 - 3 * math.exp(-5 * t),
     "return": lambda t: 4 - 3 * math.exp(-5 * t),
     "reward_std": lambda t: 2 - 1.9 * t,
+    "entropy": lambda t: 2 - 1.2 * t,
     "kl": lambda t: 2 * (1 - math.exp(-5 * t)) + 0.1 * t,
     "bad_fraction": lambda t: 0.01 * (1 - t),
     "completions/mean_length": lambda t: 9.0,
     "completions/max_length": lambda t: 16.0,
     "completions/clipped_ratio": lambda t: 0.1,
+    "completions/distinct": lambda t: 1 - 0.5 * t,
     "proposal/reward": lambda t: 1 - 6 * t,
     "proposal/bad_fraction": lambda t: 0.5,
     "proposal/ess": lambda t: 1.2 if t < 0.1 else 4.0,
@@ -67,7 +69,7 @@ def seen(log, settings=SETTINGS):
     ("symptom", "sound", "columns", "evidence"),
     [
         ("not_finite", LEARNED, {"grad_norm": lambda t: math.nan if t > 0.5 else 1.0}, "`grad_norm` is not finite in 20 of 40"),
-        ("not_finite", LEARNED, {"entropy": lambda t: None if t == 1 else 0.1}, "`entropy` is not finite in 1 of 40"),
+        ("not_finite", LEARNED, {"entropy": lambda t: None if t == 1 else 2.0}, "`entropy` is not finite in 1 of 40"),
         ("not_finite", LEARNED, {"proposal__loss": lambda t: math.inf if t == 1 else 1.0}, "1 of 40 logs, from update 200 to 200"),
         ("constant_reward", LEARNED, {"reward_std": 0.0, "reward": -3.0, "return": -3.0}, "is 0 over updates 1 to 200"),
         ("collapse", LEARNED, {"proposal__log_z_gap": lambda t: 5.0 if t > 0.5 else -5.0}, "5.0 nats on average over updates 101 to"),
@@ -78,6 +80,8 @@ def seen(log, settings=SETTINGS):
         ("nothing_bad", HOT, {"negative__p_bad": 0.0, "proposal__bad_fraction": 0.0}, "are 0 over updates 1 to 200"),
         ("rising_kl", LEARNED, {"kl": lambda t: 16 * t * t}, "nats per token while `reward` went from"),
         ("falling_return", LEARNED, {"return": lambda t: 4 - 8 * (t - 0.5) ** 2}, "`return` fell from"),
+        ("narrow", LEARNED, {"entropy": lambda t: 0.364 * (1 - t) + 0.07 * t}, "`entropy` fell from 0.34"),
+        ("narrow", HOT, {"completions__distinct": lambda t: 0.125 if t > 0.5 else 0.9}, "1.0 of a prompt's 8 completions"),
         ("empty", LEARNED, {"completions__mean_length": lambda t: max(1.0, 9 - 20 * t)}, "and was 7.75 at the start"),
         ("empty", LEARNED, {"proposal__completions__mean_length": lambda t: 9 if t < 0.8 else 1}, "`proposal/completions/mean_"),
         ("cut", LEARNED, {"completions__clipped_ratio": lambda t: t}, "and was 0.0"),
@@ -113,6 +117,9 @@ def test_sound_logs(sound, every):
         {"reward": lambda t: 4 * t, "kl": lambda t: 8 * t, "return": lambda t: 4 * t},  # pays
         {"return": lambda t: 4 - 0.8 * t},  # less than the noise of a batch
         {"completions__clipped_ratio": 0.4},
+        {"entropy": lambda t: 0.05 if t < 0.5 else 0.001},  # there was little to lose
+        {"entropy": lambda t: 2 - 1.2 * t if not 0.5 < t < 0.6 else 0.1},  # it came back
+        {"completions__distinct": 0.125},  # one answer from the start on
     ],
 )
 def test_what_only_looks_like_a_symptom(columns):

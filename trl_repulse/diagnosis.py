@@ -30,6 +30,11 @@ THRESHOLDS = {
     "distinct": Threshold(
         1.5, "distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient"
     ),
+    "entropy": Threshold(
+        0.25,
+        "of the entropy at the start; the optimum of the embedded world at a KL coefficient of 0.2 keeps 0.57 of it",
+    ),
+    "entropy_fall": Threshold(0.1, "nats per token; a policy with less had little to lose"),
     "ess": Threshold(
         2.0, "samples; then fewer than two carry the weights; sound runs with 32 samples had more than 10"
     ),
@@ -61,6 +66,7 @@ THRESHOLDS = {
     "constant": Threshold(1e-6, "of the reward's size, which is what float32 resolves"),
     "not_finite": Threshold(0.1, "of the logs; in fp16 the search for a loss scale gives single infinite gradients"),
 }
+UPDATES = int(THRESHOLDS["updates"].value)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,12 @@ SYMPTOMS = {
         "the policy drifts: the KL penalty is too weak, or the learning rate or the negative term too strong",
         ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "stop where the reward stopped growing"),
         "the-kl-rises-without-a-gain-in-reward",
+    ),
+    "narrow": Symptom(
+        "The policy has collapsed",
+        "the KL penalty is too weak for the scale of the reward, or the learning rate or the negative term too strong",
+        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "go back to an earlier checkpoint"),
+        "the-policy-has-collapsed",
     ),
     "nothing_bad": Symptom(
         "Nothing bad is found",
@@ -241,7 +253,7 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
     ...     print(finding)
     ```
     """
-    log = RunLog(history, settings or {}, THRESHOLDS["updates"].value)
+    log = RunLog(history, settings or {}, UPDATES)
     diagnosis = Diagnosis(log.updates)
     if not log.updates:
         raise ValueError(
@@ -396,6 +408,21 @@ def _rising_kl(log: RunLog) -> str | None:
     )
 
 
+def _narrow(log: RunLog) -> str | None:
+    spans, signs = log.spans("entropy"), []
+    first, last = spans[0], spans[-1]
+    least = THRESHOLDS["entropy_fall"].value
+    if last.mean < min(THRESHOLDS["entropy"].value * first.mean, first.mean - least):
+        signs.append(f"`entropy` fell from {first.mean:.3g} ({first}) to {last.mean:.3g} nats per token ({last})")
+    name, samples = "completions/distinct", log.count("num_generations")
+    if samples >= THRESHOLDS["samples"].value and name in log.columns:
+        spans, limit = log.spans(name), THRESHOLDS["distinct"].value / samples
+        if spans[-1].mean < limit <= spans[0].mean:
+            alike = f"{spans[-1].mean * samples:.1f} of a prompt's {samples} completions are distinct"
+            signs.append(f"`{name}` fell from {spans[0].mean:.3g} to {spans[-1].mean:.3g} ({spans[-1]}): {alike}")
+    return "; ".join(signs) or None
+
+
 def _falling_return(log: RunLog) -> str | None:
     name = "return" if "return" in log.columns else "reward"
     spans = log.spans(name)
@@ -454,6 +481,7 @@ _SIGNS: dict[str, Callable[[RunLog], str | None]] = {
     "cut": _cut,
     "falling_return": _falling_return,
     "rising_kl": _rising_kl,
+    "narrow": _narrow,
     "nothing_bad": _nothing_bad,
     "turned_target": _turned_target,
     "collapse": _collapse,

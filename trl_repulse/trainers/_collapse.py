@@ -9,7 +9,7 @@ from collections import deque
 import torch
 from accelerate.logging import get_logger
 
-from ..diagnosis import THRESHOLDS
+from ..diagnosis import THRESHOLDS, UPDATES
 from ..importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
 from ._metrics import Moments, mean
 from ._negative_term import NEGATIVE, OWN, NegativeTerm
@@ -17,7 +17,6 @@ from ._negative_term import NEGATIVE, OWN, NegativeTerm
 
 logger = get_logger(__name__)
 
-UPDATES = int(THRESHOLDS["updates"].value)  # that a warning looks back on
 LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these updates
 FEWEST_DISTINCT = THRESHOLDS["distinct"].value  # of a prompt's samples, where they are enough to judge
 ENOUGH_SAMPLES = THRESHOLDS["samples"].value

@@ -144,6 +144,14 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         rewards = self._weigh_rewards(self._rewards_per_func)
         if self.args.save_negatives and self.model.training:
             append_negatives(self, "policy", self._logs["prompt"], self._logs["completion"], rewards)
+        generations = self.num_generations if self.model.training else self.num_generations_eval
+        ids, mask = (
+            self.accelerator.gather(self.accelerator.pad_across_processes(batch[name], dim=1)).unflatten(
+                0, (-1, generations)
+            )
+            for name in ("completion_ids", "completion_mask")
+        )
+        self._log_distinct(ids, mask, rewards.view(-1, generations))
         first = self.accelerator.process_index * len(inputs)
         return batch | {"rewards": rewards[first : first + len(inputs)]}  # (B,)
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from .._checks import check_eval_batch, check_rewards
+from ..diagnosis import UPDATES, diagnose
+from ..importance import distinct_share
 from ._metrics import (
     Moments,
     Pooled,
@@ -26,6 +29,9 @@ from ._metrics import (
     weighted,
 )
 from ._trl_bridge import logged_apart
+
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -64,6 +70,7 @@ class PooledMetrics:
     """
 
     _evaluation: _Evaluation | None = None
+    _next_look: float = UPDATES  # update from which the log is looked at again
     _loss_count: float  # samples or tokens of all processes that the latest loss is a mean of
 
     # Evaluation
@@ -231,6 +238,17 @@ class PooledMetrics:
             self._record({"bad_fraction": mean}, Moments.of(bad))
         return rewards
 
+    def _log_distinct(self, ids: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Logs how many of a prompt's completions, tokens and mask `(P, N, T)`, are distinct; prompts without a reward `(P, N)` are left out."""
+        self._log_mean("completions/distinct", distinct_share(ids, mask)[~rewards.isnan().all(dim=1)])
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         pool_all(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, start_time)
+        # Reads the whole log, and therefore ever less often
+        if self.model.training and self.state.global_step >= self._next_look:
+            self._next_look = max(self.state.global_step + UPDATES, round(1.1 * self.state.global_step))
+            for finding in diagnose(self.state.log_history, vars(self.args)).findings:
+                if finding.symptom == "narrow":
+                    logger.warning(str(finding))
+                    self._next_look = math.inf  # once

@@ -206,6 +206,8 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
             advantages = compute_advantages(self._to_prompts(aims, generations), *baseline)
             advantages = self._to_units(advantages, returns)
 
+        names = ("completion_ids", "completion_mask", "rewards")
+        self._log_distinct(*(self._to_prompts(batch[name], generations) for name in names))
         self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
         record_advantages(self, batch["rows"], advantages, self._local_batch_rows)
         return {"coefficients": advantages, "returns": returns}
