@@ -177,8 +177,8 @@ def test_conditional_fine_tuning(tiny_world, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "tagged", lambda *args: rows.extend(make(*args)) or rows)
         trainer, _ = offline.train(tiny_world, {"trainer": "conditional", "config": config}, 0, 160, tmp_path)
+        draw = evaluate.draw
         patch.setattr(evaluate, "draw", lambda *args, **rest: read.append(args[2]) or draw(*args, **rest))
-        draw = offline.draw
         run.evaluate(tiny_world, trainer.model, 0, 5, 5, suffix=offline.tags_of(tiny_world)[-1])
     tags, tokenizer, model = offline.tags_of(tiny_world), tiny_world.tokenizer, trainer.model.eval()
     assert len(set(tags)) == 5 and not set(tags) & set(tokenizer.all_special_tokens)
@@ -250,8 +250,8 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
     method = {"trainer": name, "rounds": rounds, "config": {"learning_rate": 3e-3, "num_train_epochs": 3}}
     counts, rows = [], []
     with pytest.MonkeyPatch.context() as patch:
-        make = offline.data_of
-        patch.setattr(offline, "draw", lambda *args: counts.append(len(args[2]) * args[3]) or evaluate.draw(*args))
+        make, draw = offline.data_of, evaluate.draw
+        patch.setattr(evaluate, "draw", lambda *args: counts.append(len(args[2]) * args[3]) or draw(*args))
         patch.setattr(offline, "data_of", lambda *args: rows.append(make(*args)) or rows[-1])
         trainer, history = offline.train(tiny_world, method, 0, 330, tmp_path)
     assert sum(counts) == 330 and [row["round"] for row in history if "rows" in row] == [*range(rounds)]

@@ -11,6 +11,7 @@ Axis letters: D distinct completions of a prompt, T completion tokens.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +37,19 @@ CVAR_LEVELS = (1e-2, 1e-3)
 class HeldOutWorld:
     """A world that `build.py` wrote: prompts, policy, reward model, and the reward under which an output is bad."""
 
+    samples = 2500  # evaluated completions a prompt
+    hot_samples = 500  # more of them at a higher temperature, for P(bad) alone
+    proposal_samples = 200
+    lasting = False  # whether a run takes so long that it is kept while it goes on, and its policy at the end
+
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        described = json.loads((self.folder / "world.json").read_text(encoding="utf-8"))
-        self.grammar = WORLDS[described["name"]]
-        self.threshold = described["threshold"]
-        self.hot_temperature = described.get("hot_temperature", TEMPERATURE)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.folder / "policy")
+        self.described = json.loads((self.folder / "world.json").read_text(encoding="utf-8"))
+        self.name = self.described["name"]
+        self.threshold = self.described["threshold"]
+        self.hot_temperature = self.described.get("hot_temperature", TEMPERATURE)
+        self.completion_length = self.described.get("completion_length", MAX_COMPLETION_LENGTH)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.policy_path)
 
     @property
     def policy_path(self) -> str:
@@ -51,6 +58,19 @@ class HeldOutWorld:
     @property
     def reward_model_path(self) -> str:
         return str(self.folder / "reward_model")
+
+    @property
+    def reward(self) -> Any:
+        """What a trainer takes for its reward."""
+        return self.reward_model_path
+
+    def costs(self) -> dict[str, float]:
+        """What the reward has cost so far, where it is counted."""
+        return {}
+
+    def fields(self, config_class: type) -> dict[str, Any]:
+        """Fields of a trainer's configuration that hang on the world."""
+        return {"max_completion_length": self.completion_length}
 
     def prompts(self, split: str) -> list[str]:
         """The prompts of a split, `train` or `unseen`."""
@@ -64,6 +84,34 @@ class HeldOutWorld:
         return with_fused_activations(
             AutoModelForSequenceClassification.from_pretrained(self.reward_model_path).eval()
         )
+
+    def draw(
+        self, model: torch.nn.Module, prompts: list[str], per_prompt: int, seed: int, temperature: float = 1.0
+    ) -> list["Samples"]:
+        """Samples of a model; see `draw`."""
+        return draw(model, self.tokenizer, prompts, per_prompt, seed, temperature, self.hot_temperature)
+
+    def score(self, reward_model: torch.nn.Module, prompt: str, completions: torch.Tensor) -> np.ndarray:
+        """Rewards of a prompt's completions (D, T), shape (D,)."""
+        return score(reward_model, self.tokenizer, prompt, completions)
+
+    def log_probs(self, model: torch.nn.Module, prompt: str, completions: torch.Tensor) -> np.ndarray:
+        """Log-probabilities of a prompt's completions (D, T), shape (D,), nats."""
+        return log_probs(model, self.tokenizer, prompt, completions)
+
+    def kind_of(self, text: str) -> str:
+        """In which way a bad completion is bad."""
+        return WORLDS[self.name].construction_of(text)
+
+
+def load_world(folder: str | Path) -> HeldOutWorld:
+    """The world of a folder, of a grammar or of real text."""
+    described = json.loads((Path(folder) / "world.json").read_text(encoding="utf-8"))
+    if "judge" in described:
+        from ..real_text.world import RealTextWorld
+
+        return RealTextWorld(folder)
+    return HeldOutWorld(folder)
 
 
 def with_fused_activations(model: torch.nn.Module) -> torch.nn.Module:
@@ -139,6 +187,15 @@ def draw(
         values = np.concatenate(values)
         drawn.append(Samples(torch.cat(completions), np.concatenate(numbers), values[:, 0], values[:, 1]))
     return drawn
+
+
+def distinct_pairs(samples: Samples, padding: int) -> float:
+    """Of the pairs of neighbouring tokens in all samples, the share of different ones (distinct-2)."""
+    tokens = samples.completions
+    real = (tokens[:, 1:] != padding).numpy()
+    number = int((real.sum(axis=1) * samples.counts).sum())
+    pairs = torch.stack([tokens[:, :-1], tokens[:, 1:]], dim=-1)[torch.from_numpy(real)]
+    return len(pairs.unique(dim=0)) / max(1, number)
 
 
 def mixture_weights(samples: Samples, own: int, hot: int) -> np.ndarray:

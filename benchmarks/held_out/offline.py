@@ -21,7 +21,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrai
 
 from trl_repulse.preferences import RewardedCompletion, preference_rows
 
-from .evaluate import HeldOutWorld, draw, score
+from .evaluate import HeldOutWorld, load_world
 
 
 REJECTED_SHARE = 0.25  # of a prompt's completions, for `dpo` and `kto`
@@ -83,7 +83,7 @@ TRAINERS: dict[str, tuple[type, type]] = {
 @lru_cache(maxsize=1)
 def collect_initial(folder: Path, number: int, seed: int) -> list[RewardedCompletion]:
     """What the initial policy of a world draws; methods with the same seed and number learn from the same completions."""
-    world = HeldOutWorld(folder)
+    world = load_world(folder)
     return collect(world, world.load_policy(), number, seed)
 
 
@@ -94,8 +94,8 @@ def collect(world: HeldOutWorld, model: torch.nn.Module, number: int, seed: int)
     reward_model = world.load_reward_model()
     model.eval()
     for part, each, offset in ((prompts[:rest], share + 1, 0), (prompts[rest:], share, 500_000)):
-        for prompt, samples in zip(part, draw(model, world.tokenizer, part, each, seed + offset), strict=True):
-            rewards = score(reward_model, world.tokenizer, prompt, samples.completions)
+        for prompt, samples in zip(part, world.draw(model, part, each, seed + offset), strict=True):
+            rewards = world.score(reward_model, prompt, samples.completions)
             texts = world.tokenizer.batch_decode(samples.completions, skip_special_tokens=True)
             found += [RewardedCompletion(prompt, text, float(r)) for text, r in zip(texts, rewards, strict=True)]
     return found

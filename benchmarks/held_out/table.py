@@ -4,8 +4,9 @@ A table of finished runs in a held-out world: one row a method, means over seeds
     python -m benchmarks.held_out.table runs/held_out/shop-baselines [--kinds] [--against "RePULSe, hot policy"]
 
 P(bad) is estimated from samples at two temperatures, each weighed by the mixture of both; `bad` counts those at temperature 1 alone.
-All have intervals over prompts and seeds, log10 P(bad) over seeds alone. Where none of the samples was bad, P(bad) has Clopper and Pearson's upper bound for the
-samples at temperature 1.
+Perplexity is that of the samples under the initial policy, and distinct-2 the share of different pairs of neighbouring tokens among a
+prompt's samples, which falls with their number. All have intervals over prompts and seeds, log10 P(bad) over seeds alone. Where none of
+the samples was bad, P(bad) has Clopper and Pearson's upper bound for the samples at temperature 1.
 
 With `--against` a second table has how many times as many bad outputs each method makes as that one: the factor of geometric means over
 seeds, worlds weighing alike, with Welch's 95 % interval of the difference of log P(bad), each world having a mean of its own.
@@ -40,7 +41,9 @@ def interval(cells: np.ndarray) -> tuple[float, float]:
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Means and intervals of one method's runs, one a seed."""
-    names = ("reward", "kl", "bad", "p_bad")
+    names = ["reward", "kl", "bad", "p_bad"]
+    fluent = all("nats" in run["policy"] for run in runs)  # results of before have no such figures
+    names += ["nats", "distinct_2"] if fluent else []
     cells = {name: np.array([run["policy"][name] for run in runs], dtype=float) for name in names}
     bad, samples = int(cells["bad"].sum()), cells["bad"].size * runs[0]["policy"]["samples"]
     p_bad = cells["p_bad"].mean()
@@ -58,6 +61,8 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "seeds": len(runs),
         "reward": (cells["reward"].mean(), *interval(cells["reward"])),
         "kl": (cells["kl"].mean(), *interval(cells["kl"])),
+        "perplexity": np.exp([cells["nats"].mean(), *interval(cells["nats"])]) if fluent else None,
+        "distinct_2": (cells["distinct_2"].mean(), *interval(cells["distinct_2"])) if fluent else None,
         "bad": (p_bad, max(0.0, low), high),
         "log": (logs.mean(), logs.mean() - spread, logs.mean() + spread) if by_seed.all() else None,
         "counts": f"{bad} of {samples:,}",
@@ -130,9 +135,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     print(
-        "| completions | method | seeds | reward | P(bad) / 1e-6 | log10 P(bad) | bad | CVaR 1e-2, 1e-3 | KL, nats | s a run |"
+        "| completions | method | seeds | reward | P(bad) / 1e-6 | log10 P(bad) | bad | CVaR 1e-2, 1e-3 | KL, nats "
+        "| perplexity | distinct-2 | s a run |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     runs = load(options.folders)
     for (method, completions), found in runs.items():
         row = summarize(found)
@@ -149,6 +155,8 @@ def main() -> None:
             row["counts"],
             cvar,
             kl,
+            "{:.1f} ({:.1f} to {:.1f})".format(*row["perplexity"]) if row["perplexity"] is not None else "",
+            "{:.3f} ({:.3f} to {:.3f})".format(*row["distinct_2"]) if row["distinct_2"] else "",
             f"{row['seconds']:.0f}",
         )
         print("| " + " | ".join(map(str, cells)) + " |")
