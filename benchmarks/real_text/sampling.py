@@ -1,0 +1,183 @@
+"""
+Samples of a policy by samplers with an exact density, and the densities of given completions.
+
+Axis letters: N samples, T completion tokens, V vocabulary, S samplers.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trl_repulse.generation._cache import growing_cache, with_cache
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """
+    A distribution of the next token.
+
+    Args:
+        name (`str`):
+            For tables.
+        log_probs (`Callable`):
+            Log-probabilities (..., V) from logits (..., V) and the tokens' places in the completion, from 0, with shape (..., 1).
+        model (`torch.nn.Module`, *optional*):
+            Whose logits, where they are not the policy's.
+    """
+
+    name: str
+    log_probs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    model: nn.Module | None = None
+
+
+def at_temperature(temperature: float) -> Sampler:
+    """The policy at a temperature."""
+    return Sampler(f"temperature {temperature:g}", lambda logits, _: (logits / temperature).log_softmax(-1))
+
+
+POLICY = at_temperature(1.0)
+
+
+def min_p(temperature: float, share: float) -> Sampler:
+    """At a temperature, of the tokens with at least `share` of the likeliest one's probability at 1."""
+
+    def log_probs(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        kept = logits >= logits.amax(-1, keepdim=True) + math.log(share)
+        return (logits / temperature).masked_fill(~kept, -math.inf).log_softmax(-1)
+
+    return Sampler(f"temperature {temperature:g}, min-p {share:g}", log_probs)
+
+
+def first(temperature: float, tokens: int) -> Sampler:
+    """So many first tokens at a temperature, the others at 1."""
+
+    def log_probs(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return (logits / torch.where(places < tokens, temperature, 1.0)).log_softmax(-1)
+
+    return Sampler(f"temperature {temperature:g}, first {tokens} tokens", log_probs)
+
+
+def mixed(temperature: float, share: float) -> Sampler:
+    """Each token with probability `share` at a temperature, and else at 1."""
+
+    def log_probs(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        own, hot = logits.log_softmax(-1), (logits / temperature).log_softmax(-1)
+        return torch.logaddexp(own + math.log(1 - share), hot + math.log(share))
+
+    return Sampler(f"temperature {temperature:g} in {share:.3g} of tokens", log_probs)
+
+
+def favouring(tokens: torch.Tensor, bonus: float, name: str) -> Sampler:
+    """The logits of tokens, a mask (V,), raised by `bonus` nats."""
+    return Sampler(f"{name} +{bonus:g}", lambda logits, _: (logits + bonus * tokens).log_softmax(-1))
+
+
+def of_model(model: nn.Module, name: str) -> Sampler:
+    """Another model at temperature 1."""
+    return Sampler(name, POLICY.log_probs, model)
+
+
+@torch.no_grad()
+def sample(
+    policy: nn.Module,
+    prompts: list[list[int]],
+    per_prompt: int,
+    length: int,
+    sampler: Sampler,
+    seed: int,
+    scored: Sequence[Sampler] = (),
+    rows: int = 256,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Completions of prompts, in their order, and the log-probabilities of each under the samplers of `scored`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Tokens (N, T) up to the first end token, padding behind it, with N = prompts ·
+        `per_prompt`; log-probabilities (N, S), nats.
+    """
+    end, padding = policy.config.eos_token_id, policy.config.pad_token_id
+    generator = torch.Generator().manual_seed(seed)
+    number = len(prompts) * per_prompt
+    tokens = torch.full((number, length), padding)
+    values = torch.zeros(number, len(scored), dtype=torch.double)
+    for places in _of_one_length(prompts, per_prompt, rows):
+        heads = torch.tensor([prompts[i // per_prompt] for i in places.tolist()])
+        models = _Models(policy, [sampler, *scored])
+        logits = models.read(heads)
+        for step in range(length):
+            probs = sampler.log_probs(logits[sampler.model], torch.tensor([step])).exp()
+            chosen = _choose(probs, generator)
+            for column, other in enumerate(scored):
+                log_probs = other.log_probs(logits[other.model], torch.tensor([step]))
+                values[places, column] += log_probs.gather(1, chosen).squeeze(1).double()
+            tokens[places, step] = chosen.squeeze(1)
+            goes_on = chosen.squeeze(1) != end
+            if step == length - 1 or not goes_on.any():
+                break
+            if not goes_on.all():
+                places, chosen = places[goes_on], chosen[goes_on]
+                models.keep(torch.where(goes_on)[0])
+            logits = models.read(chosen)
+    return tokens, values
+
+
+@torch.no_grad()
+def densities(
+    policy: nn.Module,
+    prompts: list[list[int]],
+    owners: torch.Tensor,
+    tokens: torch.Tensor,
+    samplers: Sequence[Sampler],
+    rows: int = 64,
+) -> torch.Tensor:
+    """Log-probabilities (N, S) of completions (N, T), of the prompts at `owners` (N,), under samplers: nats, the end token included."""
+    ended = (tokens == policy.config.eos_token_id).long()
+    counted = ended.cumsum(dim=1) - ended == 0  # up to the first end token
+    values = torch.zeros(len(tokens), len(samplers), dtype=torch.double)
+    for chosen in _of_one_length([prompts[i] for i in owners.tolist()], 1, rows):
+        heads = torch.tensor([prompts[i] for i in owners[chosen].tolist()])
+        part = tokens[chosen]
+        logits = _Models(policy, samplers).read(torch.cat([heads, part[:, :-1]], dim=1), keep=part.size(1))
+        places = torch.arange(part.size(1)).unsqueeze(1)
+        for column, sampler in enumerate(samplers):
+            found = sampler.log_probs(logits[sampler.model], places).gather(2, part.unsqueeze(2)).squeeze(2)
+            values[chosen, column] = found.double().masked_fill(~counted[chosen], 0).sum(dim=1)
+    return values
+
+
+class _Models:
+    """The models of some samplers, and what they have read."""
+
+    def __init__(self, policy: nn.Module, samplers: Sequence[Sampler]):
+        self.models = {sampler.model: sampler.model or policy for sampler in samplers}
+        self.caches = {key: growing_cache(model) for key, model in self.models.items()}
+
+    def read(self, ids: torch.Tensor, keep: int = 0) -> dict[nn.Module | None, torch.Tensor]:
+        """Logits behind the last of more tokens (N, T), shape (N, V), or behind each of the last `keep` ones, shape (N, `keep`, V)."""
+        found = {}
+        for key, model in self.models.items():
+            cache = with_cache(model, self.caches[key])
+            logits = model(input_ids=ids, logits_to_keep=max(keep, 1), **cache).logits.float()
+            found[key] = logits if keep else logits[:, -1]
+        return found
+
+    def keep(self, rows: torch.Tensor) -> None:
+        for cache in self.caches.values():
+            cache.batch_select_indices(rows)
+
+
+def _of_one_length(prompts: list[list[int]], per_prompt: int, rows: int) -> Iterator[torch.Tensor]:
+    """Places of samples, at most `rows` at once, whose prompts are equally long."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(per_prompt)
+    for length in lengths.unique():
+        yield from torch.where(lengths == length)[0].split(rows)
+
+
+def _choose(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A token (N, 1) of each row of probabilities (N, V); sums in double precision, since the tail of the vocabulary counts."""
+    sums = probs.double().cumsum(dim=1)
+    u = torch.rand(len(probs), 1, generator=generator, dtype=torch.double) * sums[:, -1:]
+    return torch.searchsorted(sums, u, right=True).clamp(max=probs.size(1) - 1)
