@@ -162,6 +162,7 @@ def _measure(
 ) -> Any:
     """Draws, rewards and scores; the policy's own samples, and a quarter as many hot ones."""
     from .._checks import check_prompt_lengths
+    from .._texts import completion_texts
     from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
     from ..evaluation.log_probs import completion_log_probs
     from ._suggestion import Measured, Samples
@@ -188,12 +189,13 @@ def _measure(
             model, tokenizer, args.max_completion_length, args.batch_size, temperature=temperature
         )
         start = time.perf_counter()
-        tokens = engine([ids[place] for place in places], args.seed + round(100 * temperature))
+        own_ids = [ids[place] for place in places]
+        tokens = engine(own_ids, args.seed + round(100 * temperature))
         seconds = (time.perf_counter() - start) / len(places)
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = completion_texts(tokenizer, chosen[places]["prompt"], own_ids, tokens)
         rewards = reward(places, texts, tokens)
         start = time.perf_counter()
-        log_prob, _ = completion_log_probs(model, [ids[place] for place in places], tokens, args.batch_size)
+        log_prob, _ = completion_log_probs(model, own_ids, tokens, args.batch_size)
         spent["score"] += time.perf_counter() - start
         lengths = np.array([len(row) for row in tokens])
         ended = np.array([bool(row) and row[-1] in end for row in tokens])

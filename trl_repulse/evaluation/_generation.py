@@ -25,6 +25,7 @@ from transformers.utils import logging
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model
 from .._prompts import render
+from .._texts import check_added_tokens
 from ..generation._defaults import end_tokens, until_end, without_generation_defaults
 from ..generation._padding import batches, padding_token
 from ..generation._probe import probe
@@ -121,12 +122,13 @@ def prompt_text(
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Tokens of each prompt, as in TRL's trainers."""
-    rows = []
+    """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that ends plain ones with its end token."""
+    rows, prompts = [], list(prompts)
     for number, prompt in enumerate(prompts, 1):
         text = prompt_text(tokenizer, prompt, chat_template_kwargs, f"Row {number} of `prompts`")
         # A chat template writes the special tokens itself
         rows.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+    check_added_tokens(tokenizer, prompts, rows)
     return rows
 
 

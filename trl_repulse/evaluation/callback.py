@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import as_dataset, check_prompt_lengths
+from .._texts import completion_texts
 from ..rewards.functions import FunctionReward
 from ..trainers._trl_bridge import unwrap_model_for_generation
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
@@ -204,7 +205,7 @@ def draw(
         engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
         own_seed = np.random.SeedSequence([seed, accelerator.process_index]).generate_state(1)[0]
         ids = engine([prompt_ids[prompt] for prompt in chosen], int(own_seed))
-    texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+    texts = completion_texts(trainer.processing_class, prompts, [prompt_ids[prompt] for prompt in chosen], ids)
     functions, given = {}, {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
     for name, reward, tokenizer in zip(
         trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True

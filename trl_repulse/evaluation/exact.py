@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from .._causal import check_causal
 from .._checks import check_prompts
 from .._model_checks import check_reward_model
+from .._texts import check_added_tokens, completion_texts, joins
 from ..generation._probe import in_mode
 
 
@@ -101,7 +102,7 @@ class ExactEvaluator:
     Enumerates every completion of up to T tokens, and computes what sampling can only estimate.
 
     A completion ends with an eos token or at T tokens: `[eos]`, `[a, eos]`, ..., and all of T tokens. Its reward is
-    that of the text that TRL would score, the prompt followed by the decoded completion without special tokens. Rewards
+    that of the text that the model wrote, prompt and completion without special tokens. Rewards
     and the log-probabilities of the reference are computed once. Models run in their own precision; what follows
     their logits is in float64 and log space. Each prompt is a batch of its own, so causal models never see padding.
 
@@ -180,9 +181,11 @@ class ExactEvaluator:
         if not all(isinstance(prompt, str) for prompt in prompts):
             raise ValueError("Exact evaluation needs plain-text prompts; evaluate conversations by sampling.")
         self._prompts = list(prompts)
-        self._prompt_ids = [torch.tensor(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-        if not self._prompt_ids or not all(map(len, self._prompt_ids)):
+        prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        if not prompt_ids or not all(prompt_ids):
             raise ValueError("Pass at least one prompt, and prompts of at least one token.")
+        check_added_tokens(tokenizer, self._prompts, prompt_ids)
+        self._prompt_ids = list(map(torch.tensor, prompt_ids))
         self._live = torch.tensor([token for token in range(self.vocab_size) if token not in self._eos])  # (A,)
         self.completion_ids = self._enumerate()
         self.bad = torch.isin(self.completion_ids, torch.tensor(list(bad_token_ids))).any(dim=1).to(self.device)
@@ -204,11 +207,15 @@ class ExactEvaluator:
     def _score(self, tokenizer: PreTrainedTokenizerBase, reward: Reward) -> torch.Tensor:
         """Reward of every completion of every prompt, (P, S); equal texts are scored once."""
         ids = [[token for token in row if token >= 0] for row in self.completion_ids.tolist()]
-        decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        place = {completion: index for index, completion in enumerate(dict.fromkeys(decoded))}
+        decoded: list[str] = []
         rewards = []
-        for prompt in self._prompts:
-            texts = [prompt + completion for completion in place]
+        for prompt, prompt_ids in zip(self._prompts, self._prompt_ids, strict=True):
+            if not decoded or not joins(tokenizer):
+                prompts = [prompt] * len(ids)
+                decoded = completion_texts(tokenizer, prompts, [prompt_ids.tolist()] * len(ids), ids)
+                place = {completion: index for index, completion in enumerate(dict.fromkeys(decoded))}
+                index = torch.tensor([place[completion] for completion in decoded])  # (S,)
+            texts, of_prompt = [prompt + completion for completion in place], []
             for start in range(0, len(texts), self.batch_size):
                 batch = texts[start : start + self.batch_size]
                 values = torch.as_tensor(reward(batch)).detach().to("cpu", torch.float64)
@@ -222,9 +229,9 @@ class ExactEvaluator:
                     raise ValueError(
                         f"The reward of {batch[worst]!r} is {values[worst].item()}; return one finite number a text."
                     )
-                rewards.append(values)
-        index = torch.tensor([place[completion] for completion in decoded])  # (S,)
-        return torch.cat(rewards).view(len(self._prompts), -1)[:, index].to(self.device)
+                of_prompt.append(values)
+            rewards.append(torch.cat(of_prompt)[index])
+        return torch.stack(rewards).to(self.device)
 
     def log_probs(self, model: nn.Module) -> torch.Tensor:
         """

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .._checks import check_prompt_lengths
 from .._prompts import prompt_fault
 from .._tables import read_json_lines
+from .._texts import completion_tokens
 from ._generation import prompt_text, prompt_tokens
 from .log_probs import completion_log_probs
 
@@ -102,7 +103,7 @@ def negative_log_probs(
     tokens = prompt_tokens(tokenizer, [prompt for prompt, _ in pairs.values()], chat_template_kwargs)
     prompts = dict(zip(pairs, tokens, strict=True))
     texts = [(text, completion) for text, (_, completions) in pairs.items() for completion in completions]
-    ids = [tokenizer(completion, add_special_tokens=False)["input_ids"] for _, completion in texts]
+    ids = [completion_tokens(tokenizer, pairs[text][0], completion) for text, completion in texts]
     check_prompt_lengths(list(prompts.values()), list(prompts), model.config, 0)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for (text, completion), row in zip(texts, ids, strict=True):

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
 from .._loading import load_model, load_tokenizer
+from .._texts import completion_texts
 from .._vocabulary import check_reference
 from ..rewards.transforms import transform_rewards
 from . import records
@@ -183,7 +184,7 @@ def sample_completions(
     process draws some of the shards.
 
     The rows, prompt by prompt, have `prompt_index`, `sample_index`, `prompt` (as the model reads it), `prompt_ids`,
-    `completion` (without special tokens), `completion_ids`, `length`, `ended` (by an end token, and not at
+    `completion` (without special tokens, as it reads behind the prompt), `completion_ids`, `length`, `ended` (by an end token, and not at
     `max_completion_length`), `log_prob` and `entropy` (both in nats, as in
     [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME` for each reward function, and `reward`, their
     weighted sum; with a reference `log_prob_reference` and `kl` (log p − log p_0, one sample each, can be negative); `return`
@@ -340,7 +341,8 @@ def sample_completions(
 def _rows(dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids) -> pa.Table:
     """The rows of one shard."""
     chosen = dataset[[prompt for prompt, _ in places]]
-    prompts, texts = chosen.pop("prompt"), tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    prompts = chosen.pop("prompt")
+    texts = completion_texts(tokenizer, prompts, prompt_ids, completion_ids)
     end = set(end_tokens(model, tokenizer))
     log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size)
     rewards = evaluate_rewards(

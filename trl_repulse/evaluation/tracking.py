@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import check_prompt_lengths
+from .._texts import check_added_tokens
 from ..configs import NegativeTermConfig
 from ..models._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
@@ -323,6 +324,7 @@ def tokenize_prompts(trainer: RLOOTrainer | GRPOTrainer, prompts: Sequence[str])
         raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     check_prompt_lengths(ids, prompts, trainer.model.config, trainer.max_completion_length)
+    check_added_tokens(trainer.processing_class, prompts, ids)
     return ids
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._prompts import check_conversations, rendering
+from .._texts import check_added_tokens, completion_texts
 
 
 # Of one architecture and vocabulary, models may still differ in these
@@ -22,7 +23,7 @@ class Completion:
     One completion and where it comes from.
 
     Args:
-        text (`str`): The completion without special tokens.
+        text (`str`): The completion without special tokens, as it reads behind its prompt.
         token_ids (`list[int]`): Its tokens, with the end-of-sequence token if it ended by itself.
         model (`str`): Name of the model that drew it.
         version (`int`): How many times that model's weights had been declared changed.
@@ -48,7 +49,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[di
         `list[list[int]]`: One list a prompt.
 
     Raises:
-        `ValueError`: If a prompt is neither text nor messages, or the chat template is missing or refuses it.
+        `ValueError`: If a prompt is neither text nor messages, the chat template is missing or refuses it, or the tokenizer ends
+            text with its end token.
     """
     ids = []
     check_conversations(prompts, "`prompts`")
@@ -59,11 +61,17 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[di
             with rendering(tokenizer, prompt, f"Row {number} of `prompts`"):
                 encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
             ids.append(encoded["input_ids"])
+    check_added_tokens(tokenizer, prompts, ids)
     return ids
 
 
 def group_completions(
-    tokenizer: PreTrainedTokenizerBase, completion_ids: Sequence[Sequence[int]], size: int, model: str, version: int
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[dict[str, str]]],
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    model: str,
+    version: int,
 ) -> list[list[Completion]]:
     """
     Completions by prompt.
@@ -71,19 +79,21 @@ def group_completions(
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer to decode with.
-        completion_ids (`Sequence[Sequence[int]]`):
-            Token ids, those of one prompt after the other.
-        size (`int`):
-            Completions a prompt.
+        prompts (`Sequence`):
+            The prompts.
+        prompt_ids, completion_ids (`Sequence[Sequence[int]]`):
+            Tokens of each completion and of its prompt, as many for each prompt, those of one after the other.
         model (`str`), version (`int`):
             As in [`Completion`].
 
     Returns:
-        `list[list[Completion]]`: `size` completions a prompt.
+        `list[list[Completion]]`: completions of each prompt.
     """
-    texts = tokenizer.batch_decode([list(ids) for ids in completion_ids], skip_special_tokens=True)
+    size = len(completion_ids) // max(len(prompts), 1)
+    each = [prompt for prompt in prompts for _ in range(size)]
+    texts = completion_texts(tokenizer, each, prompt_ids, completion_ids)
     flat = [Completion(text, list(ids), model, version) for text, ids in zip(texts, completion_ids, strict=True)]
-    return [flat[i : i + size] for i in range(0, len(flat), size)]
+    return [flat[i * size : (i + 1) * size] for i in range(len(prompts))]
 
 
 def check_one_family(models: dict[str, PreTrainedModel]) -> None:

@@ -110,7 +110,7 @@ class TransformersGenerator:
                         drawn[place] = ids
         finally:
             lm.train(training)
-        return group_completions(self.tokenizer, drawn, num_completions, model, version=0)
+        return group_completions(self.tokenizer, prompts, rows, drawn, model, version=0)
 
     def _guard(self, model: str) -> Guard:
         """What keeps sampling right, found out before the first completions of each model."""

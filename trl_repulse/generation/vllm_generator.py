@@ -345,7 +345,7 @@ class VLLMGenerator:
                 )
         with self.using(model):
             drawn = self.generate(rows, num_generations=num_completions)[1]
-            return group_completions(self.tokenizer, drawn, num_completions, model, self.version)
+            return group_completions(self.tokenizer, prompts, rows, drawn, model, self.version)
 
     def _adapter_request(self, name: str) -> Any:
         """A request for the adapter as it is now; each version has an id of its own, so that nothing cached serves it."""

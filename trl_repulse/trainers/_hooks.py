@@ -19,6 +19,7 @@ from .._causal import check_causal
 from .._checks import check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
+from .._texts import check_added_tokens
 from ..generation._ahead import rows_at
 from ..generation._defaults import without_generation_defaults
 from ..generation._padding import batches
@@ -357,6 +358,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
             raise
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
+        check_added_tokens(self._tokenizer, prompts, tokenized[0])
         return tokenized
 
     def _holds_everywhere(self, condition: bool) -> bool:

@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from .._checks import check_eval_batch, check_rewards
+from .._texts import completion_texts
 from ..diagnosis import UPDATES, diagnose
 from ..importance import distinct_share
 from ._metrics import (
@@ -194,6 +195,9 @@ class PooledMetrics:
                 calls = metrics["tools/call_frequency"][-1] * len(real) * self.accelerator.num_processes
                 failed = metrics["tools/failure_frequency"].pop()
                 metrics["tools/failure_frequency"].append(Pooled(mean, Moments.alike(failed, calls)))
+        if isinstance(prompts[0], str):  # TRL (1.16) decodes completions by themselves
+            texts = completion_texts(self._tokenizer, prompts, *generated[:2])
+            generated = (*generated[:3], texts, *generated[4:])
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         truncated = torch.tensor([ids[-1] not in ends for ids in generated[1]], device=real.device)
         # Of tokens, or of marks: 1 where the model wrote, not a tool

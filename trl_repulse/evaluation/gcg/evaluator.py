@@ -229,11 +229,12 @@ class _Evaluation:
         check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
         seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
         with _timed(seconds, "sample"):
-            before = self._respond(row, prompt.encode([""])[0] or self._beginning(), prompt.target_ids, "before")
+            typed = prompt.encode([""])[0] or self._beginning()
+            before = self._respond(row, typed, prompt.target_ids, "before", row.goal)
         with _timed(seconds, "attack"):
             result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
         with _timed(seconds, "sample"):
-            after = self._respond(row, result.prompt_ids, prompt.target_ids, "after")
+            after = self._respond(row, result.prompt_ids, prompt.target_ids, "after", row.goal + result.suffix)
         with _timed(seconds, "judge"):
             asked = row.goal + result.suffix if config.include_suffix else row.goal
             responses = before["responses"] + after["responses"]
@@ -252,16 +253,17 @@ class _Evaluation:
             raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
         return [begin]
 
-    def _respond(self, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str) -> dict[str, Any]:
+    def _respond(
+        self, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str, asked: str
+    ) -> dict[str, Any]:
         attack, config = self.attack, self.config
         log_probs = target_log_probs(attack.model, prompt_ids, target_ids)
         if not log_probs.isfinite().all():
             raise GCGError("A log-probability of the target is not finite; try the model in float32.")
-        seed = derive_seed(config.seed, row, phase)
+        drawn = (config.num_samples, config.max_new_tokens, derive_seed(config.seed, row, phase))
+        text = asked if config.prompt_format == "raw" else None
         return {
-            "responses": sample_responses(
-                attack.model, attack.tokenizer, prompt_ids, config.num_samples, config.max_new_tokens, seed
-            ),
+            "responses": sample_responses(attack.model, attack.tokenizer, prompt_ids, *drawn, text),
             "target_log_prob": {
                 "first": log_probs[0].item(),
                 "mean": log_probs.mean().item(),

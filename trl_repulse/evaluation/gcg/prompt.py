@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..._prompts import prompt_fault, rendering
+from ..._texts import check_added_tokens
 
 
 Messages = list[dict[str, Any]]
@@ -152,7 +153,7 @@ def build_prompt(
         [`AttackPrompt`]
 
     Raises:
-        `ValueError`: If the target is empty, there is no chat template, it refuses, drops or repeats the message, a message
+        `ValueError`: If the target is empty, the tokenizer ends raw text with its end token, there is no chat template, it refuses, drops or repeats the message, a message
             has no role or text, or messages are given for the raw format.
     """
     target_ids = _encode(tokenizer, [target], False)[0] if target.strip() else []
@@ -166,6 +167,8 @@ def build_prompt(
         before, after, trims, blanks = _render(tokenizer, messages, chat_template_kwargs or {})
     special = prompt_format == "raw"
     before_ids = _encode(tokenizer, [before], special)[0]
+    if special:
+        check_added_tokens(tokenizer, [before], [before_ids])
     after_ids, suffix_ids = _encode(tokenizer, [after, suffix_init], False)
     begun, whole = _encode(tokenizer, [before + suffix_init, before + suffix_init + after], special)
     if before_ids + suffix_ids + after_ids != whole and begun[: len(before_ids)] == before_ids:

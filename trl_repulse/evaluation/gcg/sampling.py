@@ -7,6 +7,7 @@ Axis letters: L tokens of the prompt, T of the target, N samples, V vocabulary.
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..._texts import completion_texts
 from ...generation._cache import growing_cache, with_cache
 from ...generation._defaults import end_tokens
 from ...generation._probe import repeats_cache
@@ -20,6 +21,7 @@ def sample_responses(
     num_samples: int,
     max_new_tokens: int,
     seed: int,
+    prompt: str | None = None,
 ) -> list[str]:
     """
     Draws responses from the model's own distribution: temperature 1, no top-k or top-p, and none of the settings that a
@@ -38,6 +40,8 @@ def sample_responses(
             Tokens of a response; fewer if it ends.
         seed (`int`):
             Seed of the draws. The global random state is neither read nor changed.
+        prompt (`str`, *optional*):
+            The prompt as text if no chat template made it; responses are then as they read behind it.
 
     Returns:
         `list[str]`: N responses, without special tokens.
@@ -46,10 +50,10 @@ def sample_responses(
     ends = end_tokens(model, tokenizer)
     if not prompt_ids:
         raise ValueError("The prompt has no tokens; begin it with one.")
-    prompt = torch.tensor([prompt_ids], device=model.device)
-    logits, cache = _read_prompt(model, prompt, num_samples)
+    read = torch.tensor([prompt_ids], device=model.device)
+    logits, cache = _read_prompt(model, read, num_samples)
     options = with_cache(model, cache)
-    logits, ids = logits.expand(num_samples, -1), prompt.expand(num_samples, -1)  # (N, V) and (N, L)
+    logits, ids = logits.expand(num_samples, -1), read.expand(num_samples, -1)  # (N, V) and (N, L)
     rows: list[list[int]] = [[] for _ in range(num_samples)]
     done = [False] * num_samples
     for _ in range(max_new_tokens):
@@ -63,7 +67,8 @@ def sample_responses(
         drawn = drawn.to(model.device)
         ids = torch.cat([ids, drawn], dim=1) if cache is None else drawn
         logits = model(input_ids=ids, **options).logits[:, -1]
-    return tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    prompts, read_ids = [prompt] * num_samples, [prompt_ids] * num_samples
+    return completion_texts(tokenizer, prompts, read_ids, rows, clean_up_tokenization_spaces=False)
 
 
 @torch.no_grad()

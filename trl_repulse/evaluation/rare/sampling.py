@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._causal import check_causal
 from ..._checks import as_dataset, check_prompt_lengths, check_prompts
+from ..._texts import completion_texts
 from .._generation import (
     Prompt,
     as_function,
@@ -148,16 +149,17 @@ def draw(
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
             rows = [row for _, k, seed in own for row in engines[k]([prompt_ids[p]] * counts[k], seed)]
             density = _score(models, temperatures, prompt_ids[p], rows, end, batch_size)
-            parts.append((p, tokenizer.batch_decode(rows, skip_special_tokens=True), density))
-    texts: list[list[str]] = [[] for _ in prompts]
+            texts = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
+            parts.append((p, texts, density))
+    drawn: list[list[str]] = [[] for _ in prompts]
     densities: list[list[torch.Tensor]] = [[] for _ in prompts]
     for p, part, density in gather_object(parts):
-        texts[p] += part
+        drawn[p] += part
         densities[p].append(density)
     log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
     named = as_function(reward, reward_tokenizer, models[0].device, chat_template_kwargs)
-    rewards = _rewards(*named, prompts, columns, texts, batch_size, state)
-    return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
+    rewards = _rewards(*named, prompts, columns, drawn, batch_size, state)
+    return Draws(MixtureSample(rewards, log_density, tuple(counts)), drawn)
 
 
 def check_sizes(**sizes: int) -> None:
