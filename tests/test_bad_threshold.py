@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from trl_repulse import (
     PPOTrainer,
@@ -64,11 +65,41 @@ def test_the_threshold_is_that_of_the_first_samples(make, few, caplog, tmp_path,
     assert f"It is now {expected:g}: {share:.1%} of the first 32 rewards are under it" in said
     logs = [row for row in trainer.state.log_history if "reward" in row]
     assert [row.get("negative/bad_reward_threshold") for row in logs] == [None, *[pytest.approx(expected)] * 3]
-    assert "bad_fraction" not in logs[0] and "bad_fraction" in logs[-1]
+    assert "bad_fraction" not in logs[0]
+    for i, row in enumerate(logs[1:], 1):  # of the batch that it was measured on as well
+        assert row["bad_fraction"] == pytest.approx(np.mean(np.array(rewards[16 * i : 16 * (i + 1)]) < expected))
     assert "negative/p_bad" in logs[-1] and not any(name.startswith("negative/") for name in logs[0])
     trainer.create_model_card()
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert f"| `bad_reward_threshold` | {expected} |" in card
+
+
+@pytest.mark.parametrize(("steps", "least"), [(1, 16), (4, 48)])
+def test_the_first_log_has_the_share_of_bad_samples(make, monkeypatch, steps, least):
+    """The threshold is measured on its last batch, or in the middle: the share is of all samples that the other metrics are of."""
+    monkeypatch.setattr(_bad_threshold, "_LEAST", least)
+    trainer = make(max_steps=steps, logging_steps=steps, **HOT)
+    rewards = recorded(trainer)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    share = np.mean(np.array(rewards) < trainer.bad_reward_threshold)
+    assert len(rewards) == 16 * steps and share > 0
+    assert log["bad_fraction"] == pytest.approx(share) and log["reward"] == pytest.approx(np.mean(rewards), rel=1e-5)
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_metrics_that_are_not_known_are_left_out(make, few, prompts, trainer_cls):
+    """TRL logs `None`, which callbacks and dashboards do not expect."""
+    seen = []
+    callback = type("Seen", (TrainerCallback,), {"on_log": lambda self, *args, logs, **_: seen.append(dict(logs))})
+    extra = {"callbacks": [callback()], "eval_dataset": prompts}
+    trainer = make(trainer_cls, max_steps=4, extra=extra, per_device_eval_batch_size=16, **HOT)
+    trainer.evaluate()  # where no sample is bad, as no threshold is known
+    trainer.train()
+    logged = [*seen, *trainer.state.log_history]
+    assert all(isinstance(value, int | float) for logs in logged for value in logs.values())
+    ranks = ["proposal/log_p_rank" in logs for logs in seen if "reward" in logs]
+    assert not ranks[0] and ranks[-1] and "eval_proposal/log_p_rank" not in seen[0]
 
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)

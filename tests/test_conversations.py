@@ -12,6 +12,7 @@ from trl_repulse.cli import main
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.gcg.config import GCGConfig
 from trl_repulse.evaluation.gcg.evaluator import evaluate_gcg
 from trl_repulse.evaluation.gcg.prompt import build_prompt
 from trl_repulse.evaluation.negatives import negative_log_probs
@@ -38,6 +39,20 @@ MALFORMED = {
     "other keys": [{"from": "human", "value": "fish"}],
     "second message": [TURN, {"role": "assistant"}],
 }
+ANSWERED = [TURN, {"role": "assistant", "content": "ran"}]
+ENDS = "Row {} of `{}` ends in a message of the assistant, .*begins another answer.*; end it in a message of the user"
+# Arguments of `apply_chat_template`, set where it is called; the others would change what is sampled from
+NO_VARIABLES = {
+    **{
+        "add_generation_prompt": False,
+        "tokenize": True,
+        "chat_template": "{{ 1 }}",
+        "return_dict": False,
+        "padding": True,
+    },
+    **{"continue_final_message": True, "conversation": [], "messages": [], "max_length": 1, "return_tensors": "pt"},
+}
+SET = "`chat_template_kwargs` has `{}`: no variable of a chat template, but set where it is applied; leave it out"
 WRONG = "Row 1 of `{}` has a `prompt` that is neither text nor a list of messages .* with text in both .it has .*; write it as one"
 NO_TEMPLATE = "Row 1 of `{}` is a conversation, but the tokenizer has no chat template; save one .* or use plain text"
 REFUSED = "Row 2 of `{}`, with the roles user, user, is refused by the chat template .*roles must alternate.*; change its messages"
@@ -92,6 +107,21 @@ class TestTrainers:
                 make(trainer_cls, dataset=rows_of(prompt))
         with pytest.raises(ValueError, match="Row 16 of `train_dataset` has an empty `prompt`"):
             make(trainer_cls, dataset=Dataset.from_list([{"prompt": GOOD}] * 15 + [{"prompt": []}]))
+
+    def test_prompts_that_end_in_an_answer(self, make, nothing_loaded, trainer_cls):
+        dataset = Dataset.from_list([{"prompt": GOOD}, {"prompt": ANSWERED}] * 8)
+        with pytest.raises(ValueError, match=ENDS.format(2, "train_dataset")) as error:
+            make(trainer_cls, dataset=dataset)
+        assert one_line(error)
+        with pytest.raises(ValueError, match=ENDS.format(2, "eval_dataset")):
+            make(trainer_cls, dataset=rows_of(GOOD), extra={"eval_dataset": dataset})
+
+    @pytest.mark.parametrize("name", NO_VARIABLES)
+    def test_template_variables_that_are_none(self, make, nothing_loaded, trainer_cls, name):
+        with pytest.raises(ValueError, match=SET.format(name)):
+            make(trainer_cls, dataset=rows_of(GOOD), chat_template_kwargs={name: NO_VARIABLES[name]})
+        with pytest.raises(ValueError, match=SET.format("tools")):
+            make(trainer_cls, dataset=rows_of(GOOD), chat_template_kwargs='{"tools": []}')
 
     def test_no_template(self, make, trainer_cls):
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("train_dataset")) as error:
@@ -200,6 +230,26 @@ class TestEvaluation:
             read([MALFORMED[kind], GOOD], chat_tokenizer)
         assert one_line(error)
 
+    def test_prompts_that_end_in_an_answer(self, read, chat_tokenizer):
+        with pytest.raises(ValueError, match=ENDS.format(2, "prompts")):
+            read([GOOD, ANSWERED], chat_tokenizer)
+
+    @pytest.mark.parametrize("name", NO_VARIABLES)
+    def test_template_variables_that_are_none(self, tmp_path, chat_tokenizer, name):
+        model, variables = build_model("gpt2", len(chat_tokenizer)), {name: NO_VARIABLES[name]}
+        path = tmp_path / "negatives.jsonl"
+        path.write_text(json.dumps({"prompt": GOOD, "completion": " bad"}))
+        for refused in (
+            lambda: SamplingSettings(chat_template_kwargs=variables),
+            lambda: GCGConfig(chat_template_kwargs=variables),
+            lambda: draw([model], chat_tokenizer, [GOOD], silent, [2], 2, chat_template_kwargs=variables),
+            lambda: negative_log_probs(model, chat_tokenizer, path, chat_template_kwargs=variables),
+            lambda: drop_long_prompts(rows_of(GOOD), chat_tokenizer, 9, variables),
+        ):
+            with pytest.raises(ValueError, match=SET.format(name)):
+                refused()
+        SamplingSettings(chat_template_kwargs={"tools": [], "thinking": True})  # without a trainer to give tools to
+
     def test_no_template(self, read, tokenizer):
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")) as error:
             read([GOOD], tokenizer)
@@ -268,6 +318,14 @@ class TestEvaluation:
         ):
             negative_log_probs(model, chat_tokenizer, path)
 
+        path.write_text(json.dumps({"prompt": ANSWERED, "completion": " bad"}))
+        with pytest.raises(ValueError, match="Line 1 of .* ends in a message of the assistant"):
+            negative_log_probs(model, chat_tokenizer, path)
+
+    def test_attacks_on_what_is_answered(self, chat_tokenizer):
+        with pytest.raises(ValueError, match="The conversation that is attacked ends in a message of the assistant"):
+            build_prompt(chat_tokenizer, ANSWERED, " ran")
+
     @pytest.mark.parametrize("kind", [*MALFORMED, "empty"])
     def test_attacks(self, chat_tokenizer, kind):
         with pytest.raises(ValueError, match="The conversation that is attacked has a") as error:
@@ -305,6 +363,8 @@ class TestCommands:
         [
             ("p.jsonl", '{"prompt": [{"role": "user", "content": "the cat"}]}', "Row 1 of `prompts` is a conversation, but the"),
             ("p.jsonl", '{"prompt": [{"role": "user"}]}', "neither text nor a list of messages"),
+            ("p.jsonl", json.dumps({"prompt": ANSWERED}), "ends in a message of the assistant"),
+            ("p.jsonl", '{"prompt": "the cat", "completions": "a"}', "has a column `completions`, and reward functions"),
             ("p.jsonl", '{"prompt": ' + "[" * 100_000, "nested too deeply"),
             ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "the key 'prompt' twice"),
             ("p.csv", 'prompt,tag\n"a,b\nc,d\n', "has a quote that is not balanced"),

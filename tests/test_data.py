@@ -92,7 +92,7 @@ REFUSED = {
         "Row 2 of .* differs in kind from row 1; make every `prompt`",
     ),
     "types.jsonl": ('{"prompt": "a", "tag": 1}\n{"prompt": "b", "tag": "c"}\n', "mixes types .* give each column"),
-    "large.jsonl": ('{"prompt": "a", "id": 100000000000000000000}\n', "more than 64 bits.* write numbers as text"),
+    "large.jsonl": ('{"prompt": "a", "id": 100000000000000000000}\n', "more than 63 bits.* write numbers as text"),
     "surrogate.jsonl": ('{"prompt": "\\ud83d a"}\n', "half of a surrogate pair in a text; correct it"),
     "image.jsonl": ('{"prompt": "a", "image": "b.png"}\n', "has a column `image`, but only text"),
     "broken.jsonl": ('{"prompt": "a"}\n{"prompt": \n', "Line 2 of .* is not valid JSON .* write one object a line"),

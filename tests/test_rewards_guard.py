@@ -104,6 +104,12 @@ def test_other_words_and_template_variables(tmp_path):
     assert abs(result[0] - expect(model, tokenizer, ["no"], ["yes"], "the cat", " ran")) > 1e-3
 
 
+def test_template_variables_that_are_none(guard):
+    with pytest.raises(ValueError, match="`chat_template_kwargs` has `tokenize`: no variable of a chat template"):
+        GuardReward(guard[0], chat_template_kwargs={"tokenize": True}, **CPU)(["the cat"], [" ran"])
+    GuardReward(guard[0], chat_template_kwargs={"add_generation_prompt": True}, **CPU)(["the cat"], [" ran"])
+
+
 def test_a_word_of_several_tokens_is_read_at_its_first(tmp_path):
     folder, model, tokenizer = make_guard(tmp_path)
     result = GuardReward(folder, unsafe="bad:safe", leads="", **CPU)(["the cat"], [" ran"])

@@ -1,6 +1,6 @@
 """What trainers and data loading refuse, each with one message that names what is wrong and the remedy."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,13 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
+from ._columns import ExactJson, from_columns
 from ._model_checks import check_token_ids
 from ._prompts import check_conversations, conversations
+
+
+# What TRL (1.16) passes to all reward functions by name, next to the columns of the data set
+ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
@@ -62,7 +67,8 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
             Its name in the message.
 
     Raises:
-        `ValueError`: If it is no data set or several splits, has no rows, no `"prompt"` column, or images.
+        `ValueError`: If it is no data set or several splits, has no rows, no `"prompt"` column, images, or a column that
+            [`check_column_names`] refuses.
     """
     if dataset is None:
         return
@@ -85,12 +91,39 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
             "data with `load_prompts(column=...)`, naming the one that holds the prompts, or rename that one with "
             "`dataset.rename_column(..., 'prompt')`."
         )
+    check_column_names(columns, f"`{name}`")
     images = {"image", "images"} & set(columns)
     if images:
         raise ValueError(
             f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove it, e.g. with "
             "`dataset.remove_columns`."
         )
+
+
+def check_column_names(columns: Iterable[str], name: str) -> None:
+    """
+    Refuses columns in whose place reward functions get something else, and those that would not be read.
+
+    Args:
+        columns (`Iterable[str]`):
+            Names of a data set's columns.
+        name (`str`):
+            What the data set is called in the message.
+
+    Raises:
+        `ValueError`: If there is one.
+    """
+    for column in columns:
+        if column in (*ALWAYS_PASSED, "environments", "self"):  # `self` is that of a reward that is an object
+            raise ValueError(
+                f"{name} has a column `{column}`, and reward functions get something else by that name; rename the column, e.g. with "
+                "`dataset.rename_column`, or remove it."
+            )
+        if column == "chat_template_kwargs":
+            raise ValueError(
+                f"{name} has a column `chat_template_kwargs`, which is not read; remove it, and set the variables of all rows as the "
+                "configuration's `chat_template_kwargs`."
+            )
 
 
 def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -102,15 +135,16 @@ def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             Rows of a batch.
 
     Raises:
-        `ValueError`: If one has no `"prompt"`, or `None`, or is refused by [`check_conversations`].
+        `ValueError`: If one has no `"prompt"`, or `None`, or is refused by [`check_column_names`] or [`check_conversations`].
     """
     for row in rows:
+        check_column_names(row, "The data set")
         if row.get("prompt") is None:
             raise ValueError(
                 f"The data set has a row without a `prompt` (its columns: {', '.join(row) or 'none'}); rename the column "
                 "that holds the prompts, or filter such rows out."
             )
-    check_conversations((row["prompt"] for row in rows), "a batch of the data set")
+    check_conversations((row["prompt"] for row in rows), "a batch of the data set", stored=True)
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
@@ -132,10 +166,9 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
         prompts = list(prompts)
     check_prompts(prompts)
     if not isinstance(prompts, Dataset):
-        prompts = Dataset.from_dict({"prompt": list(prompts)})
+        prompts = from_columns({"prompt": list(prompts)})
     check_dataset(prompts, "prompts")
-    _check_no_gaps(prompts, "prompts")
-    check_conversations(conversations(prompts), "`prompts`")
+    _check_conversations(prompts, "prompts")
     return prompts
 
 
@@ -168,22 +201,22 @@ def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
     check_conversations(prompts, "`prompts`")
 
 
-def check_dataset_size(dataset: Dataset | IterableDataset | None, prompts_per_batch: int) -> None:
+def check_dataset_size(rows: int, prompts_per_batch: int) -> None:
     """
-    Refuses a training set that TRL's sampler would drop whole, training nothing.
+    Refuses a training set of so few rows that TRL would drop it whole, training nothing.
 
     Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            Training set; a stream passes.
+        rows (`int`):
+            Rows of the training set.
         prompts_per_batch (`int`):
             Prompts of one generation batch, over all processes.
 
     Raises:
         `ValueError`: If there are fewer rows than one generation batch takes.
     """
-    if isinstance(dataset, Dataset) and len(dataset) < prompts_per_batch:
+    if rows < prompts_per_batch:
         raise ValueError(
-            f"`train_dataset` has {len(dataset)} prompts, but one batch of generations takes {prompts_per_batch} "
+            f"`train_dataset` has {rows} prompts, but one batch of generations takes {prompts_per_batch} "
             "(`generation_batch_size` / `num_generations`), so nothing would be trained; use smaller batches, more "
             "generations, or repeat the prompts with `dataset.repeat`."
         )
@@ -208,26 +241,36 @@ def check_datasets(
         `ValueError`: If one of them is refused.
     """
     check_dataset(train_dataset, "train_dataset")
-    check_dataset_size(train_dataset, prompts_per_batch)
-    evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
-    for name, dataset in evals.items():
+    if isinstance(train_dataset, Dataset):
+        check_dataset_size(len(train_dataset), prompts_per_batch)
+    datasets = by_name(train_dataset, eval_dataset)
+    for name, dataset in datasets.items():
         check_dataset(dataset, name)
-    for name, dataset in {"train_dataset": train_dataset, **evals}.items():
-        _check_no_gaps(dataset, name)
-        check_conversations(conversations(dataset), f"`{name}`")
+    for name, dataset in datasets.items():
+        _check_conversations(dataset, name)
 
 
-def _check_no_gaps(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuses rows whose prompt is `None`."""
-    if not isinstance(dataset, Dataset) or not dataset.data.column("prompt").null_count:
+def by_name(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+    """A trainer's data sets by the names that messages call them."""
+    evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
+    return {"train_dataset": train_dataset, **evals}
+
+
+def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -> None:
+    """Refuses rows whose prompt is `None`, and what [`check_conversations`] refuses."""
+    if not isinstance(dataset, Dataset):
         return
-    prompts = dataset.with_format(None)["prompt"]
-    row = next((i for i, prompt in enumerate(prompts, start=1) if prompt is None), None)
+    row = None
+    if dataset.data.column("prompt").null_count:
+        prompts = dataset.with_format(None)["prompt"]
+        row = next((i for i, prompt in enumerate(prompts, start=1) if prompt is None), None)
     if row is not None:  # the table may have rows that were not selected
         raise ValueError(
             f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with "
             "`dataset.filter(lambda row: row['prompt'] is not None)`."
         )
+    stored = not isinstance(dataset.features["prompt"], ExactJson)
+    check_conversations(conversations(dataset), f"`{name}`", stored)
 
 
 def check_output_dir(args: Any) -> None:

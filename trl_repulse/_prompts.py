@@ -1,6 +1,7 @@
 """Prompts as text or as messages: which are refused, and what is said where a chat template is missing or refuses them."""
 
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,17 +13,45 @@ from transformers import PreTrainedTokenizerBase
 
 # What a template raises: by itself, or where an operation of its own fails. Transformers raises ValueError where there is none
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+# What `apply_chat_template` (transformers 5.24) takes by itself, and what it passes to the template
+_ARGUMENTS = """
+    conversation conversations messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation
+    max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+""".split()
 
 
-def check_conversations(prompts: Iterable[Any], name: str) -> None:
+def check_template_variables(variables: dict[str, Any] | None, allowed: tuple[str, ...] = ()) -> None:
     """
-    Refuses prompts that are neither text nor messages, and the mixture of both.
+    Refuses, in place of variables of a chat template, arguments of the call that applies it.
+
+    Args:
+        variables (`dict`, *optional*):
+            `chat_template_kwargs`.
+        allowed (`tuple[str, ...]`, *optional*):
+            Arguments that the caller leaves to its user.
+
+    Raises:
+        `ValueError`: If one of the others is among them.
+    """
+    wrong = [name for name in _ARGUMENTS if name in (variables or {}) and name not in allowed]
+    if wrong:
+        raise ValueError(
+            f"`chat_template_kwargs` has `{'`, `'.join(wrong)}`: no variable of a chat template, but set where it is applied; leave it "
+            "out. A template is set as `tokenizer.chat_template`, tools are an argument of the trainer."
+        )
+
+
+def check_conversations(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
+    """
+    Refuses prompts that are neither text nor messages for the assistant to answer, and the mixture of both.
 
     Args:
         prompts (`Iterable`):
             Prompts.
         name (`str`):
             What they are rows of, for the message.
+        stored (`bool`, *optional*, defaults to `False`):
+            Whether they may come from Arrow, which gives a call of a tool the arguments of all others, as `None`: warns of it.
 
     Raises:
         `ValueError`: Naming the first row whose prompt is missing, no text and no conversation, or of another kind than the first.
@@ -30,6 +59,13 @@ def check_conversations(prompts: Iterable[Any], name: str) -> None:
     kind = None
     for number, prompt in enumerate(prompts, 1):
         fault = prompt_fault(prompt)
+        if fault is None and stored and _has_gaps(prompt):
+            stored = False
+            warnings.warn(
+                f"{name} has calls of tools with `None` in them. If they have none where the rows come from, `datasets` has filled in what "
+                "calls of other rows have, and a chat template may write it: load a JSON file with `load_prompts`, or use "
+                "`dataset.with_transform(remove_none_values)`, with the function of `trl.trainer.utils`."
+            )
         kind = type(prompt) if kind is None else kind
         if fault is None and isinstance(prompt, str) != issubclass(kind, str):
             fault = "differs in kind from row 1; make every `prompt` text, or every one messages"
@@ -46,8 +82,19 @@ def prompt_fault(prompt: Any) -> str | None:
             A prompt.
 
     Returns:
-        `str`: the end of a sentence about it, with the remedy; `None` for text and for messages.
+        `str`: the end of a sentence about it, with the remedy; `None` for text and for messages that the assistant is to answer.
     """
+    fault = messages_fault(prompt)
+    if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        return (
+            "ends in a message of the assistant, after which the chat template begins another answer and does not go on with that one; "
+            "end it in a message of the user or of a tool, or write the prompt as text to have it continued"
+        )
+    return fault
+
+
+def messages_fault(prompt: Any) -> str | None:
+    """As [`prompt_fault`], of text or messages that may be an answer too."""
     if isinstance(prompt, str):
         return None
     if prompt is None or (isinstance(prompt, list) and not prompt):
@@ -59,6 +106,17 @@ def prompt_fault(prompt: Any) -> str | None:
         'has a `prompt` that is neither text nor a list of messages {"role": ..., "content": ...} with text in both (it has '
         f"{reprlib.repr(wrong[0])}); write it as one or the other"
     )
+
+
+def _has_gaps(prompt: Any) -> bool:
+    """Whether there is `None` in a call of a tool."""
+
+    def has_none(value: Any) -> bool:
+        if isinstance(value, dict | list):
+            return any(map(has_none, value.values() if isinstance(value, dict) else value))
+        return value is None
+
+    return not isinstance(prompt, str) and any(has_none(message.get("tool_calls") or []) for message in prompt)
 
 
 def _is_message(message: Any) -> bool:
@@ -105,6 +163,18 @@ def one_of_each(prompts: Iterable[list[dict[str, Any]]]) -> list[tuple[int, list
     for number, prompt in enumerate(prompts, 1):
         found.setdefault(tuple(message["role"] for message in prompt), (number, prompt))
     return list(found.values())
+
+
+class _Message(dict):
+    """A message in which what is missing can be looked up: as undefined, which it is to a template anyway."""
+
+    def __missing__(self, key: str) -> jinja2.Undefined:
+        return jinja2.Undefined(obj=self, name=key)
+
+
+def as_templates_read(prompts: list[Any]) -> list[Any]:
+    """Prompts for TRL (1.16), which looks up the content of each message, where one that calls tools may have none."""
+    return [prompt if isinstance(prompt, str) else [_Message(each) for each in prompt] for prompt in prompts]
 
 
 @contextmanager
@@ -162,6 +232,7 @@ def render(
     Raises:
         `ValueError`: As [`rendering`].
     """
+    check_template_variables(variables, ("tools",))
     with rendering(tokenizer, messages, where):
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})

@@ -7,12 +7,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ._checks import check_dataset
+from ._columns import UNFIT, columns_of, from_columns
 from ._prompts import check_conversations, render
 from ._tables import check_names, read_csv, read_json
 
@@ -87,8 +88,10 @@ def load_prompts(
         dataset = _rename(_load_by_name(name, path, config, split, streaming), column, name)
         check_dataset(dataset, name)
         if isinstance(dataset, Dataset):
-            _check_prompts(dataset["prompt"], name)
-    return dataset.map(_as_conversation) if as_conversation else dataset
+            _check_prompts(dataset["prompt"], name, stored=True)
+    if as_conversation and (dataset.features is None or isinstance(dataset.features["prompt"], Value)):
+        return dataset.map(_as_conversation)
+    return dataset
 
 
 def drop_long_prompts(
@@ -192,18 +195,23 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
         raise ValueError(f"`{path}` has the suffix '{path.suffix}'; convert it to a {readable} file.")
     if split != "train":
         raise ValueError(f"`{path}` is one file with one split, 'train', and has no split '{split}'; {_NAME_SPLIT}.")
-    rows = _read_rows(path)
+    if path.suffix.lower() == ".parquet":
+        dataset = _rename(_read_parquet(path), column, str(path))
+        check_dataset(dataset, str(path))
+        _check_prompts(dataset["prompt"], str(path), stored=True)
+        return dataset
+    rows = read_csv(path) if path.suffix.lower() == ".csv" else read_json(path)
     if not rows:
         raise ValueError(f"`{path}` is empty; give it at least one row with a `{column}`.")
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    columns = columns_of(rows)
     _check_column(columns, column, str(path))
     if column != "prompt":
         columns["prompt"] = columns.pop(column)
     # Before Arrow meets the column: it refuses text beside messages, without saying where
     _check_prompts(columns["prompt"], str(path))
     try:
-        dataset = Dataset.from_dict(columns)
-    except _UNFIT:
+        dataset = from_columns(columns)
+    except UNFIT:
         for name, values in columns.items():
             _check_values(name, values, path)
         raise
@@ -211,36 +219,38 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
     return dataset
 
 
-# What Arrow raises for a column that it cannot hold
-_UNFIT = (OverflowError, UnicodeEncodeError, RecursionError, pa.ArrowInvalid, pa.ArrowTypeError)
-
-
 def _check_values(name: str, values: list[Any], path: Path) -> None:
     """Refuses a column that a data set cannot hold."""
     try:
-        Dataset.from_dict({name: values})
-    except _UNFIT as error:
+        from_columns({name: values})
+    except UNFIT as error:
         fault, remedy = f"mixes types ({error})", "give each column one type"
         if isinstance(error, RecursionError) or "Recursion level" in str(error):
             fault, remedy = "has values that are nested too deeply", "flatten them, or write them as text"
         elif isinstance(error, OverflowError | UnicodeEncodeError):
             fault = f"has a value that a data set cannot hold ({error})"
-            remedy = "a whole number of more than 64 bits, or half of a surrogate pair in a text; correct it, or write numbers as text"
+            remedy = "a whole number of more than 63 bits, or half of a surrogate pair in a text; correct it, or write numbers as text"
         raise ValueError(f"The column `{name}` of `{path}` {fault}: {remedy}.") from error
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
+def _read_parquet(path: Path) -> Dataset:
+    try:
+        check_names(pq.read_schema(path).names, path)
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"`{path}` cannot be read as parquet ({error}); fix the file, or its suffix.") from error
+    for name in table.column_names:
         try:
-            check_names(pq.read_schema(path).names, path)
-            return pq.read_table(path).to_pylist()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"`{path}` cannot be read as parquet ({error}); fix the file, or its suffix.") from error
-    return read_csv(path) if suffix == ".csv" else read_json(path)
+            Dataset(table.select([name]))
+        except ValueError as error:
+            raise ValueError(
+                f"The column `{name}` of `{path}` has a type that data sets do not have ({error}); write it as a struct or as "
+                "text, or remove it."
+            ) from error
+    return Dataset(table)
 
 
-def _check_prompts(prompts: Iterable[Any], name: str) -> None:
+def _check_prompts(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
     """Raises `ValueError` naming the first row whose prompt is empty, no text and no conversation, or of another kind."""
     blank = (None if isinstance(prompt, str) and not prompt.strip() else prompt for prompt in prompts)
-    check_conversations(blank, f"`{name}`")
+    check_conversations(blank, f"`{name}`", stored)

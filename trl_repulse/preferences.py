@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ._prompts import prompt_fault
+from ._prompts import messages_fault, prompt_fault
 from ._tables import read_json_lines
 from .evaluation.records import load_samples, write_atomically
 
@@ -65,7 +65,7 @@ def _rewarded(row: Any, where: str) -> RewardedCompletion | None:
     fault = prompt_fault(row["prompt"])
     if fault is not None:
         raise ValueError(f"{where} {fault}.")
-    if type(row["completion"]) is not type(row["prompt"]) or prompt_fault(row["completion"]) is not None:
+    if type(row["completion"]) is not type(row["prompt"]) or messages_fault(row["completion"]) is not None:
         raise ValueError(f"{where} must have a `completion` of the kind of its `prompt`: text, or messages.")
     if row["reward"] is None:
         return None

@@ -17,6 +17,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from . import embedded
 from ._checks import check_eval_batch, check_output_dir
 from ._errors import describe_error, from_reward
+from ._prompts import as_templates_read, check_template_variables
 from .arguments import TrainingScriptArguments
 from .cli import keep_writing
 from .configs.engine_config import without_secrets
@@ -70,6 +71,7 @@ def load_data(
     Raises:
         `ValueError`: If prompts cannot be loaded or used.
     """
+    check_template_variables(args.chat_template_kwargs)  # of TRL's own configurations too
     options = (script_args.dataset_config, script_args.dataset_streaming)
     column, chat = script_args.prompt_column, script_args.apply_chat_template
     if script_args.single_prompt is not None:
@@ -232,6 +234,8 @@ def run(
         use_terse_log(trainer)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
+        tokenize = trainer._tokenize_prompts
+        trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
     with withheld_from_uploads(TrainerHooks._withheld):  # by TRL's trainers too
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(args.output_dir)

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from accelerate.utils import patch_environment
 
+from .._prompts import check_template_variables
 from ._uploads import check_uploads
 
 
@@ -103,6 +104,7 @@ def check_shared(args: Any) -> None:
     _check_reward(args)
     _check_engine(args)
     _check_scoring(args)
+    check_template_variables(args.chat_template_kwargs)
     remedy = (
         "must be at least 0 (0 is no KL penalty): it is the KL coefficient. The β of the paper's target distribution is "
         "`target_dist_beta` of `RePULSeConfig`"

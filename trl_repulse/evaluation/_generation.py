@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model
-from .._prompts import render
+from .._prompts import check_template_variables, render
 from .._texts import check_added_tokens
 from ..generation._defaults import end_tokens, until_end, without_generation_defaults
 from ..generation._padding import batches, padding_token
@@ -102,7 +102,8 @@ def check_dtype(name: str) -> None:
 
 
 def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[str, Any] | None) -> None:
-    """Refuses variables for a template where no prompt has one."""
+    """Refuses variables for a template where no prompt has one, and what is none; without a trainer, tools come with them."""
+    check_template_variables(chat_template_kwargs, ("tools",))
     if chat_template_kwargs and len(prompts) and isinstance(prompts[0], str):
         raise ValueError(
             "`chat_template_kwargs` has no effect on prompts of plain text; pass messages, or leave it out."
@@ -292,8 +293,7 @@ def evaluate_rewards(
 ) -> dict[str, list[float | None]]:
     """One reward a completion from each function; `None` where a function gave none. Asynchronous ones run in `loop`."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
-    # A column of such a name would stand in the way of what is drawn
-    more = {key: values for key, values in columns.items() if key not in ("prompts", "completions", "completion_ids")}
+    more = {key: values for key, values in columns.items() if key != "completion"}  # as TRL (1.16) does
     if completion_ids is not None:
         more["completion_ids"] = completion_ids
     for start in range(0, len(prompts), batch_size):

@@ -10,6 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer, RLOOTrainer
 
 from .._checks import as_dataset, check_prompt_lengths
+from .._columns import columns_of, from_columns
+from ..rewards._texts import message_text
 from ._generation import Prompt, prompt_tokens
 from .callback import check_columns, draw
 
@@ -46,7 +48,7 @@ class BeforeAfterCallback(TrainerCallback):
         self, trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | IterableDataset, num_completions: int = 10
     ):
         rows = list(prompts.take(num_completions))
-        self.dataset = as_dataset(Dataset.from_list(list(islice(cycle(rows), num_completions))))
+        self.dataset = as_dataset(from_columns(columns_of(list(islice(cycle(rows), num_completions)))))
         check_columns(trainer, self.dataset.column_names)
         self.trainer = trainer
         texts = self.dataset["prompt"][:]
@@ -86,7 +88,7 @@ class BeforeAfterCallback(TrainerCallback):
 def _text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    return "\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
 
 
 def _cells(drawn: tuple[str, float]) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
-from .._checks import as_dataset, check_prompt_lengths
+from .._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
 from .._texts import completion_texts
 from ..rewards.functions import FunctionReward
 from ..trainers._trl_bridge import unwrap_model_for_generation
@@ -28,9 +28,6 @@ from .tails import Estimate
 
 
 logger = get_logger(__name__)
-
-# What TRL gives reward functions beside the columns of the data set
-_GIVEN = ("trainer_state", "log_extra", "log_metric")
 
 
 class TailReportCallback(TrainerCallback):
@@ -215,7 +212,6 @@ def draw(
         reward = getattr(reward, "unchecked", reward)  # which `as_function` checks again
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
         functions[name] = partial(function, **given)
-    columns = {name: values for name, values in columns.items() if name not in _GIVEN}
     loop = getattr(trainer, "async_loop", None)  # which an asynchronous reward's client is tied to
     with _random_states_kept(accelerator.device):
         rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
@@ -254,7 +250,7 @@ def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> Non
     Raises:
         `ValueError`: If a reward function needs another.
     """
-    known = {"prompts", "completions", "completion_ids", *_GIVEN, *columns} - {"prompt"}
+    known = {*ALWAYS_PASSED, *columns} - {"prompt", "completion"}
     for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
         for parameter in _required(getattr(reward, "unchecked", reward)):
             if parameter not in known:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
 from .._loading import load_model, load_tokenizer
+from .._prompts import check_template_variables
 from .._texts import completion_texts
 from .._vocabulary import check_reference
 from ..rewards.transforms import transform_rewards
@@ -107,6 +108,7 @@ class SamplingSettings:
     chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
+        check_template_variables(self.chat_template_kwargs, ("tools",))
         for name in ("num_samples", "max_completion_length", "batch_size", "shard_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")

@@ -4,6 +4,7 @@ from typing import Any
 
 import jinja2
 
+from .._prompts import check_template_variables
 from ._texts import Messages, as_messages, in_parts, whole_text
 from .models import ModelReward
 
@@ -28,6 +29,9 @@ class ChatTemplate:
         self._tokenizer = reward._tokenizer
         self._drop_system = drop_system
         self._variables = variables or {}
+        check_template_variables(
+            variables, ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
+        )
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"The tokenizer of `{self._model}` has no chat template; save one with it, or use a reward that reads "

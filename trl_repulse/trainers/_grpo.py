@@ -11,9 +11,11 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenize
 from trl import GRPOTrainer
 
 from .._checks import (
+    by_name,
     check_adapters,
     check_arguments,
     check_best_metric,
+    check_column_names,
     check_datasets,
     check_eval_batch,
     check_output_dir,
@@ -87,6 +89,8 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
         if environment_factory is None:  # an environment may bring prompts and rewards
             check_reward_funcs(reward_funcs)
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+        for name, dataset in by_name(train_dataset, eval_dataset).items():
+            check_column_names(getattr(dataset, "column_names", None) or (), f"`{name}`")
         adapters = [peft_config, *self._more_adapters]
         check_adapters(model, *adapters)
         check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **self._passed)

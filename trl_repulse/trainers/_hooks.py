@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._adapters import base_of
 from .._causal import check_causal
-from .._checks import check_prompt_lengths
+from .._checks import by_name, check_dataset_size, check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
-from .._prompts import TEMPLATE_ERRORS, conversations, one_of_each, render, rendering
+from .._prompts import TEMPLATE_ERRORS, as_templates_read, conversations, one_of_each, render, rendering
 from .._texts import check_added_tokens
 from ..generation._ahead import rows_at
 from ..generation._defaults import without_generation_defaults
@@ -149,7 +150,6 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
     ) -> None:
         """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses."""
-        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
         readers = [
             (name, tokenizer)
             for name, reward, tokenizer in zip(
@@ -157,11 +157,11 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
             )
             if isinstance(reward, torch.nn.Module)
         ]
-        for name, dataset in {"train_dataset": train_dataset, **evals}.items():
+        for name, dataset in by_name(train_dataset, eval_dataset).items():
             for number, prompt in one_of_each(conversations(dataset)):
                 where = f"Row {number} of `{name}`"
                 with rendering(self.processing_class, prompt, where):
-                    super()._tokenize_prompts([prompt])
+                    super()._tokenize_prompts(as_templates_read([prompt]))
                 answered = [*prompt, {"role": "assistant", "content": "An answer."}]
                 for reward, tokenizer in readers:
                     of_reward = f"{where}, as the reward model '{reward}' reads it,"
@@ -217,7 +217,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         """
         As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
         passed over. Negative data of an earlier run are set aside, unless that run is resumed. A policy without
-        anything to train is refused.
+        anything to train is refused, and a stream of fewer prompts than a batch takes.
         """
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
@@ -235,7 +235,12 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         elif self.args.save_negatives and not self._has_begun and self.accelerator.is_main_process:
             set_negatives_aside(self.args.output_dir)
         self._has_begun |= not resume_from_checkpoint
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        stopped = self.state.global_step == self._initial_global_step < self.state.max_steps
+        if stopped and isinstance(self.train_dataset, IterableDataset):  # whose rows are known only now
+            wanted = self.args.generation_batch_size // self.num_generations
+            check_dataset_size(sum(1 for _ in islice(self.train_dataset, wanted)), wanted)
+        return output
 
     def _get_train_sampler(self, dataset: Any = None):
         return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -350,7 +355,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
 
     def _tokenize_prompts(self, prompts: list):
         try:
-            tokenized = super()._tokenize_prompts(prompts)
+            tokenized = super()._tokenize_prompts(as_templates_read(prompts))
         except TEMPLATE_ERRORS:
             for number, prompt in enumerate(prompts, 1):
                 if not isinstance(prompt, str):

@@ -86,6 +86,26 @@ class Pooled(float):
         return metric
 
 
+class ShareUnder(Pooled):
+    """
+    Share of one batch's `rewards` (B_all,) under a `threshold`, which may come to be known until it is logged; NaN where it is `None`.
+
+    NaN among the rewards counts for nothing.
+    """
+
+    def __new__(cls, rewards: torch.Tensor, threshold: Callable[[], float | None]):
+        metric = float.__new__(cls, math.nan)
+        metric.statistic, metric._rewards, metric._threshold = mean, rewards, threshold
+        return metric
+
+    @property
+    def moments(self) -> tuple[Moments]:
+        threshold = self._threshold()
+        if threshold is None:
+            return (Moments(),)
+        return (Moments.of((self._rewards < threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
+
+
 def pool(metrics: Iterable[Pooled]) -> float:
     """One metric of all batches, at least one, over all their values together."""
     metrics = list(metrics)
@@ -94,10 +114,15 @@ def pool(metrics: Iterable[Pooled]) -> float:
 
 
 def pool_all(metrics: dict[str, list[Any]]) -> None:
-    """Leaves one value, in place, of each metric that is [`Pooled`]; what is not stays as it is, for TRL's mean over batches."""
-    for name, values in metrics.items():
+    """
+    Leaves one value, in place, of each metric that is [`Pooled`]; what is not stays as it is, for TRL's mean over batches. A metric of
+    which nothing is known is left out, for which TRL (1.16) would log `None`.
+    """
+    for name, values in list(metrics.items()):
         if values and all(isinstance(value, Pooled) for value in values):
             metrics[name] = [pool(values)]
+        if all(math.isnan(value) for value in metrics[name]):
+            del metrics[name]
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:

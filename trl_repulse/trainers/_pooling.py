@@ -20,6 +20,7 @@ from ..importance import distinct_share
 from ._metrics import (
     Moments,
     Pooled,
+    ShareUnder,
     drop_batch_means,
     highest,
     lowest,
@@ -237,9 +238,8 @@ class PooledMetrics:
         for name, column in zip(self.reward_func_names, rewards_per_func.T, strict=True):
             self._record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
         self._record({"reward": mean, "reward_std": std}, Moments.of(rewards))
-        if self.bad_reward_threshold is not None:
-            bad = (rewards < self.bad_reward_threshold).float().masked_fill(rewards.isnan(), torch.nan)
-            self._record({"bad_fraction": mean}, Moments.of(bad))
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["bad_fraction"].append(ShareUnder(rewards, lambda: self.bad_reward_threshold))
         return rewards
 
     def _log_distinct(self, ids: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor) -> None:

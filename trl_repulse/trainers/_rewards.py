@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
 
+from .._checks import ALWAYS_PASSED
 from .._errors import RAISED_BY
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model, check_separate
@@ -17,7 +18,6 @@ from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
 
 
-_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
@@ -69,7 +69,7 @@ def _check_parameters(function: Callable[..., Any]) -> None:
         return
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return
-    missing = [name for name in _ALWAYS_PASSED if name not in parameters]
+    missing = [name for name in ALWAYS_PASSED if name not in parameters]
     if missing:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..._prompts import check_template_variables
+
 
 @dataclass
 class GCGConfig:
@@ -139,6 +141,7 @@ class GCGConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(repr, allowed))}.")
         self.chat_template_kwargs = as_object("chat_template_kwargs", self.chat_template_kwargs)
+        check_template_variables(self.chat_template_kwargs, ("tools",))
         if self.chat_template_kwargs and self.prompt_format == "raw":
             raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
 
