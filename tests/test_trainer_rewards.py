@@ -1,13 +1,16 @@
 """What the trainers make of reward functions: weighted sums, raw and transformed rewards, missing ones, faults."""
 
+import copy
 import functools
 import json
 import math
 
 import pytest
 import torch
+from datasets import Dataset
 
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
+from trl_repulse.trainers._rewards import with_checks
 
 from .conftest import USE_CPU, same_parameters
 
@@ -265,6 +268,69 @@ def test_an_error_of_a_function_keeps_its_type_and_names_it(make, trainer_cls, a
     with pytest.raises(Down, match="no answer") as error:
         make(trainer_cls, reward_funcs=[words, flaky]).train()
     assert error.value.__notes__ == ["Raised by the reward function 'flaky'."]
+
+
+def test_the_completion_that_a_function_raises_for_is_named(make):
+    calls = []
+
+    def parses(completions, **kwargs):
+        calls.append(len(completions))
+        return [1 / (i + len(completions) != 11) for i, _ in enumerate(completions)]
+
+    def of_one(completions, **kwargs):
+        return [1.0 / (text != "bad") for text in completions]
+
+    def of_all(completions, **kwargs):
+        raise KeyError("x")
+
+    columns = {"prompts": ["a"] * 4, "completions": ["x", "y", "bad", "z"], "trainer_state": None}
+    said = "It is about completion 2 of 4, 'bad'."
+    with pytest.raises(ZeroDivisionError) as error:
+        with_checks(of_one, "of_one")(**columns)
+    assert error.value.__notes__ == ["Raised by the reward function 'of_one'.", said]
+    with pytest.raises(KeyError) as error:
+        with_checks(of_all, "of_all")(**columns)
+    assert error.value.__notes__ == ["Raised by the reward function 'of_all'."]
+    with pytest.raises(ZeroDivisionError) as error:  # of the batch as a whole: no completion raises by itself
+        with_checks(parses, "parses")(**columns | {"completions": ["x"] * 11})
+    assert error.value.__notes__ == ["Raised by the reward function 'parses'."] and calls == [11] + [1] * 11
+
+
+HOT = {
+    "proposal": "hot_policy",
+    "potential": None,
+    "bad_reward_threshold": 2.5,
+    "alpha": None,
+    "alpha_normalization": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "settings"),
+    [(ReinforceTrainer, {}), (PPOTrainer, {}), (RePULSeTrainer, {}), (RePULSeTrainer, HOT), (RePULSeGRPOTrainer, HOT)],
+)
+def test_what_a_function_changes_no_other_call_sees(make, tokenizer, trainer_cls, settings):
+    """A function may extend the conversation in place; what is called next, of hot and learned samples too, gets the prompt."""
+    seen = []
+
+    def extends(prompts, completions, completion_ids, tags, **kwargs):
+        for prompt, completion, ids, tag in zip(prompts, completions, completion_ids, tags, strict=True):
+            seen.append((len(prompt), len(completion), tuple(tag)))
+            prompt += completion
+            completion[0]["content"], tag[0] = "changed", "changed"
+            ids.clear()
+        return [float(i) for i, _ in enumerate(prompts)]
+
+    def reads(prompts, completions, completion_ids, tags, **kwargs):
+        assert all(completion_ids) and all(text[0]["content"] != "changed" for text in completions)
+        return extends(prompts, completions, completion_ids, tags)
+
+    rows = [{"prompt": [{"role": "user", "content": text}], "tags": ["a"]} for text in ("the cat", "the dog") * 4]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    options = {"dataset": Dataset.from_list(rows), "extra": {"processing_class": tokenizer}}
+    make(trainer_cls, reward_funcs=[extends, reads], **options, **settings).train()
+    assert set(seen) == {(1, 1, ("a",))}
 
 
 def test_functions_of_all_kinds_are_still_called_as_TRL_calls_them(make):

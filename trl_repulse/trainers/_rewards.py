@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
 
 
+# Errors that come of what a function is given, and not of a server or a device
+_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
@@ -104,20 +107,21 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     TRL (1.16) turns `None` into NaN and takes NaN for `None` from there on: a division by zero inside a reward function
     would silently leave samples out, or count as 0 beside other functions. This one returns a list of numbers and `None`, and
-    raises `ValueError` for anything else; to an error of the function itself it adds a note with the name.
+    raises `ValueError` for anything else; to an error of the function itself it adds a note with the name and, where some completions
+    by themselves raise it too, with the first of these. Each call gets lists of its own, which the function may change.
     """
     if is_async_callable(function):
 
         async def checked(**columns: Any) -> list[float | None]:
             with _naming(name):
-                result = await function(**columns)
+                result = await function(**_own(columns))
             return _read(result, name)
 
     else:
 
         def checked(**columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = function(**columns)
+            with _naming(name, function, columns):
+                result = function(**_own(columns))
             return _read(result, name)
 
     checked.__name__ = name
@@ -125,13 +129,45 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked
 
 
+def _own(value: Any) -> Any:
+    """The same value in lists and dictionaries of its own."""
+    if isinstance(value, dict):
+        return {key: _own(each) for key, each in value.items()}
+    return [_own(each) for each in value] if isinstance(value, list) else value
+
+
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str, function: Callable[..., Any] | None = None, columns: Any = None) -> Iterator[None]:
+    """Adds to an error the function's name and, where the function is given, the completion that it is about if there is one."""
     try:
         yield
     except Exception as error:
         error.add_note(f"{RAISED_BY} '{name}'.")
+        at = None if function is None or not isinstance(error, _OF_CODE) else _raising(function, columns, type(error))
+        if at is not None:
+            completions = columns["completions"]
+            error.add_note(f"It is about completion {at} of {len(completions)}, {completions[at]!r:.60}.")
         raise
+
+
+def _raising(function: Callable[..., Any], columns: dict[str, Any], kind: type[Exception]) -> int | None:
+    """The first completion for which by itself a function raises such an error; `None` if all do, or if it is not found in 5 seconds."""
+    count, end = len(columns["completions"]), time.monotonic() + 5
+    raised = []
+    for i in range(count):
+        row = {name: value[i : i + 1] if isinstance(value, list) else value for name, value in columns.items()}
+        try:
+            function(**_own(row))
+            raised.append(False)
+        except kind:
+            raised.append(True)
+        except Exception:
+            return None
+        if not all(raised) and any(raised):
+            return raised.index(True)
+        if time.monotonic() > end:
+            return None
+    return None
 
 
 def _read(result: Any, name: str) -> list[float | None]:
