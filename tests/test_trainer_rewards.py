@@ -297,6 +297,7 @@ def test_the_completion_that_a_function_raises_for_is_named(make):
 
 
 HOT = {
+    "target_dist_beta": None,
     "proposal": "hot_policy",
     "potential": None,
     "bad_reward_threshold": 2.5,
@@ -331,6 +332,27 @@ def test_what_a_function_changes_no_other_call_sees(make, tokenizer, trainer_cls
     options = {"dataset": Dataset.from_list(rows), "extra": {"processing_class": tokenizer}}
     make(trainer_cls, reward_funcs=[extends, reads], **options, **settings).train()
     assert set(seen) == {(1, 1, ("a",))}
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer, RePULSeTrainer, RePULSeGRPOTrainer])
+def test_a_constant_reward_is_said_once(make, tokenizer, caplog, trainer_cls):
+    def counts(completions, **kwargs):  # messages that are equal to the text, which there are none of
+        return [float(completion.count("bad")) for completion in completions]
+
+    def late(completions, **kwargs):  # of a rare event, which comes to be seen
+        calls.append(len(completions))
+        return [float(len(calls) > 3 and not i) for i, _ in enumerate(completions)]
+
+    calls, tokenizer = [], copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "the cat"}]}] * 8)
+    options = {"dataset": dataset, "extra": {"processing_class": tokenizer}, "reward_funcs": [counts, late]}
+    settings = HOT if "RePULSe" in trainer_cls.__name__ else {}
+    with caplog.at_level("WARNING"):
+        make(trainer_cls, max_steps=20, **options, **settings).train()
+    said = [each for each in caplog.messages if "gave all" in each]
+    assert len(said) == 1 and "'counts' gave all 160 completions so far the reward 0" in said[0]
+    assert "list of messages" in said[0]
 
 
 def test_functions_of_all_kinds_are_still_called_as_TRL_calls_them(make):

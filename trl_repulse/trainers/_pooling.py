@@ -35,6 +35,8 @@ from ._trl_bridge import logged_apart
 
 logger = get_logger(__name__)
 
+_CONSTANT = 10  # batches of equal rewards after which a function is warned of
+
 
 @dataclass
 class _Evaluation:
@@ -237,10 +239,30 @@ class PooledMetrics:
         rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
         for name, column in zip(self.reward_func_names, rewards_per_func.T, strict=True):
             self._record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
+            self._note_constant(name, column[~column.isnan()])
         self._record({"reward": mean, "reward_std": std}, Moments.of(rewards))
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["bad_fraction"].append(ShareUnder(rewards, lambda: self.bad_reward_threshold))
         return rewards
+
+    @functools.cached_property
+    def _constant(self) -> dict[str, tuple[float, float, int]]:
+        """Of each reward function its first reward, for how many batches it was the only one (∞ if it is not), and of how many samples."""
+        return {}
+
+    def _note_constant(self, name: str, rewards: torch.Tensor) -> None:
+        """Warns once of a function whose rewards in training, of all processes, were all the same for so many batches."""
+        if not self.model.training or not len(rewards):
+            return
+        first, batches, count = self._constant.get(name, (rewards[0].item(), 0, 0))
+        batches = batches + 1 if (rewards == first).all() else math.inf
+        self._constant[name] = first, batches, count + len(rewards)
+        if batches == _CONSTANT:
+            logger.warning(
+                f"The reward function '{name}' gave all {count + len(rewards)} completions so far the reward {first:g}, from which nothing is "
+                "learned. See whether it reads what it should: of a conversation a completion is a list of messages, with the text in "
+                "`completion[0]['content']`."
+            )
 
     def _log_distinct(self, ids: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor) -> None:
         """Logs how many of a prompt's completions, tokens and mask `(P, N, T)`, are distinct; prompts without a reward `(P, N)` are left out."""
