@@ -40,8 +40,9 @@ HOT = {"proposal": "hot_policy", "potential": "indicator", "alpha_normalization"
 
 # Name of a run -> the flags that make it fail
 RUNS: dict[str, dict[str, object]] = {
-    "sound": {"beta": 0.001},  # so small that it does nothing, but the KL is logged
-    "sound_hot": HOT,
+    "sound": {"beta": 0.2},
+    "sound_hot": HOT | {"beta": 0.2},
+    "narrow": {"learning_rate": 1e-3},
     "collapse": {"proposal_learning_rate": 0.03},
     "turned_target": {"target_dist_beta": -0.3},
     "ess": {"target_dist_beta": -50, "proposal_learning_rate": 1e-6},
@@ -82,6 +83,7 @@ def constant(completions: list[str], **kwargs: object) -> list[float]:
 REWARD = {("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)}}
 GAP = {("Gap of log Z", "nats"): {"proposal": ("proposal/log_z_gap",)}}
 DISTINCT = {("Distinct samples of a prompt", "share"): {"proposal": ("proposal/distinct",)}}
+OWN_DISTINCT = {("Distinct completions of a prompt", "share"): {"policy": ("completions/distinct",)}}
 ESS = {("Effective sample size", "samples"): {"proposal": ("proposal/ess",)}}
 WEIGHT = {("Largest weight of a prompt", "share"): {"proposal": ("proposal/max_weight",)}}
 BAD = {("Bad samples", "share"): {"policy": ("bad_fraction",), "proposal": ("proposal/bad_fraction",)}}
@@ -110,6 +112,7 @@ PANELS = {
     "falling_return": RETURN | BAD,
     "empty": LENGTH | REWARD,
     "cut": CUT | LENGTH,
+    "narrow": ENTROPY | OWN_DISTINCT,
     "nothing_bad": BAD | REWARD,
     "not_finite": REWARD | ENTROPY,
     "constant_reward": SPREAD | DISTINCT,
@@ -119,6 +122,7 @@ BESIDE = {"nothing_bad": "sound_hot", "cut": None, "empty": None}
 # What the fixture of the tests keeps of a log and of the settings
 KEPT = (
     *("loss", "grad_norm", "kl", "reward", "return", "reward_std", "bad_fraction", "negative/p_bad", "negative/ess"),
+    *("entropy", "completions/distinct"),
     *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
     *("proposal/loss", "proposal/grad_norm", "proposal/reward", "proposal/bad_fraction", "proposal/ess"),
     *("proposal/distinct", "proposal/log_z_gap"),
@@ -132,7 +136,7 @@ def run(folder: Path, name: str) -> list[dict]:
     output_dir = folder / name
     if not (output_dir / "trainer_state.json").exists():
         flags = {"output_dir": output_dir, "max_steps": UPDATES, "logging_steps": 5, "disable_tqdm": "true"}
-        flags |= {"num_table_completions": 0} | RUNS[name]
+        flags |= {"num_table_completions": 0, "beta": 0.0, "learning_rate": 4e-4} | RUNS[name]
         arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
         print(shlex.join(["trl-repulse", "repulse", *arguments]), flush=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

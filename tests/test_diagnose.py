@@ -202,6 +202,7 @@ EXPECTED = {
     "rising_kl": ["falling_return", "rising_kl", "collapse", "ess"],
     "empty": ["empty"],
     "cut": ["empty", "cut", "collapse"],  # the longest completions score best, and none at all worst
+    "narrow": ["narrow"],
     "nothing_bad": ["nothing_bad"],
     "not_finite": ["not_finite", "collapse"],
     "constant_reward": ["constant_reward", "collapse"],
