@@ -118,6 +118,7 @@ def test_sound_logs(sound, every):
         {"return": lambda t: 4 - 0.8 * t},  # less than the noise of a batch
         {"completions__clipped_ratio": 0.4},
         {"entropy": lambda t: 0.05 if t < 0.5 else 0.001},  # there was little to lose
+        {"entropy": lambda t: 2.2 - 1.8 * t},  # a fifth is left, as in sound runs, and it is much
         {"entropy": lambda t: 2 - 1.2 * t if not 0.5 < t < 0.6 else 0.1},  # it came back
         {"completions__distinct": 0.125},  # one answer from the start on
     ],

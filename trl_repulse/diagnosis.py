@@ -31,10 +31,11 @@ THRESHOLDS = {
         1.5, "distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient"
     ),
     "entropy": Threshold(
-        0.25,
-        "of the entropy at the start; the optimum of the embedded world at a KL coefficient of 0.2 keeps 0.57 of it",
+        0.15, "nats per token; collapsed runs ended at 0.1 and less, sound ones in the embedded world at 0.4 and more"
     ),
-    "entropy_fall": Threshold(0.1, "nats per token; a policy with less had little to lose"),
+    "entropy_share": Threshold(
+        0.25, "of the entropy at the start; a policy that was sure from the start on has not collapsed"
+    ),
     "ess": Threshold(
         2.0, "samples; then fewer than two carry the weights; sound runs with 32 samples had more than 10"
     ),
@@ -411,8 +412,8 @@ def _rising_kl(log: RunLog) -> str | None:
 def _narrow(log: RunLog) -> str | None:
     spans, signs = log.spans("entropy"), []
     first, last = spans[0], spans[-1]
-    least = THRESHOLDS["entropy_fall"].value
-    if last.mean < min(THRESHOLDS["entropy"].value * first.mean, first.mean - least):
+    low = THRESHOLDS["entropy"].value
+    if last.mean < min(low, THRESHOLDS["entropy_share"].value * first.mean) and first.mean > low:
         signs.append(f"`entropy` fell from {first.mean:.3g} ({first}) to {last.mean:.3g} nats per token ({last})")
     name, samples = "completions/distinct", log.count("num_generations")
     if samples >= THRESHOLDS["samples"].value and name in log.columns:
