@@ -1,13 +1,16 @@
 """The training commands: what goes to the launcher, what to training, and what their help says."""
 
+import argparse
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from trl import GRPOConfig
 
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse._commands import train
@@ -85,7 +88,7 @@ def test_a_failed_run_is_told_by_the_exit_status(monkeypatch, capsys):
 
 def sections(command, capsys, *flags):
     """The help by section: flag -> default, in order."""
-    assert main([command, *flags, "--help"]) == 0
+    assert main([command, *flags, "--help-all"]) == 0
     found = {}
     for line in re.sub(r"\n {8,}", " ", capsys.readouterr().out).splitlines():
         if re.match(r"[A-Za-z].*:$", line):
@@ -109,7 +112,7 @@ def test_the_help_shows_the_methods_flags_first_and_the_defaults_of_an_own_model
     )
     listed = [name for section in found.values() for name in section]
     parser = TrainingParser(ARGUMENTS["repulse"], embedded.settings_path("repulse"))
-    assert sorted(listed) == sorted({action.dest for action in parser._actions} - {"help"})
+    assert sorted(listed) == sorted({action.dest for action in parser._actions} - {"help", argparse.SUPPRESS})
 
     (tmp_path / "own.yaml").write_text("max_completion_length: 7\nnum_processes: 2\n")
     found = sections("repulse", capsys, "--config", str(tmp_path / "own.yaml"))
@@ -119,6 +122,32 @@ def test_the_help_shows_the_methods_flags_first_and_the_defaults_of_an_own_model
 @pytest.mark.parametrize(("command", "first"), [("ppo", "value_learning_rate"), ("reinforce", "baseline")])
 def test_the_help_of_each_method_begins_with_its_own_flags(capsys, command, first):
     assert next(iter(next(iter(sections(command, capsys).values())))) == first
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_the_help_fits_a_screen_or_two(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 80
+    script, config = ARGUMENTS[command]
+    own = {each.name for each in (*fields(script), *fields(config))} - {each.name for each in fields(GRPOConfig)}
+    listed = [match[1] for line in lines if (match := re.match(r"  --(\w+) +\S", line))]
+    assert own <= set(listed) and {"output_dir", "learning_rate", "beta"} <= set(listed)
+    assert len(listed) == len(set(listed)) and any("`--help-all`" in line for line in lines)
+
+
+@pytest.mark.parametrize("flag", ["--help-all", "--help_all"])
+def test_the_help_of_all_flags_in_a_script(capsys, flag):
+    parser = TrainingParser(ARGUMENTS["ppo"], embedded.settings_path("ppo"))
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args_into_dataclasses([flag])
+    out = capsys.readouterr().out
+    assert (
+        exit_.value.code == 0
+        and out == parser.format_help(all_flags=True) != parser.format_help()
+        and len(out.splitlines()) > 500
+    )
 
 
 def test_each_command_has_arguments_and_settings():

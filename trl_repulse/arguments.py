@@ -4,7 +4,10 @@ import argparse
 import inspect
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -201,6 +204,21 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
 }
 
 
+# Fields of TRL and transformers that `--help` lists
+_COMMON = """
+    model_name_or_path output_dir max_steps learning_rate per_device_train_batch_size num_generations max_completion_length
+    temperature beta bf16 use_cpu use_vllm use_peft seed save_steps resume_from_checkpoint
+""".split()
+
+
+class _HelpAll(argparse._HelpAction):
+    """Prints the help of all flags."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parser._print_message(parser.format_help(all_flags=True), sys.stdout)
+        parser.exit()
+
+
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Lists each flag in one spelling."""
 
@@ -211,7 +229,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 class TrainingParser(TrlParser):
     """
-    [`~trl.TrlParser`] of a training command: its help begins with the method's own flags, and negative numbers are values.
+    [`~trl.TrlParser`] of a training command: its help has the method's own flags and the common ones, a line each, and all flags
+    with `--help-all`; negative numbers are values.
 
     Args:
         classes (`tuple`):
@@ -233,11 +252,22 @@ class TrainingParser(TrlParser):
         options = {"usage": usage, "description": description, "formatter_class": _HelpFormatter} | kwargs
         super().__init__((*classes, ModelConfig), exit_on_error=False, **options)
         self._negative_number_matcher = NEGATIVE_NUMBER
+        self.add_argument("--help-all", "--help_all", action=_HelpAll, dest=argparse.SUPPRESS, help="list all flags")
         if not torch.accelerator.is_available():
             self.set_defaults_with_config(use_cpu=True, bf16=False)
 
-    def format_help(self) -> str:
-        """The help: a section for the method, one for the script, and one for each dataclass of TRL and transformers."""
+    def format_help(self, all_flags: bool = False) -> str:
+        """
+        The help.
+
+        Args:
+            all_flags (`bool`, *optional*, defaults to `False`):
+                Whether to list each flag in full, in a section for the method, one for the script, and one for each dataclass of
+                TRL and transformers, and not the method's, the script's and the common ones in a line each.
+
+        Returns:
+            `str`
+        """
         script, config, model = self.dataclass_types
         titles = {
             config: f"{config.__name__}: the method",
@@ -252,15 +282,44 @@ class TrainingParser(TrlParser):
         bases = [base for cls in titles for base in cls.__mro__]
         names = dict.fromkeys(name for base in bases for name in inspect.get_annotations(base))
         actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
+        sections = {
+            title: [actions[name] for name in names if name in actions and owners[name] is cls]
+            for cls, title in titles.items()
+        }
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        for cls, title in titles.items():
+        if not all_flags:
+            own = {title: sections[title] for title in (titles[config], titles[script])}
+            common = {"common fields (`--help-all` lists all, in full)": [actions[name] for name in _COMMON]}
+            formatter._add_item(
+                "\n\n".join, [[_in_lines(title, each) for title, each in (own | common).items() if each]]
+            )
+            formatter._add_item(str, ["\n\n"])
+            sections = {}
+        for title, listed in sections.items():
             formatter.start_section(title)
-            formatter.add_arguments([actions[name] for name in names if name in actions and owners[name] is cls])
+            formatter.add_arguments(listed)
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
+
+
+def _in_lines(title: str, actions: list[argparse.Action]) -> str:
+    """A section of the short help: each flag, the first sentence of what it is, and its default if it has one, in a line."""
+    width, column = (
+        max(shutil.get_terminal_size().columns, 80) - 2,
+        2 + max(len(action.dest) for action in actions) + 2,
+    )
+    lines = [f"{title}:"]
+    for action in actions:
+        default = (
+            "" if action.default is None else f" ({textwrap.shorten(str(action.default), 20, placeholder='...')})"
+        )
+        sentence = re.split(r"[.:;] (?=[A-Z])|\.$", action.help.replace("%%", "%"))[0]
+        room = width - column - 2 - len(default)
+        lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')}{default}")
+    return "\n".join(lines)
 
 
 def parse(

@@ -45,7 +45,8 @@ def launch(command: str, argv: list[str]) -> int:
     prog = f"trl-repulse {command}"
     try:
         argv = with_config(argv)
-        if not {"-h", "--help"}.isdisjoint(argv):
+        all_flags = not {"--help-all", "--help_all"}.isdisjoint(argv)
+        if all_flags or not {"-h", "--help"}.isdisjoint(argv):
             # transformers (5.23) imports an installed PEFT beside its arguments, half of the time until the help is there
             hidden = "transformers" not in sys.modules and "peft" not in sys.modules
             if hidden:
@@ -58,7 +59,7 @@ def launch(command: str, argv: list[str]) -> int:
 
             parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
             parser.set_defaults_with_config(**_settings(argv))
-            parser.print_help()
+            print(parser.format_help(all_flags), end="")
             return 0
         launch_command(_parse_launch(prog, [command, *argv]))
     except (subprocess.CalledProcessError, ChildFailedError):
