@@ -10,6 +10,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import GPT2ForSequenceClassification, PreTrainedModel
@@ -17,6 +18,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse.cli import main
+from trl_repulse.evaluation._generation import as_function
 from trl_repulse.methods import train
 from trl_repulse.scripts import main_or_exit
 
@@ -81,6 +83,14 @@ class User:
 
     def reward_that_returns(self, result):
         self.make(reward_funcs=lambda completions, **kwargs: result(completions)).train()
+
+    def reward_of_few_tokens(self):
+        model = GPT2ForSequenceClassification.from_pretrained(self.models["gpt2"], num_labels=1)
+        model.config.pad_token_id = 0
+        model.resize_token_embeddings(5)
+        model.save_pretrained(self.folder / "few")
+        self.tokenizer.save_pretrained(self.folder / "few")
+        return str(self.folder / "few")
 
     def resume(self, **changed):
         self.make(max_steps=1, save_strategy="steps", save_steps=1).train()
@@ -191,6 +201,43 @@ OURS = {
         lambda user: user.command(config=user.file("mine.yaml", "alpha: [1\n")),
         "mine.yaml` is not valid YAML",
         "correct it",
+    ),
+    "output folder under a file": (
+        lambda user: user.command(output_dir=user.file("mine", "") / "out"),
+        "mine/out'` cannot be written (",
+        "name another folder",
+    ),
+    "output folder that the system refuses": (
+        lambda user: user.make(output_dir="/proc/out"),
+        "`output_dir='/proc/out'` cannot be written (/proc: ",
+        "name another folder",
+    ),
+    "reward model of fewer tokens": (
+        lambda user: user.command(reward_model_path=user.reward_of_few_tokens()),
+        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward model of fewer tokens, for TRL's trainer": (
+        lambda user: user.command("grpo", bad_reward_threshold=None, reward_model_path=user.reward_of_few_tokens()),
+        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward model of fewer tokens, passed": (
+        lambda user: user.make(
+            reward_funcs=GPT2ForSequenceClassification.from_pretrained(user.reward_of_few_tokens())
+        ),
+        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward of a class, of fewer tokens": (
+        lambda user: user.command(reward_model_path=user.reward_of_few_tokens(), reward_type="toxicity"),
+        "few` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward of fewer tokens, in evaluation": (
+        lambda user: as_function(user.reward_of_few_tokens(), None, torch.device("cpu")),
+        "A reward model has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
     ),
     "key of the file twice": (
         lambda user: user.command(config=user.file("mine.yaml", "alpha: 1\nseed: 1\nalpha: 0\n")),
@@ -378,6 +425,11 @@ AFTER_LOADING = {
     "reward function that returns None": "it is called with completions",
     "reward function that returns NaN": "it is called with completions",
     "reward function that returns too few": "it is called with completions",
+    "reward model of fewer tokens": "the embeddings are counted",
+    "reward model of fewer tokens, for TRL's trainer": "the embeddings are counted",
+    "reward model of fewer tokens, passed": "it is loaded",
+    "reward of a class, of fewer tokens": "the embeddings are counted",
+    "reward of fewer tokens, in evaluation": "the embeddings are counted",
     "resuming a run of other settings": "an earlier run has to be made, and a trainer of the changed settings",
 }
 # Name -> mistake, words that the answer has, why it is not ours

@@ -277,7 +277,7 @@ def test_mistakes_are_one_line(tmp_path, flags, words):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
-@pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError"])
+@pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError", "TypeError"])
 def test_errors_of_a_reward_function_name_it_and_its_line(tmp_path, name, kind):
     path = tmp_path / "own.py"
     path.write_text(
@@ -455,7 +455,7 @@ def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
     train("reinforce", flags)
     assert "holds a run" not in caplog.text
     train("reinforce", [*flags, "--max_steps", "1"])
-    assert "holds a run, whose files this one writes over" in caplog.text
+    assert "holds a run or a model, whose files this one writes over" in caplog.text
     assert "`--resume_from_checkpoint true`" in caplog.text
 
 

@@ -1,5 +1,6 @@
 """What trainers and data loading refuse, each with one message that names what is wrong and the remedy."""
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -275,7 +276,7 @@ def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -
 
 def check_output_dir(args: Any) -> None:
     """
-    Refuses an `output_dir` that is a file.
+    Refuses an `output_dir` that is a file, or that nothing can be written to; a new folder is not made yet.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
@@ -284,8 +285,16 @@ def check_output_dir(args: Any) -> None:
     Raises:
         `ValueError`: If it is one.
     """
-    if Path(args.output_dir).is_file():
+    path = Path(args.output_dir)
+    if path.is_file():
         raise ValueError(f"`output_dir={args.output_dir!r}` is a file; name a folder, which may be new.")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ValueError(
+            f"`output_dir={args.output_dir!r}` cannot be written ({nearest}: {error.strerror}); name another folder."
+        ) from error
 
 
 def check_eval_batch(args: Any) -> None:

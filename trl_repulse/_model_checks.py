@@ -88,6 +88,37 @@ def check_reward_model(model: nn.Module, label: str) -> None:
         )
 
 
+def check_reward_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, label: str) -> None:
+    """
+    Refuses a reward model that lacks embeddings of its tokenizer's vocabulary, or of the tokens that begin, end and fill up texts.
+
+    Further added tokens may lie beyond the embeddings: some published models have a few that no text contains.
+
+    Args:
+        model (`torch.nn.Module`):
+            Reward model.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Its tokenizer; `None` passes.
+        label (`str`):
+            What the message calls the model.
+
+    Raises:
+        `ValueError`: If one is missing.
+    """
+    config = getattr(_base(model), "config", None)
+    if tokenizer is None or not isinstance(config, PretrainedConfig):
+        return
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    added = [i for i in (getattr(tokenizer, name, None) for name in names) if i is not None]
+    tokens = max(tokenizer.vocab_size, *(i + 1 for i in added), 0)
+    if size is not None and tokens > size:
+        raise ValueError(
+            f"{label} has embeddings for {size} tokens, and its tokenizer has {tokens}; use the tokenizer that it was trained with, "
+            "or call `model.resize_token_embeddings(len(tokenizer))` before it is trained."
+        )
+
+
 def check_separate(
     model: nn.Module, label: str, other: nn.Module, other_label: str, trained: tuple[bool, bool], remedy: str
 ) -> None:

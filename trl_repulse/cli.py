@@ -162,6 +162,9 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         args = parser.parse_args(argv)
         return args.run(args)
+    except KeyboardInterrupt:
+        print(f"trl-repulse {command}: interrupted", file=sys.stderr)
+        return 130
     except ImportError as error:  # of an optional package
         print(f"trl-repulse {command}: {describe_error(error)}", file=sys.stderr)
         return 1

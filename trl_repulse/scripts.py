@@ -11,7 +11,6 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import embedded
@@ -38,8 +37,8 @@ from .rewards.loading import load_reward
 from .terse_log import use_terse_log
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
-from .trainers._resume import find_checkpoint
-from .trainers._rewards import all_with_checks
+from .trainers._resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
+from .trainers._rewards import all_with_checks, check_tokenizers
 from .trainers._trl_bridge import withheld_from_uploads
 
 
@@ -197,12 +196,8 @@ def run(
     resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
     if resume:  # before models are loaded
         find_checkpoint(resume, args.output_dir)
-    elif _holds_a_run(Path(args.output_dir)) and args.should_save:
-        logger.warning(
-            "`output_dir=%r` holds a run, whose files this one writes over: to go on with that run, stop and set "
-            "`--resume_from_checkpoint true`; to keep it, name another folder.",
-            args.output_dir,
-        )
+    elif args.should_save and not issubclass(trainer_cls, TrainerHooks):  # ours warn themselves
+        warn_of_a_run(args.output_dir)
     check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
     dataset, held_out = load_data(script_args, args, model_name)
     if held_out is not None:
@@ -233,11 +228,16 @@ def run(
     if not script_args.print_all_metrics:
         use_terse_log(trainer)
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
+        check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
         tokenize = trainer._tokenize_prompts
         trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
-    with withheld_from_uploads(TrainerHooks._withheld):  # by TRL's trainers too
-        trainer.train(resume_from_checkpoint=resume)
+    # By TRL's trainers too
+    with withheld_from_uploads(TrainerHooks._withheld), naming_a_full_disk(args.output_dir):
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(how_to_resume(args.output_dir) if args.should_save else "") from None
         trainer.save_model(args.output_dir)
         trainer.save_state()  # the log of all metrics, which `trl-repulse diagnose` reads
         if script_args.eval_dataset_name is not None:
@@ -249,14 +249,9 @@ def run(
             trainer.push_to_hub(dataset_name=None if is_local else name)
         else:
             trainer.create_model_card(Path(args.output_dir).name)  # with what was measured
-    if table is not None:
-        table.write(Path(args.output_dir) / "completions" / "before_after.md")
+        if table is not None:
+            table.write(Path(args.output_dir) / "completions" / "before_after.md")
     trainer.end()
-
-
-def _holds_a_run(folder: Path) -> bool:
-    """Whether a script has trained there, to the end or to a checkpoint."""
-    return (folder / "results.json").is_file() or (folder.is_dir() and get_last_checkpoint(str(folder)) is not None)
 
 
 def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
@@ -311,19 +306,21 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
 
 def main_or_exit(main: Callable[[], None]) -> None:
     """
-    Runs a script's main function; a mistake of the user ends it with one line and exit code 1.
+    Runs a script's main function; a mistake of the user, or Ctrl-C, ends it with one line and exit code 1.
 
     Args:
         main (`Callable`):
             The function.
 
     Raises:
-        `RuntimeError`: If one is raised that is not of a reward function.
+        `Exception`: If one is raised that is neither a mistake of the user's nor of a reward function.
     """
     keep_writing()
     try:
         main()
-    except (ValueError, OSError, ImportError, ArgumentError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not from_reward(error):
+    except KeyboardInterrupt as error:
+        sys.exit(f"Interrupted. {error}".strip())
+    except Exception as error:
+        if not (isinstance(error, ValueError | OSError | ImportError | ArgumentError) or from_reward(error)):
             raise
         sys.exit(f"error: {describe_error(error)}")

@@ -323,5 +323,7 @@ def with_config(argv: list[str], default_config: str | None = None) -> list[str]
         read_yaml(Path(path))  # which has what is wrong of the file said once, before processes are launched
     # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
     flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
-    given = {"__config", "_h", "__help", "__help_all"}.intersection(flags) or any(flag.startswith("__model_n") for flag in flags)
+    given = {"__config", "_h", "__help", "__help_all"}.intersection(flags) or any(
+        flag.startswith("__model_n") for flag in flags
+    )
     return argv if given or default_config is None else ["--config", default_config, *argv]

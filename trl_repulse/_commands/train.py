@@ -6,13 +6,16 @@ launcher itself imports neither TRL nor the trainers.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .. import embedded
@@ -62,12 +65,22 @@ def launch(command: str, argv: list[str]) -> int:
             print(parser.format_help(all_flags), end="")
             return 0
         launch_command(_parse_launch(prog, [command, *argv]))
+    except (KeyboardInterrupt, SignalException):
+        _wait_for_processes()
+        return 130
     except (subprocess.CalledProcessError, ChildFailedError):
         return 1  # the processes have said why
     except (ValueError, OSError) as error:
         print(f"{prog}: {describe_error(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _wait_for_processes() -> None:
+    """Lets the processes say how to go on, after Ctrl-C; those that did not get it, since it was sent to this one alone, do."""
+    _, running = psutil.wait_procs(psutil.Process().children(), timeout=10)
+    for process in running:
+        process.send_signal(signal.SIGINT)
 
 
 def _parse_launch(prog: str, argv: list[str]) -> argparse.Namespace:
@@ -103,8 +116,11 @@ def _settings(argv: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from ..methods import train
-    from ..scripts import main_or_exit
+    try:
+        from ..methods import train
+        from ..scripts import main_or_exit
+    except KeyboardInterrupt:
+        sys.exit("Interrupted.")
 
     names = [flag.removeprefix("--") for flag in _options(launch_command_parser())]
     main_or_exit(lambda: train(sys.argv[1], sys.argv[2:], [*names, "accelerate_config"]))

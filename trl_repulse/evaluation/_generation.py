@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .._loading import load_model, load_tokenizer
-from .._model_checks import check_reward_model
+from .._model_checks import check_reward_model, check_reward_tokens
 from .._prompts import check_template_variables, render
 from .._texts import check_added_tokens
 from ..generation._defaults import end_tokens, until_end, without_generation_defaults
@@ -243,6 +243,7 @@ def as_function(
         name = getattr(reward, "__name__", type(reward).__name__)
         return name, with_checks(reward, name)
     check_reward_model(reward, "A reward")
+    check_reward_tokens(reward, tokenizer, "A reward model")
     if tokenizer is None:
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:

@@ -14,6 +14,7 @@ from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from .._loading import is_adapter, load_model, load_tokenizer
+from .._model_checks import check_reward_tokens
 from ._texts import Messages, whole_text
 
 
@@ -99,6 +100,7 @@ class ModelReward(ABC):
                     f"{type(self).__name__} reads; give a checkpoint that was trained as "
                     f"{type(self._module).__name__}."
                 )
+        check_reward_tokens(self._module, self._tokenizer, f"`{self.model}`")
         self._module.eval()
         # Asked once: a classifier's configuration is told the token of each batch
         declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)

@@ -30,7 +30,7 @@ from ._hooks import TrainerHooks
 from ._metrics import drop_batch_means, highest, lowest, mean
 from ._naming import check_loadable
 from ._records import append_negatives
-from ._rewards import RewardFunc, all_with_checks, check_separate_rewards, load_reward_models
+from ._rewards import RewardFunc, all_with_checks, check_separate_rewards, check_tokenizers, load_reward_models
 from ._scoring import Scores, token_log_probs
 from ._trl_bridge import require_pinned
 
@@ -116,6 +116,9 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
                 rollout_func,
                 environment_factory,
             )
+        check_tokenizers(
+            self.reward_funcs, self.reward_processing_classes
+        )  # which TRL has loaded where none was passed
         self._check_policy(adapters)
         self._take_engine()
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise

@@ -41,7 +41,9 @@ from ._resume import (
     check_settings,
     find_checkpoint,
     load_position,
+    naming_a_full_disk,
     save_position,
+    warn_of_a_run,
 )
 from ._row_layouts import RowLayouts
 from ._scoring import prepare_scoring
@@ -216,31 +218,45 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """
         As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
-        passed over. Negative data of an earlier run are set aside, unless that run is resumed. A policy without
-        anything to train is refused, and a stream of fewer prompts than a batch takes.
+        passed over. A folder that holds another run gets a warning, and its negative data are set aside. A policy without
+        anything to train is refused, and a stream of fewer prompts than a batch takes. At the end `trainer_state.json` is written,
+        whatever `save_strategy` is.
         """
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
                 "The policy has nothing to train: all its weights are frozen; load its adapter with `is_trainable=True`, or "
                 "pass a `peft_config`."
             )
+        output_dir = self.args.output_dir
         if resume_from_checkpoint:
-            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, output_dir)
             check_settings(self, Path(resume_from_checkpoint))  # before weights are loaded, which may fail otherwise
             if self.args.dataloader_persistent_workers and self.args.dataloader_num_workers:
                 logger.warning(
                     "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
                     "draw other completions than one that was not interrupted. Set it to False for the same ones."
                 )
-        elif self.args.save_negatives and not self._has_begun and self.accelerator.is_main_process:
-            set_negatives_aside(self.args.output_dir)
+        goes_on = (
+            resume_from_checkpoint and Path(resume_from_checkpoint).resolve().parent == Path(output_dir).resolve()
+        )
+        if not (goes_on or self._has_begun) and self.accelerator.is_main_process:
+            warn_of_a_run(output_dir)
+        if (
+            not resume_from_checkpoint
+            and not self._has_begun
+            and self.args.save_negatives
+            and self.accelerator.is_main_process
+        ):
+            set_negatives_aside(output_dir)
         self._has_begun |= not resume_from_checkpoint
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        with naming_a_full_disk(output_dir):
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            self.save_state()  # which `trl-repulse diagnose` reads
         stopped = self.state.global_step == self._initial_global_step < self.state.max_steps
         if stopped and isinstance(self.train_dataset, IterableDataset):  # whose rows are known only now
             wanted = self.args.generation_batch_size // self.num_generations
             check_dataset_size(sum(1 for _ in islice(self.train_dataset, wanted)), wanted)
-        return output
+        return result
 
     def _get_train_sampler(self, dataset: Any = None):
         return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))

@@ -1,5 +1,6 @@
 """Going on where a checkpoint left a run: what TRL and transformers do not keep, and what must not change."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -129,6 +130,42 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
     raise ValueError(
         f"There is no complete checkpoint in {output_dir}; start the run without `resume_from_checkpoint`."
     )
+
+
+def how_to_resume(output_dir: str) -> str:
+    """What a run that ends too early leaves, and how to go on, in a sentence."""
+    try:
+        checkpoint = find_checkpoint(True, output_dir)
+    except ValueError:
+        return f"There is no complete checkpoint in {output_dir}: the run has to start anew."
+    return f"`resume_from_checkpoint=True` (`--resume_from_checkpoint true`) goes on from {checkpoint}; the updates after it are lost."
+
+
+def warn_of_a_run(output_dir: str) -> None:
+    """Warns if a folder holds a run or a model, which a new run writes over."""
+    folder = Path(output_dir)
+    files = (TRAINER_STATE_NAME, "results.json", "config.json", "adapter_config.json", f"{PREFIX_CHECKPOINT_DIR}-*")
+    if any(path for pattern in files for path in folder.glob(pattern)):
+        logger.warning(
+            "`output_dir=%r` holds a run or a model, whose files this one writes over: to go on with that run, stop and set "
+            "`resume_from_checkpoint=True` (`--resume_from_checkpoint true`); to keep it, name another folder.",
+            output_dir,
+        )
+
+
+@contextlib.contextmanager
+def naming_a_full_disk(output_dir: str) -> Iterator[None]:
+    """Context in which a run writes: that its disk is full becomes one sentence, with what is lost. torch and safetensors have their own."""
+    try:
+        yield
+    except Exception as error:
+        words = ("No space left", "Disk quota exceeded", "unexpected pos", "file write failed")
+        if not any(word in str(error) for word in words):
+            raise
+        raise OSError(
+            f"The disk of `output_dir={output_dir!r}` is full, so that a file there was not written to its end. Free some space "
+            f"first. {how_to_resume(output_dir)}"
+        ) from error
 
 
 def incomplete(checkpoint: Path) -> str | None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Tr
 from .._checks import ALWAYS_PASSED
 from .._errors import RAISED_BY
 from .._loading import load_model, load_tokenizer
-from .._model_checks import check_reward_model, check_separate
+from .._model_checks import check_reward_model, check_reward_tokens, check_separate
 from ..rewards._numbers import as_number, as_values
 from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
@@ -60,7 +60,15 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArgumen
                 own[i] = load_tokenizer(function, "reward model", **named)
         if isinstance(function, nn.Module):
             check_reward_model(function, f"`reward_funcs[{i}]`")
+    check_tokenizers(functions, own)
     return functions, own
+
+
+def check_tokenizers(functions: list[Any], tokenizers: list[Any]) -> None:
+    """Refuses reward models with fewer embeddings than their tokenizers have tokens; one without a tokenizer yet passes."""
+    for i, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=False)):
+        if isinstance(function, nn.Module):
+            check_reward_tokens(function, tokenizer, f"`reward_funcs[{i}]`")
 
 
 def _check_parameters(function: Callable[..., Any]) -> None:
@@ -152,7 +160,7 @@ def _naming(name: str, function: Callable[..., Any] | None = None, columns: Any 
 
 def _raising(function: Callable[..., Any], columns: dict[str, Any], kind: type[Exception]) -> int | None:
     """The first completion for which by itself a function raises such an error; `None` if all do, or if it is not found in 5 seconds."""
-    count, end = len(columns["completions"]), time.monotonic() + 5
+    count, end = len(columns.get("completions", ())), time.monotonic() + 5
     raised = []
     for i in range(count):
         row = {name: value[i : i + 1] if isinstance(value, list) else value for name, value in columns.items()}
