@@ -151,9 +151,7 @@ def test_results_do_not_depend_on_order_shards_or_resuming(model, tokenizer, out
 
 def test_another_configuration_is_refused(model, tokenizer, output):
     changed = evaluation_config(save_responses=True, num_samples=6)
-    with pytest.raises(
-        ValueError, match=r"holds results of another evaluation: config_hash .*, num_samples \(5, not 6\)"
-    ):
+    with pytest.raises(ValueError, match=r"holds results of another evaluation: num_samples \(5, not 6\)"):
         evaluate_gcg(model, tokenizer, ROWS, judge, changed, output)
     with pytest.raises(ValueError, match="table"):
         evaluate_gcg(model, tokenizer, ROWS[:-1], judge, evaluation_config(save_responses=True), output)

@@ -108,6 +108,10 @@ def load_adapter(
         raise ValueError(
             f"a {config.peft_type.value} adapter changes no layer of its base; give one that does, such as LoRA."
         )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(
+            "an adapter of activated LoRA changes its base only behind certain tokens, which cannot be served; give one of plain LoRA."
+        )
     if config.task_type not in (None, _TASKS.get(auto_class.__name__)):
         raise ValueError(
             f"the adapter is of another kind of model (`task_type={config.task_type}`); give one of this kind."

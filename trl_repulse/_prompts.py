@@ -1,5 +1,6 @@
 """Prompts as text or as messages: which are refused, and what is said where a chat template is missing or refuses them."""
 
+import hashlib
 import reprlib
 import warnings
 from collections.abc import Iterable, Iterator
@@ -9,7 +10,10 @@ from typing import Any
 import jinja2
 from datasets import Dataset, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
 
 # What a template raises: by itself, or where an operation of its own fails. Transformers raises ValueError where there is none
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -237,3 +241,48 @@ def render(
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
+
+
+def warn_of_date(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
+) -> None:
+    """
+    Warns once of a chat template that writes today's date: prompts would change at midnight.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer whose template is applied.
+        messages (`list[dict]`):
+            A conversation that the template does not refuse.
+        variables (`dict`, *optional*):
+            Further variables of the template.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return
+    try:
+        render(tokenizer, messages, "A conversation", (variables or {}) | {"strftime_now": None})
+    except ValueError:  # it is called, and is no function
+        logger.warning_once(
+            f"The chat template of `{tokenizer.name_or_path}` writes today's date, so that prompts change at midnight and a run "
+            "cannot be resumed on another day. Pass a fixed date by `chat_template_kwargs`, as the template's variable "
+            '(`{"date_string": "26 Jul 2024"}`), or write it into the template.'
+        )
+
+
+def dated(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
+) -> dict[str, str]:
+    """
+    What tells, in a reward's description, the texts of one day from those of another.
+
+    Args:
+        tokenizer, messages, variables:
+            As for [`warn_of_date`].
+
+    Returns:
+        `dict`: `"rendering"`, a hash of the conversation's text; nothing if the template cannot write a date.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return {}
+    text = render(tokenizer, messages, "A conversation", variables, add_generation_prompt=False)
+    return {"rendering": hashlib.sha256(text.encode()).hexdigest()}

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model, check_reward_tokens
-from .._prompts import check_template_variables, render
+from .._prompts import check_template_variables, render, warn_of_date
 from .._texts import check_added_tokens
 from ..generation._defaults import end_tokens, until_end, without_generation_defaults
 from ..generation._padding import batches, padding_token
@@ -124,11 +124,14 @@ def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
     """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that ends plain ones with its end token."""
-    rows, prompts = [], list(prompts)
+    prompts = list(prompts)
+    rows: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         text = prompt_text(tokenizer, prompt, chat_template_kwargs, f"Row {number} of `prompts`")
         # A chat template writes the special tokens itself
         rows.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+        if number == 1 and not isinstance(prompt, str):
+            warn_of_date(tokenizer, prompt, chat_template_kwargs)
     check_added_tokens(tokenizer, prompts, rows)
     return rows
 

@@ -107,6 +107,7 @@ def identify_reward(reward: Any) -> dict[str, Any]:
             "weights": hash_model(reward._module),
             "type": type(reward).__name__,
             "arguments": records.plain_json(decides),
+            **({} if reward._template is None else reward._template.dated),
         }
     kind = type(reward).__qualname__ if is_dataclass(reward) else type(reward).__name__
     return {"name": getattr(reward, "__qualname__", kind)} | _hash_code(reward)

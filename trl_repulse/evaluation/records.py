@@ -25,6 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .._dates import KEEP_DATE
+
 
 FORMAT = "trl-repulse samples 1"
 HEADER, COMPLETE = "header.json", "complete.json"
@@ -176,7 +178,7 @@ def open_folder(folder: Path, header: dict[str, Any]) -> dict[str, Any] | None:
         name = header_difference(found, header, ("hash", "settings.revision"))
         if name is not None:
             raise ValueError(
-                f"`{folder}` was begun with another `{name}`; go on with the old settings, or name another folder."
+                f"`{folder}` was begun with another `{name}`; go on with the old settings{remedy(name)}, or name another folder."
             )
         renewed = _without_arguments(found)
         if renewed != found:
@@ -212,8 +214,9 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     """
     Where two headers of samples first differ in more than how something was called.
 
-    What has a hash of its weights may have been found under another path, name or revision. Functions are compared by their code
-    if both headers have its hash; earlier versions knew them by their names alone.
+    What has a hash of its weights may have been found under another path, name or revision. Variables of the chat template may
+    differ where prompts have the same tokens. Functions are compared by their code if both headers have its hash; earlier versions
+    knew them by their names alone.
 
     Args:
         one, other (`dict`):
@@ -228,9 +231,21 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     labels = [parent + label for parent in hashed for label in ("name", "revision", "base")]
     one, other = _without_arguments(one), _without_arguments(other)
     names = [
-        {name for name, _ in _flat(header) if re.fullmatch(r"rewards\..*\.code", name)} for header in (one, other)
+        {name for name, _ in _flat(header) if re.fullmatch(r"rewards\..*\.(code|rendering)", name)}
+        for header in (one, other)
     ]
+    shown = ["settings."] * (one.get("prompts") == other.get("prompts"))
+    shown += [
+        f"{name.removesuffix('rendering')}arguments." for name in names[0] & names[1] if name.endswith("rendering")
+    ]
+    variables = tuple(f"{parent}chat_template_kwargs" for parent in shown)  # whose effect is compared
+    ignored = [*ignored, *(name for name, _ in (*_flat(one), *_flat(other)) if name.startswith(variables))]
     return first_difference(one, other, [*ignored, *labels, *(names[0] ^ names[1])])
+
+
+def remedy(name: str) -> str:
+    """What keeps a header as it was, where the `name` that [`header_difference`] gave does not show it; words in brackets."""
+    return f" ({KEEP_DATE})" if name.endswith((".token_ids_sha256", ".rendering")) else ""
 
 
 def _without_arguments(header: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import tails
 from .bootstrap import crossed_interval
-from .records import SampleSet, header_difference
+from .records import SampleSet, header_difference, remedy
 from .tails import Estimate
 
 
@@ -296,7 +296,7 @@ def check_same_settings(samples: Sequence[SampleSet]) -> None:
         if name is not None:
             raise ValueError(
                 f"`{each.folder}` and `{first.folder}` were sampled with another `{name}`; compare samples of the same "
-                "prompts, rewards and settings."
+                f"prompts, rewards and settings{remedy(name)}."
             )
         weights = each.header["model"]["weights"]
         if weights in models:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from .._causal import check_causal
 from .._checks import as_dataset, check_prompt_lengths
 from .._loading import load_model, load_tokenizer
-from .._prompts import check_template_variables
+from .._prompts import check_template_variables, dated, warn_of_date
 from .._texts import completion_texts
 from .._vocabulary import check_reference
 from ..rewards.transforms import transform_rewards
@@ -261,7 +261,7 @@ def sample_completions(
         )
     reference_name = reference if isinstance(reference, str) else None
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
-    functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code)
+    functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0])
 
     limit = (engine_kwargs or {}).get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
@@ -416,16 +416,23 @@ def _functions(
     settings: SamplingSettings,
     device: torch.device,
     trust_remote_code: bool,
+    prompt: str | list[dict[str, Any]],
 ) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
-    """Name -> reward function, and what the header says of it."""
+    """Name -> reward function, and what the header says of it. `prompt` is the first."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
     if not rewards or len(tokenizers) != len(rewards):
         raise ValueError(f"`reward_funcs` has {len(rewards)} rewards and {len(tokenizers)} tokenizers; give one each.")
     functions = {}
     for reward, tokenizer in zip(rewards, tokenizers, strict=True):
+        description = identify_reward(reward)
+        if isinstance(reward, str):
+            tokenizer = tokenizer or load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
+        if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
+            warn_of_date(tokenizer, prompt, settings.chat_template_kwargs)
+            description |= dated(tokenizer, prompt, settings.chat_template_kwargs)
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:
             raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")
-        functions[name] = (function, identify_reward(reward))
+        functions[name] = (function, description)
     return functions

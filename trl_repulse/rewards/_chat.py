@@ -4,7 +4,7 @@ from typing import Any
 
 import jinja2
 
-from .._prompts import check_template_variables
+from .._prompts import check_template_variables, dated, warn_of_date
 from ._texts import Messages, as_messages, in_parts, whole_text
 from .models import ModelReward
 
@@ -45,6 +45,11 @@ class ChatTemplate:
                 failures.append(error)
                 continue
             if self._PROBES[1] in text:
+                messages = as_messages(*self._PROBES)
+                if self._parts:
+                    messages = [in_parts(message) for message in messages]
+                warn_of_date(self._tokenizer, messages, variables)
+                self.dated = dated(self._tokenizer, messages, variables)
                 return
         raise (failures or [self._silent()])[0]
 

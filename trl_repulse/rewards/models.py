@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.state import PartialState, is_initialized
@@ -16,6 +16,10 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 from .._loading import is_adapter, load_model, load_tokenizer
 from .._model_checks import check_reward_tokens
 from ._texts import Messages, whole_text
+
+
+if TYPE_CHECKING:
+    from ._chat import ChatTemplate
 
 
 # A text ready for its model: what the tokenizer calls its inputs -> one list of numbers each
@@ -69,6 +73,7 @@ class ModelReward(ABC):
         self.model = str(self.model)
         self._module: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._template: ChatTemplate | None = None
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
         _check_dtype(self.dtype)

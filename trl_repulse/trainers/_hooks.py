@@ -19,7 +19,7 @@ from .._adapters import base_of
 from .._causal import check_causal
 from .._checks import by_name, check_dataset_size, check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
-from .._prompts import TEMPLATE_ERRORS, as_templates_read, conversations, one_of_each, render, rendering
+from .._prompts import TEMPLATE_ERRORS, as_templates_read, conversations, one_of_each, render, rendering, warn_of_date
 from .._texts import check_added_tokens
 from ..generation._ahead import rows_at
 from ..generation._defaults import without_generation_defaults
@@ -99,6 +99,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         for prefix in ("", "*/")
     )
     _constraint: "Constraint | None" = None  # on the rate of bad outputs, where a trainer takes one
+    _conversation: list[dict[str, Any]] | None = None  # a prompt as the chat template got it last
     _has_begun = False  # whether the negative data in the folder are this run's
     _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy
     # Beside the policy's: models as they were passed, by the names of their arguments, and adapters to be sampled from
@@ -168,6 +169,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
                 for reward, tokenizer in readers:
                     of_reward = f"{where}, as the reward model '{reward}' reads it,"
                     render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
+                    warn_of_date(tokenizer, prompt, self.chat_template_kwargs)
 
     @property
     def bad_reward_threshold(self) -> float | None:
@@ -377,6 +379,10 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
                 if not isinstance(prompt, str):
                     render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
             raise
+        if not isinstance(prompts[0], str):
+            if self._conversation is None:
+                warn_of_date(self.processing_class, prompts[0], self.chat_template_kwargs)
+            self._conversation = prompts[0]
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         check_added_tokens(self._tokenizer, prompts, tokenized[0])

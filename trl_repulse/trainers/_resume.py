@@ -19,6 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
+from .._dates import changed_prompt
+from .._prompts import render
 from ..models._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE
@@ -225,6 +227,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
         "bad_reward_threshold": None if measured is None else measured.state(),
         "constraint": None if trainer._constraint is None else trainer._constraint.state(),
         "settings": _settings(trainer),
+        "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
     }
     save_file(tensors, checkpoint / f"position-{rank}.safetensors")
     text = json.dumps(position, indent=2)
@@ -241,6 +244,7 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
         return
     position = json.loads(path.read_text(encoding="utf-8"))
     trainer._step = position["step"]
+    trainer._conversation = (position.get("prompt") or {}).get("messages")
     if trainer._constraint is not None and position.get("constraint") is not None:
         trainer._constraint.load_state(position["constraint"])
     measured = _measured_threshold(trainer)
@@ -303,6 +307,16 @@ def _settings(trainer: Any) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
+def _rendered(trainer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A conversation, and its text in the policy's chat template."""
+    variables = {
+        "chat_template": trainer.chat_template,
+        "tools": trainer.tools or None,
+        **trainer.chat_template_kwargs,
+    }
+    return {"messages": messages, "text": render(trainer.processing_class, messages, "A prompt", variables)}
+
+
 def _adapter_settings(module: Any) -> dict[str, Any] | None:
     """What a model's adapter computes, as JSON takes it; `None` without one."""
     if isinstance(module, AdapterView):
@@ -344,6 +358,16 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         if now[name] is not None and before.get(name) is not None:
             changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
             before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
+    drawn = position.get("prompt")
+    if drawn is not None:
+        text = _rendered(trainer, drawn["messages"])["text"]
+        if text != drawn["text"]:
+            raise ValueError(
+                f"Other prompts would be drawn for than in the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
+                f"start a new run with {_as_model(trainer)}."
+            )
+        if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):
+            before.pop("chat_template_kwargs", None)  # they make the same prompts
     changed = [name for name in now if name in before and now[name] != before[name]]
     refused = [name for name in changed if name not in (*_REPORTED, *_REPORTED_OF_MODELS)]
     if refused:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._model_checks import check_token_ids
+from ..._prompts import warn_of_date
 from .._generation import check_processes, event_loop, hash_model
 from .._identity import identify_reward, warn_of_name
 from .engine import GCG
@@ -139,19 +140,23 @@ def read_table(
         `ValueError`: As [`~trl_repulse.evaluation.gcg.table.load_table`], and if the chat template is missing or refuses a goal.
     """
     table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
-    first = next((row for row in table if row.fault is None), None)
-    if first is not None:
-        try:
-            build_prompt(
-                tokenizer,
-                first.goal,
-                first.target,
-                config.prompt_format,
-                chat_template_kwargs=config.chat_template_kwargs,
-            )
-        except ValueError as error:
-            raise ValueError(f"Row {first.number} of the table: {error}") from error
+    _first_prompt(tokenizer, table, config)
+    if config.prompt_format == "chat":
+        warn_of_date(tokenizer, [{"role": "user", "content": "x"}], config.chat_template_kwargs)
     return table
+
+
+def _first_prompt(tokenizer: PreTrainedTokenizerBase, table: list[TableRow], config: GCGEvaluationConfig) -> str:
+    """Text of the first target's prompt, without a suffix; refuses what cannot be rendered."""
+    for row in table:
+        if row.fault is None:
+            options = {"chat_template_kwargs": config.chat_template_kwargs}
+            try:
+                prompt = build_prompt(tokenizer, row.goal, row.target, config.prompt_format, **options)
+            except ValueError as error:
+                raise ValueError(f"Row {row.number} of the table: {error}") from error
+            return prompt.before_text + prompt.after_text
+    return ""
 
 
 def make_header(
@@ -189,6 +194,7 @@ def make_header(
             "draft_model": None if draft_model is None else hash_model(draft_model),
             "tokenizer": _hash(vocabulary.encode()),
             "chat_template": _hash(template.encode()),
+            "prompt": _first_prompt(tokenizer, table, config),  # a template may write the date
             "table": hash_table(table),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
             **_hash_judge(judge),
@@ -336,6 +342,7 @@ def _hash_judge(judge: Judge) -> dict[str, str | None]:
     """
     reward = judge.reward if isinstance(judge, RewardJudge) else judge
     rest, code = _split(identify_reward(getattr(reward, "unchecked", reward)))
+    rest = rest | getattr(reward, "rendering", {})  # of a classifier's chat template that may write the date
     if isinstance(judge, RefusalJudge):
         rest, code = judge.identity, None
     if isinstance(judge, RefusalJudge | RewardJudge) and type(judge) not in (RefusalJudge, RewardJudge):

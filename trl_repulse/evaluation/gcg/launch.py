@@ -8,6 +8,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ..._loading import load_model, load_tokenizer
+from ..._prompts import dated, warn_of_date
 from ..._vocabulary import check_same_tokens
 from ...rewards.loading import load_reward
 from ...trainers._rewards import with_checks
@@ -94,4 +95,8 @@ def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     model = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **options)
     _, function = as_function(model, tokenizer, PartialState().device, config.chat_template_kwargs)
     function.unchecked = model.to(PartialState().device)  # by whose weights the judge is known
+    if as_messages:
+        probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        warn_of_date(tokenizer, probe, config.chat_template_kwargs)
+        function.rendering = dated(tokenizer, probe, config.chat_template_kwargs)
     return RewardJudge(function, as_messages)
