@@ -88,6 +88,13 @@ def test_what_an_adapter_lacks_is_said(save, tmp_path, model_dirs):
         load_model(AutoModelForCausalLM, str(tmp_path / "prompt"), "model")
 
 
+def test_an_adapter_that_tokens_activate_is_refused(model_dirs, tmp_path):
+    config = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model_dirs["llama"]), config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="cannot be loaded: an adapter of activated LoRA .* give one of plain LoRA"):
+        load_model(AutoModelForCausalLM, str(tmp_path), "model")
+
+
 def test_the_head_of_a_classifier_comes_from_its_adapter_or_not_at_all(save, model_dirs):
     folder, expected = save(auto_class=AutoModelForSequenceClassification, modules_to_save=["score"])
     with pytest.raises(ValueError, match=r"The reward model `.*` cannot be loaded: .*size mismatch"):  # two labels

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import AdaLoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
@@ -146,8 +146,9 @@ def test_dropout_by_number_is_off_for_both_models(make, tokenizer, tmp_path):
         PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         AdaLoraConfig(task_type="CAUSAL_LM", total_step=10, target_modules=["c_attn"], fan_in_fan_out=True),
+        LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2]),
     ],
-    ids=["prompt", "p", "prefix", "AdaLoRA"],
+    ids=["prompt", "p", "prefix", "AdaLoRA", "aLoRA"],
 )
 def test_adapters_with_a_forward_pass_of_their_own_are_refused(make, trainer_cls, config):
     with pytest.raises(ValueError, match="have a forward pass of their own"):

@@ -249,7 +249,7 @@ def _check_rows(args: Any) -> None:
     drawn = args.num_proposal_generations or args.num_generations
     remedy = f"must be a multiple of `num_generations={args.num_generations}`: each completion gets as many proposal samples"
     require(args, drawn % args.num_generations == 0, "num_proposal_generations", remedy)
-    remedy = "leaves a prompt one sample, and weights compare several; set at least 2, or `num_proposal_generations`"
+    remedy = "leaves a prompt one sample, and weights compare several; set at least 2, or, on PPO, `num_proposal_generations`"
     require(args, drawn >= 2, "num_generations", remedy)
     if args.proposal == "policy":
         remedy = (
