@@ -395,7 +395,8 @@ def check_prompt_lengths(
             How `max_length` is named in the message.
 
     Raises:
-        `ValueError`: If a prompt has no tokens or unknown ones, or with a completion exceeds the context.
+        `ValueError`: If a prompt has no tokens or unknown ones, or with a completion exceeds the context; if longrope would read
+            short rows with the factors of long ones.
     """
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
@@ -404,6 +405,7 @@ def check_prompt_lengths(
             "with a token."
         )
     check_token_ids(prompt_ids, config, prompts)
+    _check_rotary_factors([len(ids) for ids in prompt_ids], config, max_completion_length)
     context, name = getattr(config.get_text_config(), "max_position_embeddings", None), "the model's context"
     if max_length is not None and (context is None or max_length < context):
         context, name = max_length, max_length_name
@@ -448,3 +450,22 @@ def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: 
             f"The reward function '{names[column]}' returned {rewards_per_func[row, column].item()} for a completion; "
             f"rewards must be finite: {remedy}."
         )
+
+
+def _check_rotary_factors(lengths: list[int], config: PretrainedConfig, max_completion_length: int) -> None:
+    """Refuses lengths on both sides of where longrope changes its factors, for all rows of a batch and all tokens of a row."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for each in (
+        parameters,
+        *(value for value in parameters.values() if isinstance(value, dict)),
+    ):  # of kinds of layers
+        if each.get("rope_type") != "longrope":
+            continue
+        original = each["original_max_position_embeddings"]
+        if min(lengths) <= original < max(lengths) + max_completion_length:
+            raise ValueError(
+                f"The model reads a whole batch otherwise once a row of it has more than {original} tokens (longrope), so that "
+                f"samples would not be scored as they were drawn: prompts have {min(lengths)} to {max(lengths)} tokens and "
+                f"`max_completion_length={max_completion_length}`. Keep both together within {original} tokens (shorter prompts, a "
+                f"lower `max_completion_length`), or use only prompts of more than {original}."
+            )

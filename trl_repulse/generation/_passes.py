@@ -56,8 +56,7 @@ class Passes:
         ids = torch.arange(count * length, device=device) * max(1, size // 97) + size // 3
         self._ids = (ids % size).view(count, length)  # (B, L)
         self._alone = self._one_by_one(self._ids)  # (B, L, V)
-        with rounded_embeddings(model):
-            self._tolerance = ROUNDINGS * distance(self._one_by_one(self._ids), self._alone)
+        self._tolerance = ROUNDINGS * rounding(model, lambda: self._one_by_one(self._ids), self._alone)
 
     def agree(self, passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], share: float = 0.5) -> bool:
         """Whether this share of predictions, or more, is what it should be; a pass that fails gives none."""
@@ -192,6 +191,14 @@ def rounded_embeddings(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+def rounding(model: nn.Module, read: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
+    """By how much one rounding of the embeddings, or of the predictions, moves what a model predicts."""
+    with rounded_embeddings(model):
+        moved = distance(read(), expected)
+    # Small weights hardly hand the first on
+    return max(moved, distance(expected * (1 + torch.finfo(torch.float32).eps), expected))
+
+
 def _rounding(model: nn.Module, values: torch.Tensor) -> float:
     """By how much a model rounds numbers, relative to them."""
     if getattr(model, "is_quantized", False):
@@ -200,6 +207,8 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
         eps = 2**-10  # TF32, which convolutions use by default
     else:
         eps = torch.finfo(values.dtype).eps
+        if values.dtype == torch.float64:
+            eps = torch.finfo(torch.float32).eps  # which layers compute parts in, and predictions are compared in
     device = values.device.type
     if torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .._adapters import base_of
 from ._padding import padded_outputs
-from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, distance, holds, rounded_embeddings
+from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, distance, holds, rounding
 from ._prefill import prompts_read_once
 
 
@@ -257,9 +257,8 @@ def reads_rows_alike(
 
     def alike() -> bool:
         alone = read_rows(*separate)[asked]
-        with rounded_embeddings(model):
-            rounding = distance(read_rows(*separate)[asked], alone)
-        return distance(read_rows(*batch)[asked], alone, share=0.9) <= 4 * ROUNDINGS * rounding
+        limit = 4 * ROUNDINGS * rounding(model, lambda: read_rows(*separate)[asked], alone)
+        return distance(read_rows(*batch)[asked], alone, share=0.9) <= limit
 
     with undisturbed(model, training):
         return holds(alike)
