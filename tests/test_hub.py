@@ -278,13 +278,17 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
         "https://huggingface.co/papers/2510.21184",
         "fine-tuned version of a local model.",
         "The proposal is not part of this repository.",
+        'prompt = "The weather is"\n',
+        "output = generator(prompt, max_new",
+        "### Model\n\n- Base model: `",
+        "### Limits\n\nThe rewards alone said",
         "- Rewards: `word_reward`\n- Rows of prompts: 4\n- Updates: 2\n",
         "| `target_dist_beta` | -2.0 |",
         "eprint    = {arXiv:2510.21184}",
         "@software{vonwerra2020trl",
     ):
         assert said in card.text
-    assert "### Measured" not in card.text
+    assert "### Measured" not in card.text and "question" not in card.text and "None" not in card.text
     assert (
         "reward_transform_" not in card.text and "cvar_" not in card.text and "constraint" not in card.text
     )  # of none
@@ -307,7 +311,7 @@ def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
     trainer.measured = {"p_bad": np.float64(1e-4), "missing": float("nan"), "unknown": None}
     trainer.push_to_hub(dataset_name="me/prompts")
     card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
-    assert f"### Measured\n\n{trainer.tail_report}\n\n### Data" in card.text
+    assert f"### Measured\n\n{trainer.tail_report}\n\n### Model" in card.text
     assert card.data.datasets == "me/prompts" and "The proposal" not in card.text
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_type) == ("p_bad", 1e-4, "me/prompts")
@@ -342,7 +346,9 @@ def test_an_adapters_cards(make, tmp_path):
         for folder in folders:
             card = ModelCard.load(folder / "README.md")
             assert (card.data.library_name, card.data.base_model) == ("peft", base)
-            assert str(tmp_path) not in card.content
+            assert str(tmp_path) not in card.content and "None" not in card.text
+            assert f"- Base model: `{base or ''}" in card.text and f"- Adapter: LORA, rank {lora().r}\n" in card.text
+            assert ('model="out"' in card.text) == (folder == out)
             assert {"trl", "trl-repulse"} <= set(card.data.tags)
 
 

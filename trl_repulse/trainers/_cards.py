@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Sized
 from dataclasses import fields
@@ -33,6 +34,7 @@ REPULSE_PAPER = {
 _VERSIONS = "### Framework versions\n\n"
 # TRL's words about a policy that started from a local folder
 _NO_BASE = "[None](https://huggingface.co/None)"
+_QUESTION = re.compile(r'question = ".*"\n')  # TRL's example, for models that chat
 _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
     value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
@@ -41,6 +43,10 @@ _SHOWN = """
     reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
 """.split()
 _OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}
+
+_LIMITS = """\
+The rewards alone said which outputs are bad: what they do not see was not made rarer. Bad outputs can be rarer and still occur,
+above all on prompts unlike those of the training."""
 
 _PROPOSAL_CARD = """\
 ---
@@ -61,7 +67,7 @@ library_name: {library}
 > a policy with RePULSe and has uses only there: to go on training, and to estimate how rare the policy's bad outputs
 > have become. `trl-repulse` never uploads it with the policy; if this is a repository, keep it private.
 
-- Policy it was trained beside: `{policy}`
+{model}- Policy it was trained beside: `{policy}`
 - Target: policy · potential, `potential={potential}`, {target}
 - trl-repulse: {version}
 """
@@ -97,6 +103,7 @@ def amend_model_card(trainer: Any) -> None:
         )
     if trainer.tail_report is not None:
         added += f"### Measured\n\n{trainer.tail_report}\n\n"
+    added += f"### Model\n\n{_of_model(trainer.model.config._name_or_path, path.parent)}\n"
     rewards = ", ".join(f"`{name}`" for name in trainer.reward_func_names)
     added += f"### Data\n\n- Rewards: {rewards}\n"
     if isinstance(trainer.train_dataset, Sized):
@@ -110,9 +117,24 @@ def amend_model_card(trainer: Any) -> None:
     if getattr(trainer, "_constraint", None) is not None:
         settings["constraint/multiplier"] = f"{trainer._constraint.multiplier:.4g} at the end"
     added += "".join(f"| `{name}` | {getattr(value, 'value', value)} |\n" for name, value in settings.items())
-    added += f"\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
+    added += f"\n### Limits\n\n{_LIMITS}\n\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
+    card.text = card.text.replace('model="None"', f'model="{path.parent.name}"', 1)
+    if trainer.processing_class.chat_template is None:
+        card.text = _QUESTION.sub('prompt = "The weather is"\n', card.text, 1)
+        card.text = card.text.replace('generator([{"role": "user", "content": question}],', "generator(prompt,", 1)
     card.save(path)
+
+
+def _of_model(base: str, folder: Path) -> str:
+    """Lines on what a model in a folder was made of: its base, and kind and rank of its adapter."""
+    name = Path(base).name if Path(base).is_dir() else base
+    lines, adapter = f"- Base model: `{name or 'not named'}`\n", folder / "adapter_config.json"
+    if adapter.is_file():
+        config = json.loads(adapter.read_text(encoding="utf-8"))
+        rank = f", rank {config['r']}" if config.get("r") is not None else ""
+        lines += f"- Adapter: {config['peft_type']}{rank}\n"
+    return lines
 
 
 def _has_effect(args: Any, name: str) -> bool:
@@ -136,20 +158,22 @@ def _has_effect(args: Any, name: str) -> bool:
     }.get(name, True)
 
 
-def write_proposal_card(directory: Path, policy: str, args: NegativeTermConfig) -> None:
-    """Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside."""
+def write_proposal_card(directory: Path, policy: str, started_from: str, args: NegativeTermConfig) -> None:
+    """
+    Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside, and
+    `started_from` what it was made of.
+    """
     name, meaning = {
         "tilted": ("target_dist_beta", "negative: low rewards are sought"),
         "indicator": ("bad_reward_threshold", "rewards under it are sought"),
         "class": ("target_class", "that class is sought"),
     }[args.potential]
     target = f"`{name}={getattr(args, name)}` ({meaning})"
-    library, base, adapter = "transformers", "", directory / "adapter_config.json"
-    if adapter.is_file():
-        library, name = "peft", json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        base = f"base_model: {name}\n" if name and not Path(name).is_dir() else ""
+    library = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
+    base = f"base_model: {started_from}\n" if started_from and not Path(started_from).is_dir() else ""
     text = _PROPOSAL_CARD.format(
         library=library,
+        model=_of_model(started_from, directory),
         base=base,
         policy=policy,
         potential=args.potential,

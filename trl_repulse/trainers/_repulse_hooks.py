@@ -149,7 +149,7 @@ class RePULSeHooks(ProposalUploads):
     def _describe_second(self, path: Path) -> None:
         if path.name == PROPOSAL_FOLDER:
             name = self.args.hub_model_id or Path(self.args.output_dir).name
-            write_proposal_card(path, name, self.args)
+            write_proposal_card(path, name, self.proposal.module.config._name_or_path, self.args)
 
     def _save_checkpoint(self, model, trial):
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
