@@ -11,9 +11,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
+from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer, embedded
 
-from .conftest import build_model, same_parameters
+from .conftest import USE_CPU, build_model, same_parameters
 from .test_repulse_ppo_math import CASES, TERM, RecordedRows, pushed
 from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, reference_loss, rows_log_p
 
@@ -203,6 +203,35 @@ def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
     assert hot < alone - 0.5
     trainer, last = end()
     assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > last + 1
+
+
+@pytest.mark.parametrize(
+    ("scale", "alpha"), [("group", 0.1), ("batch", 0.1), (True, 0.1), ("none", 1.0), (False, 1.0)]
+)
+def test_alpha_is_in_units_of_the_advantages(scale, alpha):
+    settings = {"use_cpu": USE_CPU, "bf16": False, "scale_rewards": scale}
+    assert RePULSeGRPOConfig("out", **settings).alpha == alpha
+    assert RePULSeGRPOConfig("out", alpha=0.7, **settings).alpha == 0.7
+    assert RePULSeGRPOConfig("out", proposal="learned", **settings).alpha == 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_the_default_push_is_not_larger_than_grpos_own_gradient(tmp_path, loss_type):
+    def norm(**options):
+        args = RePULSeGRPOConfig(
+            output_dir=str(tmp_path), use_cpu=USE_CPU, bf16=False, gradient_checkpointing=False, report_to="none",
+            save_strategy="no", disable_tqdm=True, logging_steps=1, max_steps=6, per_device_train_batch_size=64,
+            num_generations=8, max_completion_length=8, beta=0.02, learning_rate=6e-4, lr_scheduler_type="constant",
+            loss_type=loss_type, bad_reward_threshold=-2.5, **options,
+        )  # fmt: skip
+        data = {"reward_funcs": embedded.reward_model_path(), "train_dataset": embedded.load_prompts().repeat(2)}
+        trainer = RePULSeGRPOTrainer(model=embedded.policy_path(), args=args, **data)
+        trainer.train()
+        return sum(log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log) / 6
+
+    own = norm(alpha=0.0)
+    assert norm() < 1.5 * own < 2.5 * own < norm(alpha=1.0)
 
 
 @pytest.mark.thorough

@@ -196,3 +196,10 @@ def test_a_run(tmp_path):
     done = run(*command, "--num_proceses", "2", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_run_prints_no_notice_that_is_not_its_own(tmp_path):
+    command = [sys.executable, "-m", "trl_repulse.cli", "repulse", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "reward" in run.stdout and "FutureWarning" not in run.stderr and "accelerate launch" not in run.stderr

@@ -6,6 +6,7 @@ launcher itself imports neither TRL nor the trainers.
 """
 
 import argparse
+import logging
 import signal
 import subprocess
 import sys
@@ -64,6 +65,9 @@ def launch(command: str, argv: list[str]) -> int:
             parser.set_defaults_with_config(**_settings(argv))
             print(parser.format_help(all_flags), end="")
             return 0
+        logging.getLogger("accelerate.commands.launch").setLevel(
+            logging.ERROR
+        )  # its notice is about `accelerate launch`
         launch_command(_parse_launch(prog, [command, *argv]))
     except (KeyboardInterrupt, SignalException):
         _wait_for_processes()

@@ -49,8 +49,8 @@ class NegativeTermConfig(KnownFields):
         > Parameters that control the negative term
 
         alpha (`float`, *optional*):
-            Weight of the negative term. 0 leaves it out: no proposal is built, nothing is drawn from it. If `None`, 1 with
-            `proposal="hot_policy"`, else 0.1.
+            Weight of the negative term, in units of the policy's advantages. 0 leaves it out: no proposal is built, nothing is drawn from
+            it. If `None`, 1 with `proposal="hot_policy"` (0.1 on GRPO with scaled rewards), else 0.1.
         alpha_start (`float`, *optional*):
             If set, α moves geometrically from this value to `alpha` over all updates.
         alpha_normalization (`str`, *optional*):
@@ -133,7 +133,7 @@ class NegativeTermConfig(KnownFields):
         default=None,
         metadata={
             "help": "Weight of the negative term. 0 leaves it out, and there is no proposal. If unset, 1 with "
-            "`proposal='hot_policy'`, else 0.1."
+            "`proposal='hot_policy'` (0.1 on GRPO with scaled rewards), else 0.1."
         },
     )
     alpha_start: float | None = field(

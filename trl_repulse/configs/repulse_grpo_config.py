@@ -32,7 +32,9 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
             `proposal_environment_factory` makes. What it seeks there is the policy's worst behaviour.
 
     > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > These parameters have default values different from [`~trl.GRPOConfig`] and [`~trl_repulse.configs.NegativeTermConfig`]:
+    > - `alpha`: Defaults to 0.1 with `proposal="hot_policy"` if the advantages are scaled: it is in their units, with `scale_rewards="none"`
+    >   those of the reward.
     > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
     >   differ from pass to pass.
     """
@@ -53,6 +55,9 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     )
 
     def __post_init__(self):
+        # In units of the advantages, which are then standard deviations of the rewards
+        if self.alpha is None and self.proposal == "hot_policy" and self.scale_rewards not in (False, "none"):
+            self.alpha = 0.1
         with own_precision(self):
             super().__post_init__()
         check_shared(self)

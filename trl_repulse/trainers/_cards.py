@@ -69,6 +69,8 @@ library_name: {library}
 
 {model}- Policy it was trained beside: `{policy}`
 - Target: policy · potential, `potential={potential}`, {target}
+- Limits: it knows bad outputs by the reward alone, finds some kinds of them, and may miss others. What it draws says nothing of how
+  often the policy does, unless it is weighed by importance.
 - trl-repulse: {version}
 """
 

@@ -9,6 +9,7 @@ one fails there and not in somebody's run. The trainers compare them too, when t
 import contextlib
 import copy
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -40,6 +41,10 @@ from trl.trainer.utils import (
 from ..models._deepspeed import gathered
 from ..models._peft_bridge import AdapterView, trainable_kept
 
+
+# TRL (1.16) reads and sets what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
+for _name in ("is_gradient_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_disable"):
+    warnings.filterwarnings("ignore", f"`{_name}` is deprecated", FutureWarning)
 
 # Method -> parameters we rely on, in order. Way out for most of GRPO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
