@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +22,7 @@ SETTINGS = PolicySettings(vocabulary=300, layers=1, width=16, batch=2, steps=8)
 
 
 class Length(judges.Judge):
-    """Long words are bad; it is told apart from a killed run by `left`."""
+    """Long words are bad. After `left` calls it kills the run."""
 
     left = 10**9
 
@@ -169,15 +171,17 @@ def world(text, tmp_path, monkeypatch):
     """A world as `build.py` writes it, with a judge of word lengths."""
     monkeypatch.setitem(judges.JUDGES, "length", Length)
     monkeypatch.setattr(Length, "left", 10**9)
-    mark = policy.build_policy(text, tmp_path / "rt", SETTINGS, 10, 4)["fingerprint"]
+    options = "--judges length --lengths 6 --prompts 10 4 --calibration 30".split()
+    settings = [f"--{name}={value}" for name, value in asdict(SETTINGS).items()]
+    monkeypatch.setattr(sys, "argv", ["build", str(text), f"--output_dir={tmp_path / 'rt'}", *options, *settings])
     for _ in range(2):  # the second time it is there
-        build.build_worlds(tmp_path / "rt", mark, ["length"], [6], 30)
+        build.main()
         monkeypatch.setattr(build, "sample", None)
     return evaluate.load_world(tmp_path / "rt" / "length-6")
 
 
 def test_world(world):
-    assert world.described["completion_length"] == 6 and world.described["p_bad"] <= 0.011
+    assert world.described["completion_length"] == 6 and world.described["p_bad"] <= 0.01
     prompts, model = world.prompts("unseen"), world.load_policy()
     for prompt, drawn in zip(prompts, world.draw(model, prompts, 40, 3, 1.2), strict=True):
         assert drawn.counts.sum() == 40 and drawn.completions.size(1) == 6

@@ -6,7 +6,7 @@ Builds worlds of real text from a folder of plain English: a policy, prompts, an
     python -m benchmarks.real_text.build TEXT --output_dir runs/real_text
 
 A world is a folder such as `meaning-20`: what `judges.py` thinks of completions of 20 tokens. Its threshold is the reward under which
-1 % of the initial policy's completions of the training prompts are, its KL coefficient follows the spread of the rewards within a prompt,
+0.3 % of the initial policy's completions of the training prompts are, its KL coefficient follows the spread of the rewards within a prompt,
 and `bad.txt` holds bad completions to read. Runs, results and tables are those of the held-out worlds:
 
     python -m benchmarks.held_out.run benchmarks/real_text/plans/first.yaml --world runs/real_text/meaning-20 \
@@ -21,6 +21,7 @@ import argparse
 import json
 import shutil
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from .sampling import POLICY, sample
 
 
 TRAINING_PROMPTS, UNSEEN_PROMPTS = 240, 120
-BAD_SHARE = 1e-2
+BAD_SHARE = 3e-3  # at a hundredth, most of what the judges find worst is not rude
 BETA = 0.13  # KL coefficient over the standard deviation of rewards within a prompt, as docs/guide.md recommends
 HOT_TEMPERATURE = 1.2  # of the samples that find rare outputs in an evaluation
 READ = 40  # bad completions kept to read, chosen at random
@@ -99,22 +100,16 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--judges", nargs="+", choices=JUDGES, default=list(JUDGES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[20, 64], help="tokens of a completion")
-    parser.add_argument("--layers", type=int, default=PolicySettings.layers)
-    parser.add_argument("--width", type=int, default=PolicySettings.width)
-    parser.add_argument("--epochs", type=float, default=PolicySettings.epochs)
-    parser.add_argument("--steps", type=int, help="of training, in the place of epochs")
-    parser.add_argument("--vocabulary", type=int, default=PolicySettings.vocabulary)
+    for field in fields(PolicySettings):
+        kind = float if field.type is float else int
+        parser.add_argument(
+            f"--{field.name}", type=kind, default=field.default, help=f"of the policy; {field.default}"
+        )
     parser.add_argument("--prompts", type=int, nargs=2, default=[TRAINING_PROMPTS, UNSEEN_PROMPTS])
-    parser.add_argument("--calibration", type=int, default=40, help="completions a prompt for the threshold")
+    parser.add_argument("--calibration", type=int, default=60, help="completions a prompt for the threshold")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the order of floating-point sums depends on the number of threads
-    settings = PolicySettings(
-        vocabulary=options.vocabulary,
-        layers=options.layers,
-        width=options.width,
-        epochs=options.epochs,
-        steps=options.steps,
-    )
+    settings = PolicySettings(**{field.name: getattr(options, field.name) for field in fields(PolicySettings)})
     found = build_policy(options.text, options.output_dir, settings, *options.prompts)
     print(json.dumps(found), flush=True)
     build_worlds(options.output_dir, found["fingerprint"], options.judges, options.lengths, options.calibration)

@@ -62,12 +62,6 @@ def read_paragraphs(folder: Path) -> list[str]:
     return paragraphs
 
 
-def split_paragraphs(paragraphs: list[str]) -> tuple[list[str], list[str]]:
-    """Those to train on, and held-out ones."""
-    count = max(1, round(HELD_OUT * len(paragraphs)))
-    return paragraphs[count:], paragraphs[:count]
-
-
 def train_tokenizer(paragraphs: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE."""
     bpe = Tokenizer(models.BPE())
@@ -220,7 +214,8 @@ def build_policy(text: Path, folder: Path, settings: PolicySettings, training: i
     if described.exists() and (found := json.loads(described.read_text(encoding="utf-8")))["fingerprint"] == mark:
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    known, held_out = split_paragraphs(paragraphs)
+    count = max(1, round(HELD_OUT * len(paragraphs)))
+    held_out, known = paragraphs[:count], paragraphs[count:]
     tokenizer = train_tokenizer(known, settings.vocabulary)
     prompts = draw_prompts(held_out, tokenizer, training + unseen)
     for name, part in (("train", prompts[:training]), ("unseen", prompts[training:])):
