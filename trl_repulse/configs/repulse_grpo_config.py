@@ -35,6 +35,7 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     > These parameters have default values different from [`~trl.GRPOConfig`] and [`~trl_repulse.configs.NegativeTermConfig`]:
     > - `alpha`: Defaults to 0.1 with `proposal="hot_policy"` if the advantages are scaled: it is in their units, with `scale_rewards="none"`
     >   those of the reward.
+    > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
     > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
     >   differ from pass to pass.
     """
