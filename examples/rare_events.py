@@ -9,6 +9,7 @@ estimate what nobody knows; `trl-repulse rare-events` makes them from the comman
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -46,6 +47,11 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=5000, help="completions a prompt from each component")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    folder = Path(options.output_dir)
+    if folder.is_dir() and not (folder / "proposal").is_dir():
+        raise ValueError(
+            f"`{folder}` holds no proposal; train with `proposal='learned'`, as examples/repulse.py does by default."
+        )
 
     policy = AutoModelForCausalLM.from_pretrained(options.output_dir)
     proposal = AutoModelForCausalLM.from_pretrained(f"{options.output_dir}/proposal")

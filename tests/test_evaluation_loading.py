@@ -162,6 +162,13 @@ def test_rare_events_take_no_arguments_of_proposals_without_one(command, capsys,
     assert f"`--{flag}` has no effect without `--proposal`" in capsys.readouterr().err
 
 
+def test_rare_events_say_which_runs_have_a_proposal(command, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert command("rare-events", "--proposal", tmp_path / "out" / "proposal") == 1
+    error = capsys.readouterr().err
+    assert "only a run with `proposal='learned'` saves one. Leave `--proposal` out" in error and error.count("\n") == 1
+
+
 def test_rare_events_make_messages_of_prompts(command, capsys):
     assert command("rare-events", "--apply_chat_template") == 1
     assert "chat template" in capsys.readouterr().err

@@ -159,6 +159,14 @@ def test_settings_that_a_model_was_saved_with_play_no_part(models, tokenizer, pr
     assert draw(models, *arguments, seed=4).texts != plain.texts
 
 
+def test_progress_is_shown(models, tokenizer, prompts, reward, capfd):
+    for progress in (True, False):
+        draw(models, tokenizer, prompts["prompt"][:1], reward, (4, 4), 2, batch_size=2, progress=progress)
+        shown = capfd.readouterr().err
+        # Of eight completions, each drawn and scored
+        assert ("drawing and scoring: 100%" in shown and "16/16" in shown and "rewards: 100%" in shown) == progress
+
+
 def test_the_callers_random_state_is_kept(models, tokenizer, prompts, reward):
     torch.manual_seed(0)
     expected = torch.rand(3)

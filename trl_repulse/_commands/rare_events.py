@@ -116,6 +116,13 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 
+    for name in args.proposal:
+        folder = Path(name)
+        if folder.name == "proposal" and folder.parent.is_dir() and not folder.exists():
+            raise ValueError(
+                f"There is no `{name}`: only a run with `proposal='learned'` saves one. Leave `--proposal` out to draw from the "
+                "policy alone, or train a proposal for it."
+            )
     if not args.proposal:
         for name in ("num_proposal_samples", "divergence"):
             if getattr(args, name) is not None:

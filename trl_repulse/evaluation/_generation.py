@@ -144,8 +144,12 @@ def transformers_engine(
     *,
     temperature: float = 1.0,
     end: list[int] | None = None,
+    on_drawn: Callable[[int], object] = lambda count: None,
 ) -> Engine:
-    """Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens."""
+    """
+    Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens. `on_drawn` is
+    told the completions of each pass.
+    """
     end = end_tokens(model, tokenizer) if end is None else end
     if not end:
         logger.warning_once(
@@ -180,6 +184,7 @@ def transformers_engine(
             for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
                 for place, row in zip(chosen, draw([prompt_ids[i] for i in chosen]), strict=True):
                     rows[place] = row
+                on_drawn(len(chosen))
             return rows
 
     return engine

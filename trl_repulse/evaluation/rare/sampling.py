@@ -8,6 +8,7 @@ The sequences of a pass all continue one prompt: nothing is padded on the left, 
 model counts positions.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._causal import check_causal
@@ -70,6 +72,7 @@ def draw(
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 0,
+    progress: bool = True,
 ) -> Draws:
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
@@ -109,6 +112,8 @@ def draw(
             B.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws. The state of the global generators is restored.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show progress bars, of the main process.
 
     Returns:
         [`Draws`]
@@ -137,29 +142,38 @@ def draw(
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
     for k, model in enumerate(models):
         check_causal(model, f"The proposal `models[{k}]`" if k else "The policy")
-    end = end_tokens(models[0], tokenizer)
-    engines = [
-        transformers_engine(model, tokenizer, max_completion_length, batch_size, temperature=temperature, end=end)
-        for model, temperature in zip(models, temperatures, strict=True)
-    ]
-    state, seeds = process_state(), _seeds(seed)
+    end, state, seeds = end_tokens(models[0], tokenizer), process_state(), _seeds(seed)
+    bar = functools.partial(tqdm, disable=not (progress and state.is_main_process))
     units = [(p, k, next(seeds)) for p in range(len(prompts)) for k, count in enumerate(counts) if count]
     parts = []
-    with state.split_between_processes(units) as mine:  # one after another: those of a prompt are scored together
+    # One after another: those of a prompt are scored together. Each completion is drawn in one pass, scored in another
+    with (
+        state.split_between_processes(units) as mine,
+        bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
+    ):
+        engines = [
+            transformers_engine(
+                *(model, tokenizer, max_completion_length, batch_size),
+                temperature=temperature,
+                end=end,
+                on_drawn=drawn.update,
+            )
+            for model, temperature in zip(models, temperatures, strict=True)
+        ]
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
             rows = [row for _, k, seed in own for row in engines[k]([prompt_ids[p]] * counts[k], seed)]
-            density = _score(models, temperatures, prompt_ids[p], rows, end, batch_size)
-            texts = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
-            parts.append((p, texts, density))
-    drawn: list[list[str]] = [[] for _ in prompts]
+            density = _score(models, temperatures, prompt_ids[p], rows, end, batch_size, drawn.update)
+            read = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
+            parts.append((p, read, density))
+    texts: list[list[str]] = [[] for _ in prompts]
     densities: list[list[torch.Tensor]] = [[] for _ in prompts]
     for p, part, density in gather_object(parts):
-        drawn[p] += part
+        texts[p] += part
         densities[p].append(density)
     log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
     named = as_function(reward, reward_tokenizer, models[0].device, chat_template_kwargs)
-    rewards = _rewards(*named, prompts, columns, drawn, batch_size, state)
-    return Draws(MixtureSample(rewards, log_density, tuple(counts)), drawn)
+    rewards = _rewards(*named, prompts, columns, texts, batch_size, state, bar)
+    return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -341,6 +355,7 @@ def _score(
     rows: list[list[int]],
     end: list[int],
     batch_size: int,
+    on_scored: Callable[[int], object],
 ) -> torch.Tensor:
     """Log-probability of each completion under each component, (N, K); one pass a model."""
     places: dict[int, list[int]] = {}
@@ -353,6 +368,7 @@ def _score(
             at = [temperatures[k] for k in own]
             part[:, own] = completion_log_prob(models[own[0]], prompt_ids, batch, end, at)
         parts.append(part)
+        on_scored(len(batch))
     return torch.cat(parts)
 
 
@@ -364,13 +380,18 @@ def _rewards(
     texts: list[list[str]],
     batch_size: int,
     state: PartialState,
+    bar: Callable[..., Any],
 ) -> torch.Tensor:
     """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes."""
     distinct = list(dict.fromkeys((p, text) for p, row in enumerate(texts) for text in row))
     with state.split_between_processes(distinct) as mine:
-        own = {column: [values[p] for p, _ in mine] for column, values in columns.items()}
-        drawn = [prompts[p] for p, _ in mine], [text for _, text in mine]
-        given = gather_object(evaluate_rewards({name: function}, *drawn, None, own, batch_size)[name])
+        given = []
+        for start in bar(range(0, len(mine), batch_size), desc="rewards"):
+            batch = mine[start : start + batch_size]
+            own = {column: [values[p] for p, _ in batch] for column, values in columns.items()}
+            drawn = [prompts[p] for p, _ in batch], [text for _, text in batch]
+            given += evaluate_rewards({name: function}, *drawn, None, own, batch_size)[name]
+        given = gather_object(given)
     if None in given:
         raise ValueError(
             f"The reward function '{name}' gave `None` to {given.count(None)} of {len(given)} completions; an estimate needs a "
