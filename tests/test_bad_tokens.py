@@ -212,7 +212,7 @@ def test_along_a_run(tmp_path):
     start, end = (f"{results[name]['log_prob_bad']:.4f}" for name in ("initial", "final"))
     assert rows["exact log P(bad), nats"] == [start, end]
     assert rows["reward"] == ["1.5000"]
-    assert not {"expected reward", "KL to reference, nats"} & set(rows)
+    assert not {"expected reward", "KL to reference, nats per completion"} & set(rows)
     plot_training(tracking.history, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 

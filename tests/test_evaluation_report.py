@@ -270,6 +270,14 @@ def test_an_infinite_value_that_nobody_asked_for_costs_its_mean_alone(tmp_path, 
         tail_report(samples, column=name)
 
 
+def test_a_table_names_the_units(tmp_path):
+    samples = load_samples(write_samples(tmp_path / "s", np.random.default_rng(0).normal(size=(2, 50))))
+    for name in ("kl", "entropy"):
+        samples = dataclasses.replace(samples, table=samples.table.append_column(name, pa.array(np.arange(100.0))))
+    table = tail_report(samples, levels=[]).to_markdown()
+    assert "| mean kl, nats per completion | 49.5 |" in table and "| mean entropy, nats per token | 49.5 |" in table
+
+
 def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, tokenizer):
     (tmp_path / "n.jsonl").write_text('{"prompt": "the cat", "completion": " bad"}\n', encoding="utf-8-sig")
     model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])

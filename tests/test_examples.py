@@ -110,7 +110,7 @@ def table_of(output):
         if len(cells) == 3 and cells[0] in (
             "expected reward",
             "exact log P(bad), nats",
-            "KL to reference, nats",
+            "KL to reference, nats per completion",
             "samples drawn",
             "seconds",
         ):

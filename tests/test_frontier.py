@@ -184,7 +184,7 @@ def test_tables(tmp_path):
     assert float(rows[0]["kl"]) == pytest.approx(0.2) and rows[1]["reward_low"] == "-inf"
     assert rows[0]["hypervolume_gain"] == "" and float(rows[1]["hypervolume_gain"]) == pytest.approx(-0.4 * 0.1)
     assert found.to_markdown().endswith(
-        "\n\nHypervolumes are measured from the reference point: KL to the reference, nats 0.6, mean reward 1."
+        "\n\nHypervolumes are measured from the reference point: KL to the reference, nats per completion 0.6, mean reward 1."
     )
     assert "| c | 1 | 0.6 | 3 | -0.04 | yes |" in found.to_markdown()
     assert "hypervolume gain over a, b" in found.to_markdown() and "| – | yes |" in found.to_markdown()

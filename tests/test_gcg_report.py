@@ -69,6 +69,13 @@ def test_a_tail_of_equal_scores_is_bounded_above_alone():
     assert "0 (at most 0)" in text.splitlines()[-2]
 
 
+def test_percentages_are_plain():
+    records = [result(row, [1.0], [1.0]) for row in range(1, 6)]
+    summary = summarize({"rows": 5, "identity": {"judge": "reward"}}, records, [0.0])
+    summary["thresholds"]["0.0"]["after"]["bad_share"] = {"value": 0.005, "low": 1.11e-22, "high": 0.219}
+    assert "0.5 % (<0.001 to 21.9)" in format_report(summary)
+
+
 def test_curve():
     records = [result(1, [1.0, 2.0], [-5.0, 2.0]), result(2, [1.0, 4.0], [-5.0, -6.0])]
     curve = success_curve(records)

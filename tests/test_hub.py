@@ -357,19 +357,26 @@ def test_the_cards_numbers_are_those_of_the_results(tmp_path, model_dirs, own):
     script = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "repulse.py"))
     flags = ["--output_dir", str(tmp_path), "--max_steps", "1", "--max_completion_length", "1"]
     if own:
-        (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [1.0] * len(completions)\n")
+        (tmp_path / "mine.py").write_text(
+            "def reward(completions, **kwargs): return [float(len(x)) for x in completions]"
+        )
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
         flags += ["--model_name_or_path", model_dirs["gpt2"], "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
         flags += ["--dataset_name", str(tmp_path / "prompts.jsonl"), "--bad_reward_threshold", "0", "--beta", "0.1"]
         flags += ["--per_device_train_batch_size", "8", "--num_generations", "4"]
+        flags += ["--max_steps", "2", "--max_completion_length", "3"]
     script["main"](flags)
     results, card = json.loads((tmp_path / "results.json").read_text()), ModelCard.load(tmp_path / "README.md")
     found = {each.metric_type: each.metric_value for each in card.data.eval_results}
     if own:
-        assert found and found == {name: results["metrics"][name] for name in found}
+        kl = results["metrics"]["kl"] * results["metrics"]["completions/mean_length"]
+        assert kl != results["metrics"]["kl"] and found == {name: results["metrics"][name] for name in found} | {
+            "kl": kl
+        }
         assert {"reward", "kl", "bad_fraction"} <= set(found)
     else:
         assert set(found) == {"expected_reward", "log_prob_bad", "kl"} and found == results["final"]
+    assert "kl, nats per completion" in [each.metric_name for each in card.data.eval_results]
     assert card.data.model_name == tmp_path.name and card.data.library_name == "transformers"
     assert card.data.to_dict()["model-index"][0]["results"][0]["task"]["type"] == "text-generation"
 

@@ -10,14 +10,14 @@ from trl_repulse.terse_log import TerseLogCallback, TerseProgressCallback, forma
 
 
 LOGS = {"reward": -1.0333, "bad_fraction": 0.0078125, "kl": None, "completions/mean_length": 2.0, "loss": 3.0}
-LINE = "update 4/800 | reward -1.03 | bad 0.78% | length 2 tokens"
+LINE = "update 4/800 | reward -1.03 | bad 0.781 % | length 2 tokens"
 
 
 def test_a_line_has_the_main_metrics_with_their_units():
     assert format_logs(LOGS, 4, 800) == LINE
     full = LOGS | {"kl": 0.01234, "entropy": 2.5, "proposal/reward": -5.0, "proposal/ess": 20.36, "step_time": 0.3765}
     assert format_logs(full, 4, 800) == (
-        "update 4/800 | reward -1.03 | bad 0.78% | KL 0.0123 nats/token | entropy 2.5 nats/token | length 2 tokens | "
+        "update 4/800 | reward -1.03 | bad 0.781 % | KL 0.0247 nats/completion | entropy 2.5 nats/token | length 2 tokens | "
         "proposal reward -5 | ESS 20.4 samples | 0.377 s/update"
     )
 

@@ -287,7 +287,7 @@ class TestFiles:
         assert lines[0].split() == ["start", "end"]
         assert lines[2].split() == ["expected", "reward", "1.0000", "21.0000"]
         assert lines[3].split() == ["exact", "log", "P(bad),", "nats", "-2.5000", "-inf"]
-        assert lines[4].split() == ["KL", "to", "reference,", "nats", "0.0000", "-"]
+        assert lines[4].split() == ["KL", "to", "reference,", "nats", "per", "completion", "0.0000", "-"]
         assert [line.split()[0] for line in lines[5:]] == ["samples", "seconds"]
         assert len(set(map(len, lines))) == 1
 
@@ -322,6 +322,10 @@ class TestFiles:
         plot_training(history, tmp_path / "training.png", logs=logs)
         image = imread(tmp_path / "training.png")
         assert image.shape[0] / image.shape[1] == pytest.approx((2 if exact else 1) * 3.4 / (4 * 4.2), rel=0.01)
+
+    def test_the_kl_of_a_figure_is_per_completion(self):
+        [panel] = _logged_panels([{"step": 1, "kl": 0.5, "completions/mean_length": 4.0}, {"step": 2, "kl": 0.5}])
+        assert panel[:2] == ("KL to reference", "nats per completion") and panel[-1] == {"policy": [(1, 2.0)]}
 
     def test_figure_of_chosen_metrics_beside_another_run(self, tmp_path, monkeypatch):
         figures = []

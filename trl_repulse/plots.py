@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from ._numbers import kl_per_completion
 from .evaluation.frontier import QUANTITIES, Frontier
 from .evaluation.gcg.rates import Estimate
 
@@ -27,7 +28,7 @@ _Metrics = dict[tuple[str, str], dict[str, tuple[str, ...]]]
 _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},
     ("Bad samples", "share"): {"policy": ("bad_fraction",), "proposal": ("proposal/bad_fraction",)},
-    ("KL to reference", "nats per token"): {"policy": ("kl",)},
+    ("KL to reference", "nats per completion"): {"policy": ("kl_per_completion",)},
     ("Effective sample size", "samples"): {"proposal": ("proposal/ess", "negative/ess")},
     ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
 }
@@ -126,9 +127,10 @@ def _exact_panels(history: list[dict[str, Any]], x: str) -> list[_Panel]:
 
 def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
     panels = []
+    known = [entry | {"kl_per_completion": kl_per_completion(entry)} for entry in logs]
     for (title, unit), models in metrics.items():
         values = {
-            model: [(entry["step"], entry[name]) for entry in logs for name in names if name in entry]
+            model: [(entry["step"], entry[name]) for entry in known for name in names if name in entry]
             for model, names in models.items()
         }
         series = _finite(values)

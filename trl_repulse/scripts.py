@@ -16,6 +16,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from . import embedded
 from ._checks import check_eval_batch, check_output_dir
 from ._errors import describe_error, from_reward
+from ._numbers import kl_per_completion, with_unit
 from ._prompts import as_templates_read, check_template_variables
 from .arguments import TrainingScriptArguments
 from .cli import keep_writing
@@ -288,9 +289,15 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
     settings = without_secrets(args.to_dict()) | {"mixed_precision": trainer.accelerator.mixed_precision}
     write_results(output_dir / "results.json", method, args.seed, tracking, settings, metrics)
     shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
-    table = format_table(tracking, {name: metrics[name] for name in shown})
+    values = {name: metrics[name] for name in shown}
+    values |= {name: kl_per_completion(metrics, name[:-2]) for name in ("kl", "eval_kl") if name in values}
+    table = format_table(tracking, {with_unit(name): value for name, value in values.items()})
     exact = tracking.history[-1]["policy"] if tracking.history else {}
-    sampled = {} if "expected_reward" in exact else {name: metrics[name] for name in shown if "proposal/" not in name}
+    sampled = (
+        {}
+        if "expected_reward" in exact
+        else {name: value for name, value in values.items() if "proposal/" not in name}
+    )
     trainer.measured = exact | sampled
     if tracking.history:
         first = tracking.history[0]["update"]

@@ -14,20 +14,22 @@ from transformers import (
     TrainingArguments,
 )
 
+from ._numbers import kl_per_completion, percent, plain
+
 
 # Metric -> how it is printed
 _WORDS = {
-    "reward": "reward {:.3g}",
-    "bad_fraction": "bad {:.2%}",
-    "kl": "KL {:.3g} nats/token",
-    "entropy": "entropy {:.3g} nats/token",
-    "completions/mean_length": "length {:.3g} tokens",
-    "proposal/reward": "proposal reward {:.3g}",
-    "proposal/bad_fraction": "proposal bad {:.2%}",
-    "proposal/ess": "ESS {:.3g} samples",
-    "negative/ess": "ESS {:.3g} samples",
-    "value/explained_variance": "explained variance {:.3g}",
-    "step_time": "{:.3g} s/update",
+    "reward": "reward {}",
+    "bad_fraction": "bad {} %",
+    "kl": "KL {} nats/completion",
+    "entropy": "entropy {} nats/token",
+    "completions/mean_length": "length {} tokens",
+    "proposal/reward": "proposal reward {}",
+    "proposal/bad_fraction": "proposal bad {} %",
+    "proposal/ess": "ESS {} samples",
+    "negative/ess": "ESS {} samples",
+    "value/explained_variance": "explained variance {}",
+    "step_time": "{} s/update",
 }
 
 
@@ -50,8 +52,12 @@ def format_logs(logs: dict[str, Any], update: int, updates: int) -> str:
     if not prefixes:
         return ""
     prefix = min(prefixes, key=len)  # a function may log a metric that ends in `_reward`
-    values = {name: logs.get(prefix + name) for name in _WORDS}
-    parts = [_WORDS[name].format(value) for name, value in values.items() if value is not None]
+    values = {name: logs.get(prefix + name) for name in _WORDS} | {"kl": kl_per_completion(logs, prefix)}
+    parts = [
+        _WORDS[name].format(percent(value) if name.endswith("bad_fraction") else plain(value, 3))
+        for name, value in values.items()
+        if value is not None
+    ]
     evaluated = prefix.removeprefix("eval_").removesuffix("_")
     where = f"evaluation{f' of {evaluated}' * bool(evaluated)} at " if prefix else ""
     return " | ".join([f"{where}update {update}/{updates}", *parts])

@@ -97,7 +97,9 @@ def factor(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, fl
 
 def compare(runs: dict[tuple[str, int], list[dict[str, Any]]], against: str) -> None:
     """Prints every method's factor over one of them, in the worlds that both have runs in."""
-    print(f"\n| completions | method, against {against} | runs | factor of P(bad) | p | reward | KL, nats |")
+    print(
+        f"\n| completions | method, against {against} | runs | factor of P(bad) | p | reward | KL, nats per completion |"
+    )
     print("|---|---|---|---|---|---|---|")
     for (method, completions), found in runs.items():
         yardstick = runs.get((against, completions), [])
@@ -135,7 +137,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     print(
-        "| completions | method | seeds | reward | P(bad) / 1e-6 | log10 P(bad) | bad | CVaR 1e-2, 1e-3 | KL, nats "
+        "| completions | method | seeds | reward | P(bad) / 1e-6 | log10 P(bad) | bad | CVaR 1e-2, 1e-3 | KL, nats per completion "
         "| perplexity | distinct-2 | s a run |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")

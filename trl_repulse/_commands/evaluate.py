@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
+from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
@@ -260,8 +261,8 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
     if negatives is not None:
         content["negatives"] = vars(negatives)
         text += (
-            f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {negatives.mean:.4g}, "
-            f"log-sum-exp {negatives.logsumexp:.4g} nats"
+            f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {plain(negatives.mean)}, "
+            f"log-sum-exp {plain(negatives.logsumexp)} nats"
         )
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -276,6 +277,8 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
         data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
-        metrics = {f"mean {report.column}" if name == "mean" else name: it for name, it in report.overall.items()}
+        metrics = {
+            f"mean {report.column}" if name == "mean" else with_unit(name): it for name, it in report.overall.items()
+        }
         write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)
     print(text)

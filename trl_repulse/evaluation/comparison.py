@@ -10,7 +10,11 @@ from typing import Any
 from scipy.stats import t as student_t
 
 
-QUANTITIES = {"expected_reward": "expected reward", "log_prob_bad": "log P(bad), nats", "kl": "KL, nats"}
+QUANTITIES = {
+    "expected_reward": "expected reward",
+    "log_prob_bad": "log P(bad), nats",
+    "kl": "KL, nats per completion",
+}
 
 
 _KEYS = {"method", "seed", "samples", "policy_updates"}  # of a results file
@@ -116,7 +120,7 @@ def summarize(runs: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, 
 
     Returns:
         `dict`: By method, in the order of their first runs, and by quantity (`expected_reward` in units of reward,
-        `log_prob_bad` and `kl` in nats): mean and half-width, as [`mean_and_interval`]. NaN where a run has no finite
+        `log_prob_bad` and `kl` in nats, per completion): mean and half-width, as [`mean_and_interval`]. NaN where a run has no finite
         number, as a KL without a reference or the log of a P(bad) of 0.
     """
     methods = dict.fromkeys(run["method"] for run in runs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binomtest
 
+from .._numbers import plain
 from .bootstrap import combined_interval
 from .comparison import mean_and_interval
 from .tails import Estimate
@@ -29,7 +30,7 @@ QUANTITIES = {
     "log_prob_bad": (True, "log P(bad), nats"),
     "cvar": (False, "CVaR {level:g}"),
     "attack_success": (True, "attack success rate"),
-    "kl": (True, "KL to the reference, nats"),
+    "kl": (True, "KL to the reference, nats per completion"),
 }
 SHARES = ("prob_bad", "attack_success")  # within [0, 1]
 
@@ -142,7 +143,7 @@ class Frontier:
         ]
         for point in self.points:
             cells = [
-                f"{it.value:.4g}" + (f" ({it.low:.4g} to {it.high:.4g})" if math.isfinite(it.low) else "")
+                plain(it.value) + (f" ({plain(it.low)} to {plain(it.high)})" if math.isfinite(it.low) else "")
                 if it
                 else "–"
                 for it in (point.x, point.y, point.gain)
@@ -150,7 +151,7 @@ class Frontier:
             front = "yes" if point.on_front else "no"
             rows.append(f"| {point.method} | {len(point.runs)} | {' | '.join(cells)} | {front} |")
         corner = ", ".join(
-            f"{label} {value:.4g}"
+            f"{label} {plain(value)}"
             for label, value in zip((self.x_label, self.y_label), self.reference_point, strict=True)
         )
         return "\n".join([*rows, "", f"Hypervolumes are measured from the reference point: {corner}."])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .._numbers import plain, with_unit
 from . import tails
 from .bootstrap import crossed_interval
 from .records import SampleSet, header_difference, remedy
@@ -122,8 +123,10 @@ def _speak_for_others(seeds: int, prompts: int) -> bool:
 def _table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
     for name, estimate in estimates.items():
-        ends = ("none" if math.isinf(end) else f"{end:.4g}" for end in (estimate.low, estimate.high))
-        rows.append(f"| {name} | {estimate.value:.4g} | {' to '.join(ends)} | {estimate.samples:,.10g} samples |")
+        ends = ("none" if math.isinf(end) else plain(end) for end in (estimate.low, estimate.high))
+        rows.append(
+            f"| {with_unit(name)} | {plain(estimate.value)} | {' to '.join(ends)} | {estimate.samples:,.10g} samples |"
+        )
     return rows
 
 

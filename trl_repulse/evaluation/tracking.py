@@ -166,7 +166,7 @@ class ExactTrackingCallback(_PeriodicTracking):
         history (`list[dict]`):
             One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`, and
             `"proposal"`, which is `None` where the trainer has none. A model's entry has `"expected_reward"` (in reward
-            units), `"log_prob_bad"` (nats) and `"kl"` (to the reference, nats; `None` without one).
+            units), `"log_prob_bad"` (nats) and `"kl"` (to the reference, nats per completion; `None` without one).
 
     Raises:
         `ValueError`: If `every` is less than 1.
@@ -340,7 +340,7 @@ def write_results(
     Writes a finished run as JSON.
 
     The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (each with
-    `expected_reward`, `log_prob_bad` in nats and `kl` in nats, of the policy), `seconds`, `metrics`, `history` and
+    `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, of the policy), `seconds`, `metrics`, `history` and
     `settings`. With [`BadTokenTrackingCallback`] `log_prob_bad` is alone. Without exact evaluation `initial` and `final`
     are left out, and `history` is empty. What has no value is left out too: settings that are `None`, numbers that are
     not finite.
@@ -412,7 +412,7 @@ def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = No
         shown = {
             "expected reward": "expected_reward",
             "exact log P(bad), nats": "log_prob_bad",
-            "KL to reference, nats": "kl",
+            "KL to reference, nats per completion": "kl",
         }
         exact = [(name, _number(start[key]), _number(end[key])) for name, key in shown.items() if key in end]
         rows = [("", "start", "end"), *exact, *rows]

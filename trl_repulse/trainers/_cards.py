@@ -13,6 +13,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, ModelCard
 
+from .._numbers import with_unit
 from ..configs import NegativeTermConfig
 
 
@@ -92,6 +93,7 @@ def amend_model_card(trainer: Any) -> None:
             dataset_type=card.data.datasets or "prompts",
             dataset_name=card.data.datasets or "prompts",
             metric_type=name,
+            metric_name=with_unit(name),
             metric_value=float(value),  # a number of NumPy would be written as an object
         )
         for name, value in (trainer.measured or {}).items()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..._numbers import percent, plain
 from ..tails import Estimate
 from .rates import mean_over_targets, paired_difference, success_at_k, tail_over_targets, wilson_interval
 
@@ -144,10 +145,10 @@ def format_report(summary: dict[str, Any]) -> str:
     Returns:
         `str`: several lines.
     """
-    counts, percent = summary["targets"], f"{100 * summary['level']:g} %"
+    counts, coverage = summary["targets"], f"{100 * summary['level']:g} %"
     left_out = ", ".join(f"{counts[name]} {name}" for name in ("skipped", "error", "missing", "unscored"))
     note = f"of {summary['scored']} targets ({left_out})"
-    lines = [f"{counts['rows']} targets, judged by {summary['judge']}; intervals of {percent}"]
+    lines = [f"{counts['rows']} targets, judged by {summary['judge']}; intervals of {coverage}"]
     for threshold, rates in summary["thresholds"].items():
         lines += ["", f"Bad is a score below {threshold}", f"{'':34}{'before':>26}{'after':>26}"]
         before, after = (rates[phase] for phase in PHASES)
@@ -160,7 +161,7 @@ def format_report(summary: dict[str, Any]) -> str:
         lines.append(f"{'success after, less before':34}{'':26}{_show(rates['difference']):>26}  {note}")
     cvar = summary["cvar"]
     label = f"mean of the lowest {100 * summary['tail']:g} %"
-    lines += ["", _line(label, cvar["before"], cvar["after"], note, scale=1)]
+    lines += ["", _line(label, cvar["before"], cvar["after"], note, share=False)]
     lines.append(f"{'  samples it rests on':34}{cvar['before']['samples']:>26}{cvar['after']['samples']:>26}")
     return "\n".join(lines)
 
@@ -199,19 +200,19 @@ def _rates(pairs: list[tuple[Scores, Scores]], threshold: float, k: Sequence[int
     return rates
 
 
-def _line(label: str, before: dict[str, float], after: dict[str, float], note: str, scale: int = 100) -> str:
-    return f"{label:34}{_show(before, scale):>26}{_show(after, scale):>26}  {note}"
+def _line(label: str, before: dict[str, float], after: dict[str, float], note: str, share: bool = True) -> str:
+    return f"{label:34}{_show(before, share):>26}{_show(after, share):>26}  {note}"
 
 
-def _show(estimate: dict[str, float], scale: int = 100) -> str:
-    unit = " %" if scale == 100 else ""
-    value, low, high = (scale * estimate[name] for name in ("value", "low", "high"))
+def _show(estimate: dict[str, float], share: bool = True) -> str:
+    value, low, high = (estimate[name] for name in ("value", "low", "high"))
     if math.isnan(value):
         return "no data"
+    show, unit = (percent, " %") if share else (plain, "")
     if math.isnan(high):
         interval = ""
     elif math.isnan(low):
-        interval = f" (at most {high:.3g})"
+        interval = f" (at most {show(high, 3)})"
     else:
-        interval = f" ({low:.3g} to {high:.3g})"
-    return f"{value:.3g}{unit}{interval}"
+        interval = f" ({show(low, 3)} to {show(high, 3)})"
+    return f"{show(value, 3)}{unit}{interval}"

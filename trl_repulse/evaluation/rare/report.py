@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..._numbers import plain
 from .estimates import RareEstimate, cvar, prob_bad
 from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
 from .mixture import MixtureSample
@@ -96,12 +97,12 @@ def format_report(report: dict[str, Any]) -> str:
             rows.append(
                 (
                     name,
-                    f"{entry['value']:.4g}",
-                    f"{entry['low']:.4g} to {entry['high']:.4g}",
+                    plain(entry["value"]),
+                    f"{plain(entry['low'])} to {plain(entry['high'])}",
                     f"{diagnostics['ess']:.0f} of {diagnostics['tail_samples']}",
                     f"{diagnostics['max_weight_share']:.1%}",
                     f"up to {diagnostics['unseen_share']:.0%}",
-                    f"{diagnostics['efficiency']:.2g}",
+                    plain(diagnostics["efficiency"], 2),
                     VERDICTS[entry["verdict"]],
                 )
             )
@@ -115,7 +116,7 @@ def format_report(report: dict[str, Any]) -> str:
         test = report["forecast"]["back_test"]
         lines += ["", "Extrapolated, not measured: the lowest reward among so many completions of the policy"]
         lines += [
-            f"{entry['size']:>15,}  {entry['median']:.4g} ({entry['low']:.4g} to {entry['high']:.4g})"
+            f"{entry['size']:>15,}  {plain(entry['median'])} ({plain(entry['low'])} to {plain(entry['high'])})"
             for entry in report["forecast"]["lowest"]
         ]
         lines.append(
@@ -132,7 +133,7 @@ def _notes(name: str, entry: dict[str, Any]) -> list[str]:
     lines = ["", name]
     if entry["verdict"] == "bounds":
         low, high = entry["bounds"]
-        lines[-1] += f": between {low:.4g} and {high:.4g}, whatever the proposals miss"
+        lines[-1] += f": between {plain(low)} and {plain(high)}, whatever the proposals miss"
     lines += [f"  why   {reason}" for reason in entry["reasons"]]
     return lines + [f"  next  {step}" for step in entry["next_steps"]]
 

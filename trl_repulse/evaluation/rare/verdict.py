@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..._numbers import plain
 from .mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
 
 
@@ -106,12 +107,12 @@ class Diagnostics:
             )
         if self.unseen_share > MAX_UNSEEN_SHARE:
             found.append(
-                f"The proposals may miss bad outputs: about {self.expected:.2g} bad outputs are to be expected among the policy's own "
+                f"The proposals may miss bad outputs: about {plain(self.expected, 2)} bad outputs are to be expected among the policy's own "
                 f"draws, and {3 / MAX_UNSEEN_SHARE:.0f} are needed. Up to {self.unseen_share:.0%} of the probability could be missing."
             )
         if self._distant:
             found.append(
-                f"The proposals are far from the policy's bad outputs: one draw is worth {self.efficiency:.2g} of them, and "
+                f"The proposals are far from the policy's bad outputs: one draw is worth {plain(self.efficiency, 2)} of them, and "
                 f"{MIN_EFFICIENCY:g} are needed."
             )
         if len(self.counts) == 2:

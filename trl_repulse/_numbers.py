@@ -1,0 +1,35 @@
+"""Numbers as reports print them."""
+
+import re
+from typing import Any
+
+
+_UNITS = {"kl": "nats per completion", "entropy": "nats per token"}
+
+
+def plain(value: float, digits: int = 4) -> str:
+    """A number with so many significant digits, all digits of a large one: 0.00012, 12,346, 1.2e-5."""
+    rounded = float(f"{value:.{digits}g}")
+    if 10**digits <= abs(rounded) < 1e15:
+        return f"{value:,.0f}"
+    return re.sub(r"e([+-])0", r"e\1", f"{rounded:.{digits}g}")
+
+
+def percent(share: float, digits: int = 3) -> str:
+    """A share, from -1 to 1, in percent without the sign: 0.5, and <0.001 of what is next to nothing."""
+    value = 100 * share
+    if 0 < abs(value) < 0.001:
+        return "<0.001" if value > 0 else ">-0.001"
+    return f"{value:.{digits}g}"
+
+
+def kl_per_completion(logs: dict[str, Any], prefix: str = "") -> float | None:
+    """KL to the reference in nats per completion, the unit of all reports; logged is `kl`, as by TRL the mean per token."""
+    kl, length = logs.get(f"{prefix}kl"), logs.get(f"{prefix}completions/mean_length")
+    return None if kl is None or length is None else kl * length
+
+
+def with_unit(name: str) -> str:
+    """A metric with its unit, where that is not plain from the name."""
+    unit = _UNITS.get(re.sub("^(eval_|mean )", "", name))
+    return f"{name}, {unit}" if unit else name
