@@ -90,7 +90,7 @@ def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
         return reward(**columns)
 
     trainer = make(reward_funcs=waiting if asynchronous else reward)
-    callback = TailReportCallback(trainer, prompts.add_column("log_metric", [0] * len(prompts)), 2)
+    callback = TailReportCallback(trainer, prompts, 2)
     trainer.add_callback(callback)
     trainer.train()
     assert [entry["update"] for entry in callback.history] == [2]

@@ -89,8 +89,8 @@ def test_an_output_that_cannot_be_written_is_refused_first(command, name, tmp_pa
 
 def test_rare_events_read_the_columns_of_the_prompts(command, tmp_path, capsys):
     rows = [
-        {"prompt": "the cat", "answer": -9.0, "completions": "x"},
-        {"prompt": "fish", "answer": 0.0, "completions": "x"},
+        {"prompt": "the cat", "answer": -9.0},
+        {"prompt": "fish", "answer": 0.0},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text("def reward(completions, answer, **kwargs):\n    return answer\n")

@@ -208,6 +208,18 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     assert gap() > start + 1
 
 
+@pytest.mark.parametrize("other", [{"name": "b"}, {"tool_calls": [{"x": 1}]}, {"parts": [1, "a"]}, {"n": 2.5}])
+def test_messages_of_other_keys_are_not_changed_by_parquet(tmp_path, other):
+    said = [{"role": "user", "content": "?"}]
+    pool = completions(
+        (said, [{"role": "assistant", "content": "a", **other}], -5.0),
+        (said, [{"role": "assistant", "content": "b", "n": 1}], 1.0),
+    )
+    with pytest.raises(ValueError, match="Messages cannot be kept as they are .*; write a .jsonl"):
+        write_rows(tmp_path / "rows.parquet", unpaired_rows(pool, -1.0))
+    assert not (tmp_path / "rows.parquet").exists()
+
+
 def test_tool_calls_are_not_changed_by_parquet(tmp_path):
     """Its columns would give the first call the second one's argument."""
     said = [{"role": "user", "content": "?"}]
@@ -217,8 +229,8 @@ def test_tool_calls_are_not_changed_by_parquet(tmp_path):
         return [{"role": "assistant", "tool_calls": [call]}]
 
     pool = completions((said, called(city="a"), -5.0), (said, called(number=1), 1.0))
-    rows = preference_rows(pool, -1.0)
+    rows = unpaired_rows(pool, -1.0)
     with pytest.raises(ValueError, match="write a .jsonl"):
         write_rows(tmp_path / "rows.parquet", rows)
     write_rows(tmp_path / "rows.jsonl", rows)
-    assert json.loads((tmp_path / "rows.jsonl").read_text())["rejected"] == called(city="a")
+    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[1]) == rows[1]

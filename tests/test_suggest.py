@@ -340,6 +340,10 @@ def test_the_same_seed_suggests_the_same(command, capsys):
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--output", "."], "`--output .` is a folder; name a file"),
         (["--reward_type", "guess"], "`reward_type='guess'` is not one of"),
+        (
+            ["--chat_template_kwargs", '{"tools": []}'],
+            "`chat_template_kwargs` has `tools`: no variable of a chat template",
+        ),
         (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` has no effect on prompts of plain text"),
     ],
 )

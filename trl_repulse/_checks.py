@@ -127,13 +127,15 @@ def check_column_names(columns: Iterable[str], name: str) -> None:
             )
 
 
-def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+def check_rows(rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any] | None = None) -> None:
     """
     Refuses rows without a prompt, or with one that is neither text nor messages, as those of a stream are known only now.
 
     Args:
         rows (`Sequence` of `Mapping`):
             Rows of a batch.
+        features ([`~datasets.Features`], *optional*):
+            Types of the data set's columns, where they are known.
 
     Raises:
         `ValueError`: If one has no `"prompt"`, or `None`, or is refused by [`check_column_names`] or [`check_conversations`].
@@ -145,7 +147,8 @@ def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 f"The data set has a row without a `prompt` (its columns: {', '.join(row) or 'none'}); rename the column "
                 "that holds the prompts, or filter such rows out."
             )
-    check_conversations((row["prompt"] for row in rows), "a batch of the data set", stored=True)
+    stored = not isinstance((features or {}).get("prompt"), ExactJson)
+    check_conversations((row["prompt"] for row in rows), "a batch of the data set", stored)
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:

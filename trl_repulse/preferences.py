@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ._columns import UNFIT
 from ._prompts import messages_fault, prompt_fault
 from ._tables import read_json_lines
 from .evaluation.records import load_samples, write_atomically
@@ -166,16 +167,18 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             What [`preference_rows`] or [`unpaired_rows`] gave.
 
     Raises:
-        `ValueError`: If messages with tool calls are to be written as parquet, which would change them.
+        `ValueError`: If parquet would change messages, such as calls of tools.
     """
     if path.suffix == ".parquet":
-        texts = [text for row in rows for text in row.values() if isinstance(text, list)]
-        if any(message.get("tool_calls") for text in texts for message in text):
+        try:
+            table = pa.Table.from_pylist(list(rows))
+        except UNFIT:
+            table = None
+        if table is None or repr(table.to_pylist()) != repr(list(rows)):
             raise ValueError(
-                f"Messages with tool calls cannot be kept as they are in `{path}`, whose columns give all calls the same arguments; "
-                "write a .jsonl."
+                f"Messages cannot be kept as they are in `{path}`, whose columns give all of them the same keys, and all calls of tools "
+                "the same arguments; write a .jsonl."
             )
-        table = pa.Table.from_pylist(list(rows))
         write_atomically(path, lambda partial: pq.write_table(table, partial))
     else:
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)

@@ -86,6 +86,7 @@ def suggest(args: argparse.Namespace) -> tuple[Any, Any]:
         `OSError`: If a model or a file cannot be loaded.
     """
     from .._checks import check_adapters
+    from .._prompts import check_template_variables
     from ..data import drop_long_prompts, load_prompts
     from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
     from ..evaluation.rare.sampling import check_sizes
@@ -108,6 +109,7 @@ def suggest(args: argparse.Namespace) -> tuple[Any, Any]:
     prompts: Any = load_prompts(
         args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
     )
+    check_template_variables(args.chat_template_kwargs)  # also `tools`, which the trainer takes by itself
     check_template_kwargs(prompts[:1]["prompt"], args.chat_template_kwargs)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     model, tokenizer = _load_policy(args)

@@ -59,7 +59,7 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
         rows = list(itertools.islice(trainer.train_dataset, _PROMPTS))
     if not rows:
         return None
-    check_rows(rows)
+    check_rows(rows, trainer.train_dataset.features)
     tokenized = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
     ids = [torch.tensor(row[-int(longest) :], device=device) for row in tokenized]
     filler = padding_token(base, trainer._tokenizer, trainer.eos_token_ids)

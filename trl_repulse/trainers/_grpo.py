@@ -138,7 +138,7 @@ class GRPOBase(TrainerHooks, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
         if self.environment_factories is None:
-            check_rows(inputs)
+            check_rows(inputs, self.train_dataset.features)
         with self._weighing(self._real_rows(len(inputs))) as metrics:
             batch = super()._generate_and_score_completions(inputs)
             drop_batch_means(metrics, *self._dropped)

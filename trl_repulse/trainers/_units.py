@@ -104,7 +104,7 @@ class UnitSampling(TrainerHooks):
         """Draws one completion a row, scores it, and logs rewards."""
         mode = "train" if self.model.training else "eval"
         device = self.accelerator.device
-        check_rows(inputs)
+        check_rows(inputs, self.train_dataset.features)
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, completion_ids, tool_mask, completions, log_probs, *_ = self._generate(prompts)
         engine_log_p = self.vllm_generation.log_probs if self.use_vllm else []  # a reward function may draw too
