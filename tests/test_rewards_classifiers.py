@@ -160,6 +160,12 @@ def test_chats(tmp_path, kind, architecture, batch_size):
     close(reward(QUESTIONS, ANSWERS), expected)
 
 
+def test_a_token_in_front_that_a_prompt_already_has_is_not_added(tmp_path):
+    folder, _ = save_model(tmp_path, "llama", build_tokenizer("bos"))
+    reward = ToxicityReward(folder, **CPU)
+    assert reward(["<s>the cat"], [" ran"]) == reward(["the cat"], [" ran"]) != reward(["<s><s>the cat"], [" ran"])
+
+
 def test_a_token_in_front_is_left_where_only_the_tokenizer_adds_it(tmp_path):
     tokenizer = build_tokenizer("bos", CHAT_TEMPLATE.removeprefix("{{ bos_token }}"))
     folder, model = save_model(tmp_path, "llama", tokenizer)

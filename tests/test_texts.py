@@ -1,7 +1,6 @@
 """What rewards and readers are given of plain prompts: the text that the model wrote, and what the tokenizer adds to it."""
 
 import copy
-import functools
 import json
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer, _texts
 from trl_repulse._texts import check_added_tokens, completion_texts, completion_tokens, joins
@@ -201,33 +200,6 @@ def test_rewards_in_training_read_what_the_model_wrote(world, tmp_path, trainer_
     assert len(reward.read) == (16 if kinds else 8)
 
 
-@pytest.mark.trainer
-def test_reward_models_read_what_the_model_wrote(world, tmp_path):
-    tokenizer, model, folder = world
-    read = []
-    config = LlamaConfig(**{**model.config.to_dict(), "num_labels": 1, "pad_token_id": tokenizer.pad_token_id})
-    judge = LlamaForSequenceClassification(config)
-    judge.config.name_or_path = "judge"
-
-    def keep(module, args, kwargs):
-        if len(kwargs["input_ids"]) == 8:
-            read.extend(tokenizer.batch_decode(kwargs["input_ids"], skip_special_tokens=True))
-
-    judge.register_forward_pre_hook(keep, with_kwargs=True)
-    reward, args = Recorder(), settings_of(ReinforceTrainer, tmp_path)
-    tokenizers = [None, tokenizer]
-    trainer = ReinforceTrainer(
-        model=folder,
-        reward_funcs=[reward, judge],
-        args=args,
-        train_dataset=dataset_of(),
-        reward_processing_classes=tokenizers,
-    )
-    trainer.train()
-    assert read == [prompt + completion for prompt, completion, _ in reward.read]
-    reward.check(tokenizer)
-
-
 def test_rewards_in_evaluation_read_what_the_model_wrote(world, tmp_path):
     tokenizer, _, folder = world
     reward, settings = Recorder(), SamplingSettings(num_samples=8, max_completion_length=4)
@@ -321,70 +293,83 @@ def test_negative_data_are_scored_by_the_tokens_that_were_drawn(world, tmp_path)
     assert negative_log_probs(model, tokenizer, path).mean == pytest.approx(expected, abs=1e-4)
 
 
-# What the tokenizer adds to plain prompts
+# What the tokenizer adds
 
 
-def ending(tokenizer, template):
-    """A copy of a tokenizer with a post-processor of its own."""
+def ending(tokenizer):
+    """The tokenizer, with its end token behind each text and its first one in front."""
+    end, begin = tokenizer.eos_token, tokenizer.bos_token
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (begin, end)]
     tokenizer = copy.deepcopy(tokenizer)
-    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>", "<unk>")]
-    processor = processors.TemplateProcessing(single=template, special_tokens=special)
-    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", special_tokens=ids
+    )
     return tokenizer
 
 
-def uses_of(tokenizer, model, tmp_path):
-    """Each way in for plain prompts, by name."""
-    judge = RewardJudge(Recorder(), as_messages=False)
-    rows, config = [{"goal": "the cat", "target": "the house"}], GCGEvaluationConfig(prompt_format="raw", num_steps=1)
+def readers(tokenizer, model, tmp_path):
+    """What reads plain prompts outside of training, by name."""
+    path, out = tmp_path / "negatives.jsonl", tmp_path / "samples"
+    path.write_text(json.dumps({"prompt": "the cat", "completion": " ran"}) + "\n")
     settings = SamplingSettings(num_samples=2, max_completion_length=2)
-
-    def train(trainer_cls):
-        kinds = {"bad_reward_threshold": 0.5} if "RePULSe" in trainer_cls.__name__ else {}
-        args = settings_of(trainer_cls, tmp_path / "train", beta=0.0, **kinds)
-        options = {"args": args, "train_dataset": dataset_of(), "processing_class": tokenizer}
-        trainer_cls(model=copy.deepcopy(model), reward_funcs=Recorder(), **options).train()
-
-    def evaluate():
-        folder = tmp_path / "model"
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        sample_completions(tmp_path / "samples", str(folder), PROMPTS, Recorder(), settings, progress=False)
-
+    gcg = GCGEvaluationConfig(num_steps=1, search_width=4, num_samples=2, max_new_tokens=2, prompt_format="raw")
+    rows = [{"goal": "the cat", "target": "the house"}]
+    trainer = SimpleNamespace(processing_class=tokenizer, model=model, max_completion_length=2)
     return {
-        **{cls.__name__: functools.partial(train, cls) for cls in TRAINERS},
-        "evaluation": evaluate,
-        "generation": lambda: TransformersGenerator({"policy": model}, tokenizer, max_completion_length=2).complete(PROMPTS, "policy"),
-        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out.jsonl"),
+        "evaluate": lambda: sample_completions(
+            out, model, PROMPTS, Recorder(), settings, tokenizer=tokenizer, progress=False
+        ),
         "exact": lambda: ExactEvaluator(tokenizer, PROMPTS, lambda texts: torch.zeros(len(texts)), [5], 1),
+        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, RewardJudge(Recorder()), gcg, tmp_path / "out.jsonl"),
+        "generator": lambda: TransformersGenerator({"policy": model}, tokenizer, 2).complete(PROMPTS, "policy"),
+        "negatives": lambda: negative_log_probs(model, tokenizer, path),
         "rare": lambda: draw_rare([model], tokenizer, PROMPTS, Recorder(), (2,), 2),
-        "tracking": lambda: tokenize_prompts(SimpleNamespace(processing_class=tokenizer, model=model, max_completion_length=2), PROMPTS),
-    }  # fmt: skip
+        "tracking": lambda: tokenize_prompts(trainer, PROMPTS),
+    }
 
 
-USES = [*(cls.__name__ for cls in TRAINERS), "evaluation", "generation", "gcg", "exact", "rare", "tracking"]
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_tokenizer_that_ends_prompts_is_refused(world, tmp_path, use):
+@pytest.mark.parametrize("name", ["evaluate", "exact", "gcg", "generator", "negatives", "rare", "tracking"])
+def test_a_tokenizer_that_ends_prompts_is_refused(world, tmp_path, name):
     tokenizer, model, _ = world
-    with pytest.raises(ValueError, match="ends plain prompts with its end token '</s>'.*add_eos_token = False"):
-        uses_of(ending(tokenizer, "<s> $A </s>"), model, tmp_path)[use]()
+    with pytest.raises(ValueError, match="set its `add_bos_token = True` and `add_eos_token = False`"):
+        readers(ending(tokenizer), model, tmp_path)[name]()
 
 
-@pytest.mark.parametrize(
-    ("template", "prompts", "words"),
-    [
-        ("<s> $A <unk>", PROMPTS, "adds '<unk>' to the end of plain prompts"),
-        ("<s> $A", ["the cat", "<s>the cat"], "begin with '<s>' twice"),
-        ("<s> $A", PROMPTS, None),
-        ("<s> $A", [""], None),
-        ("<s> $A </s>", [[{"role": "user", "content": "the cat"}]], None),
-    ],
-)
-def test_other_tokens_at_the_ends_of_prompts_are_said(world, monkeypatch, template, prompts, words):
-    tokenizer, said = ending(world[0], template), []
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", TRAINERS, ids=lambda cls: cls.__name__)
+def test_training_refuses_a_tokenizer_that_ends_prompts_at_set_up(world, tmp_path, trainer_cls):
+    tokenizer, _, folder = world
+    kinds = {"bad_reward_threshold": 0.5} if "RePULSe" in trainer_cls.__name__ else {}
+    args = settings_of(trainer_cls, tmp_path, **kinds)
+    with pytest.raises(ValueError, match="ends plain prompts with its end token '</s>'"):
+        trainer_cls(folder, Recorder(), args, dataset_of(), processing_class=ending(tokenizer))
+
+
+def test_the_remedy_keeps_the_first_token():
+    tokenizer = build_byte_level(chat_template=None)
+    expected, changed = tokenizer("the cat")["input_ids"], ending(tokenizer)
+    assert changed("the cat")["input_ids"] == [*expected, tokenizer.eos_token_id]
+    changed.add_bos_token, changed.add_eos_token = True, False
+    check_added_tokens(changed, ["the cat"])
+    assert changed("the cat")["input_ids"] == expected
+
+
+def test_what_is_warned_of_and_what_is_not(monkeypatch):
+    said = []
     monkeypatch.setattr(_texts.logger, "warning_once", said.append)
-    ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else [1] for prompt in prompts]
-    check_added_tokens(tokenizer, prompts, ids)
-    assert [words in text for text in said] == [True] if words else not said
+    tokenizer = build_byte_level()
+    messages = [{"role": "user", "content": "the cat"}]
+    for prompts in (["the cat", "the<eos>"], ["", "the cat"], [], [messages]):
+        check_added_tokens(
+            tokenizer, prompts, [tokenizer(each)["input_ids"] for each in prompts if isinstance(each, str)]
+        )
+    check_added_tokens(ending(tokenizer), [messages])  # the template writes all special tokens
+    assert not said
+    for prompts in (["<s>the cat"], ["the cat", "<s>the cat"]):
+        check_added_tokens(tokenizer, prompts, tokenizer(prompts)["input_ids"])
+        assert "Prompts begin with '<s>' twice" in said.pop() and not said
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.convert_tokens_to_ids("<|end|>"))]
+    )
+    check_added_tokens(tokenizer, ["the cat"])
+    assert "adds '<|end|>' to the end" in said.pop()

@@ -126,7 +126,7 @@ def check_added_tokens(
     """
     if not len(prompts) or not isinstance(prompts[0], str):
         return
-    first = tokenizer(prompts[0], return_special_tokens_mask=True)
+    first = tokenizer(next(filter(None, prompts), ""), return_special_tokens_mask=True)
     ids, added = first["input_ids"], first["special_tokens_mask"]
     if all(added):
         return
@@ -134,12 +134,12 @@ def check_added_tokens(
     end = ids[len(ids) - behind :]
     if tokenizer.eos_token_id in end:
         raise ValueError(
-            f"The tokenizer ends plain prompts with its end token {tokenizer.eos_token!r}, behind which a model begins another text; set "
-            "`tokenizer.add_eos_token = False` (of a saved one in its `tokenizer_config.json`), or take the token out of its post-processor."
+            f"The tokenizer ends plain prompts with its end token {tokenizer.eos_token!r}, behind which a model begins another text; load "
+            f"the tokenizer, set its `add_bos_token = {before > 0}` and `add_eos_token = False`, and save or pass it."
         )
     if end:
         logger.warning_once(
-            f"The tokenizer adds {tokenizer.decode(end)!r} to the end of plain prompts, so that completions follow this. Take it out of the "
+            f"The tokenizer adds {tokenizer.decode(end)!r} to the end of plain prompts, and completions follow it. Take it out of the "
             "tokenizer's post-processor, unless the model was trained with it."
         )
     if before and any(row[before : 2 * before] == ids[:before] for row in prompt_ids or [ids]):

@@ -62,8 +62,14 @@ class ClassifierReward(ModelReward):
         return logits[:, self._label_index]
 
     def _tokenize(self, *texts: str, **options: Any) -> Row:
-        """Tokens of one text, or of a pair. A text that gets no token at all is read as the token of its end."""
+        """
+        Tokens of one text, or of a pair. A text that gets no token at all is read as the token of its end; where both text and tokenizer
+        put a token in front (BOS), one is left.
+        """
         row = dict(self._tokenizer(*texts, **options))
+        bos = self._tokenizer.bos_token_id
+        if bos is not None and row["input_ids"][:2] == [bos, bos]:
+            row = {key: values[1:] for key, values in row.items()}
         if not getattr(self._module.config, "type_vocab_size", 0):
             row.pop("token_type_ids", None)  # GPT-2 would add the embedding of the token 0 everywhere
         if not row["input_ids"]:
@@ -172,9 +178,6 @@ class ChatReward(ClassifierReward):
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
         row = self._tokenize(self._template.render(prompt, completion))
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and row["input_ids"][:2] == [bos, bos]:
-            row = {key: values[1:] for key, values in row.items()}
         check_context(self, row["input_ids"], prompt, completion)
         return row
 
