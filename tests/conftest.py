@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import sys
+from unittest import mock
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -166,20 +167,23 @@ def reward():
 
 
 @pytest.fixture(params=["no reader", "ascii"])
-def poor_stdout(request, monkeypatch, capfd):
-    """Python's standard output as a pipe whose reader has left, or in a locale with few letters; says which."""
-    reader, writer = os.pipe()
-    stream = open(writer, "w", buffering=1, encoding="ascii" if request.param == "ascii" else "utf-8")
-    if request.param == "no reader":
-        os.close(reader)
-    for name in ("stdout", "__stdout__"):
-        monkeypatch.setattr(sys, name, stream)
-    yield request.param
-    monkeypatch.undo()
-    with contextlib.suppress(BrokenPipeError):
-        stream.close()
-    if request.param == "ascii":
-        os.close(reader)
+def poor_stdout(request):
+    """A context in which Python's standard output is a pipe whose reader has left, or in a locale with few letters."""
+
+    @contextlib.contextmanager
+    def replaced():  # in the test itself: pytest's capture sets it anew before each
+        reader, writer = os.pipe()
+        stream = open(writer, "w", buffering=1, encoding="ascii" if request.param == "ascii" else "utf-8")
+        if request.param == "no reader":
+            os.close(reader)
+        with mock.patch.object(sys, "stdout", stream), mock.patch.object(sys, "__stdout__", stream):
+            yield
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+        if request.param == "ascii":
+            os.close(reader)
+
+    return replaced
 
 
 @pytest.fixture

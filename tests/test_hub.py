@@ -28,6 +28,7 @@ TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 FULL = {"config.json", "generation_config.json", "model.safetensors", *TOKENIZER}
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", *TOKENIZER}
 CARD = {"README.md"}
+LOG = {"trainer_state.json"}  # of the whole run
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_only_the_policy_leaves(hub, push, strategy, tmp_path):
     assert set(hub.repositories) == {"me/out"}
     repository = hub.repositories["me/out"]
     in_checkpoints = FULL | {"trainer_state.json"}
-    assert set(repository.files) == FULL | CARD | checkpoint_files(strategy, in_checkpoints)
+    assert set(repository.files) == FULL | CARD | LOG | checkpoint_files(strategy, in_checkpoints)
     folder = repository.download(tmp_path / "fetched")
     assert same_parameters(AutoModelForCausalLM.from_pretrained(folder), trainer.model)
     assert AutoTokenizer.from_pretrained(folder)("the cat")["input_ids"]
@@ -98,7 +99,7 @@ def test_of_two_adapters_only_the_policys_leaves(hub, push, strategy, tmp_path):
     assert set(hub.repositories) == {"me/out"}
     repository = hub.repositories["me/out"]
     in_checkpoints = ADAPTER | CARD | {"trainer_state.json"}
-    assert set(repository.files) == ADAPTER | CARD | checkpoint_files(strategy, in_checkpoints)
+    assert set(repository.files) == ADAPTER | CARD | LOG | checkpoint_files(strategy, in_checkpoints)
     fetched = AutoPeftModelForCausalLM.from_pretrained(repository.download(tmp_path / "fetched"))
     ids = torch.arange(4, 10).view(1, -1)
     assert list(fetched.peft_config) == ["default"]
@@ -113,7 +114,7 @@ def test_ppos_value_model_and_completions_stay(hub, push, tmp_path, trainer_cls)
     assert (tmp_path / "out" / "checkpoint-2" / "value" / "optimizer.safetensors").is_file()
     in_checkpoints = FULL | {"trainer_state.json"}
     repository = hub.repositories["me/out"]
-    assert set(repository.files) == FULL | CARD | checkpoint_files("all_checkpoints", in_checkpoints)
+    assert set(repository.files) == FULL | CARD | LOG | checkpoint_files("all_checkpoints", in_checkpoints)
     assert same_parameters(AutoModelForCausalLM.from_pretrained(repository.download(tmp_path / "in")), trainer.model)
 
 
@@ -130,7 +131,7 @@ def test_a_checkpoint_of_one_model_leaves_whole(hub, push):
     """The control of the above: REINFORCE has no second model, and can resume from the Hub as in TRL."""
     push(ReinforceTrainer, hub_strategy="checkpoint")
     state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
-    assert set(hub.repositories["me/out"].files) == FULL | CARD | checkpoint_files("checkpoint", FULL | state)
+    assert set(hub.repositories["me/out"].files) == FULL | CARD | LOG | checkpoint_files("checkpoint", FULL | state)
 
 
 @pytest.mark.thorough

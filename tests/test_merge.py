@@ -128,7 +128,7 @@ def test_dtype(adapter, tmp_path):
 
 
 def test_a_proposal_is_refused_unless_asked_for(adapter, tmp_path, capsys):
-    write_proposal_card(adapter, "policy", SimpleNamespace(potential="tilted", target_dist_beta=-2.0))
+    write_proposal_card(adapter, "policy", "base", SimpleNamespace(potential="tilted", target_dist_beta=-2.0))
     assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 1
     assert "--allow_proposal" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()

@@ -171,7 +171,8 @@ def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
 def test_a_run_goes_on_where_nobody_reads_it(tmp_path, poor_stdout):
     folder = tmp_path / "☕"
     flags = [*QUICK, "--logging_steps", "1", "--output_dir", str(folder)]
-    main_or_exit(lambda: train("reinforce", flags))
+    with poor_stdout():
+        main_or_exit(lambda: train("reinforce", flags))
     assert (folder / "results.json").is_file() and (folder / "completions" / "before_after.md").is_file()
 
 

@@ -115,14 +115,14 @@ def pool(metrics: Iterable[Pooled]) -> float:
 
 def pool_all(metrics: dict[str, list[Any]]) -> None:
     """
-    Leaves one value, in place, of each metric that is [`Pooled`]; what is not stays as it is, for TRL's mean over batches. A metric of
+    Leaves one value, in place, of each metric that is [`Pooled`]; what is not stays as it is, for TRL's mean over batches. Of those, one of
     which nothing is known is left out, for which TRL (1.16) would log `None`.
     """
     for name, values in list(metrics.items()):
         if values and all(isinstance(value, Pooled) for value in values):
             metrics[name] = [pool(values)]
-        if all(math.isnan(value) for value in metrics[name]):
-            del metrics[name]
+            if math.isnan(metrics[name][0]):
+                del metrics[name]
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
 from .._dates import changed_prompt
-from .._prompts import render
+from .._prompts import rendering
 from ..models._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from ._reference import REFERENCE
@@ -314,7 +314,11 @@ def _rendered(trainer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
         "tools": trainer.tools or None,
         **trainer.chat_template_kwargs,
     }
-    return {"messages": messages, "text": render(trainer.processing_class, messages, "A prompt", variables)}
+    with rendering(trainer.processing_class, messages, "A prompt"):
+        text = trainer.processing_class.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
+    return {"messages": messages, "text": text}
 
 
 def _adapter_settings(module: Any) -> dict[str, Any] | None:
