@@ -1,8 +1,6 @@
 """The dual variable that holds a policy to a rate of bad outputs: its step, where it ends, and what a trainer does with it."""
 
 import math
-from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,25 +63,6 @@ def test_exact_policies_end_at_the_limit(start, limit):
         assert p_bad <= free and cost < start * 1e-6  # the constraint does not bind, and goes
 
 
-@pytest.mark.parametrize("rate", [0.005, 0.01, 0.03])
-def test_a_policy_that_begins_under_the_limit_is_held_to_it_later(rate):
-    """Bad outputs are rare at first and pay: all updates are enumerated, of a policy that takes steps towards the best one."""
-    bad, log_ref = torch.tensor([0.0, 1.0]), torch.tensor([1 - 1e-3, 1e-3], dtype=torch.float64).log()
-    args = SimpleNamespace(max_bad_probability=0.02, constraint_learning_rate=0.05)
-    trainer = SimpleNamespace(args=args, model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)})
-    trainer._gathered, trainer._record = lambda moments: moments, lambda *_: None
-    constraint, log_p, seen = Constraint(trainer, 1.0), log_ref, []
-    for _ in range(1000):
-        seen.append(log_p[1].exp().item())
-        constraint.observe(log_p[1:].exp(), resolution=0.0)
-        constraint.update()
-        step = (2.5 - constraint.multiplier) * bad - 0.5 * (log_p - log_ref)
-        log_p = (log_p + rate * step).log_softmax(0)
-    free = (log_ref + 2.5 * bad / 0.5).softmax(0)[1].item()
-    assert seen[0] < 0.02 < free and free > 0.12
-    assert sum(seen[500:]) / 500 < 1.15 * 0.02 and max(seen) < 2.5 * 0.02
-
-
 # In a trainer
 
 
@@ -141,9 +120,9 @@ def test_the_multiplier_follows_what_is_seen(make, case):
 @pytest.mark.trainer
 def test_it_never_vanishes(make):
     trainer = make(ReinforceTrainer, max_steps=3, **LIMIT | {"bad_reward_threshold": -100.0})
-    trainer._constraint.multiplier = 0.11
+    trainer._constraint.multiplier = 1.1e-6
     trainer.train()
-    assert trainer._constraint.multiplier == 0.1
+    assert trainer._constraint.multiplier == 1e-6
 
 
 @pytest.mark.trainer

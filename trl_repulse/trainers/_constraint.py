@@ -15,10 +15,10 @@ logger = get_logger(__name__)
 _SINGLE = 0.25
 # Share of the latest estimate of P(bad) in the average, which serves the scale of steps alone
 _FORGETTING = 0.05
-# How many times its first value it may become: no less, so that it is soon back when the policy begins to make bad outputs after all
-_LEAST, _MOST = 0.1, 1e6
-# From how many times it is said that the rate may be out of reach
-_FAR = 1e3
+# From here the multiplier can come back soon, which had long not been needed
+_LEAST = 1e-6
+# How many times its first value it may become, and from where it is said that the rate may be out of reach
+_MOST, _FAR = 1e6, 1e3
 
 
 class Constraint:
@@ -65,7 +65,7 @@ class Constraint:
         limit, rate = args.max_bad_probability, args.constraint_learning_rate
         scale = max(limit, before, rate * self._resolution / (_SINGLE * seen.count))
         stepped = dual_step(self.multiplier, seen.mean, limit, scale, rate)
-        self.multiplier = min(max(stepped, _LEAST * self._start), _MOST * self._start)
+        self.multiplier = min(max(stepped, _LEAST), _MOST * self._start)
         if self.multiplier > _FAR * self._start and seen.mean > limit:
             logger.warning_once(
                 f"The constraint's multiplier is over {_FAR:,.0f} times its first value, and P(bad) is still above "
