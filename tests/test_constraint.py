@@ -1,12 +1,15 @@
 """The dual variable that holds a policy to a rate of bad outputs: its step, where it ends, and what a trainer does with it."""
 
 import math
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trl_repulse import ReinforceTrainer
 from trl_repulse.rewards.transforms import dual_step
+from trl_repulse.trainers import _constraint
 from trl_repulse.trainers._constraint import Constraint
 
 from .conftest import same_parameters
@@ -63,6 +66,54 @@ def test_exact_policies_end_at_the_limit(start, limit):
         assert p_bad <= free and cost < start * 1e-6  # the constraint does not bind, and goes
 
 
+def constraint_of(start, limit, rate):
+    """A constraint whose trainer is nothing but its settings."""
+    args = SimpleNamespace(max_bad_probability=limit, constraint_learning_rate=rate)
+    model, metrics = SimpleNamespace(training=True), {"train": defaultdict(list)}
+    trainer = SimpleNamespace(args=args, model=model, _metrics=metrics)
+    trainer._gathered, trainer._record = lambda seen: seen, lambda *_: None
+    return Constraint(trainer, start)
+
+
+def constrained_policy(role, start, resumed_at=None, updates=1000):
+    """P(bad) at each update of a policy over 20 outputs, one of them bad, and the multipliers; 64 samples give each estimate."""
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.tensor([0.004] + [0.996 / 19] * 19, dtype=torch.float64)
+    bad = torch.eye(20, dtype=torch.float64)[0]
+    # At this KL coefficient the best policy without a constraint has P(bad) = 0.076
+    reward = bad * 0.5 * math.log(0.076 / 0.924 * 0.996 / 0.004)
+    logits, constraint = reference.log(), constraint_of(start, limit=0.02, rate=0.05)
+    found, multipliers = [], []
+    for update in range(updates):
+        if update == resumed_at:
+            state, constraint = constraint.state(), constraint_of(start, limit=0.02, rate=0.05)
+            constraint.load_state(state)
+        p, multiplier = logits.softmax(0), constraint.multiplier
+        found.append(p[0].item())
+        multipliers.append(multiplier)
+        gain = reward - 0.5 * (p / reference).log()
+        if role == "cost":
+            gain = gain - multiplier * bad
+        gradient = p * (gain - p @ gain)
+        if role == "alpha":
+            gradient = gradient - multiplier * (bad - p)  # of log P(bad)
+        constraint.observe(torch.rand(64, generator=generator) < p[0], resolution=1.0)
+        constraint.update()
+        logits = logits + 0.4 * gradient
+    return torch.tensor(found), multipliers
+
+
+@pytest.mark.parametrize(("role", "start"), [("cost", 1.0), ("cost", 10.0), ("alpha", 0.03)])
+def test_it_holds_after_a_time_in_which_it_was_not_needed(role, start, monkeypatch):
+    """P(bad) begins far below the limit, and the multiplier falls; then the reward drives P(bad) over the limit."""
+    p_bad, multipliers = constrained_policy(role, start)
+    assert p_bad[:200].max() < 0.02 and min(multipliers) < 0.1 * start
+    assert p_bad[500:].mean() < 1.2 * 0.02 and p_bad.max() < 2 * 0.02
+    assert multipliers == constrained_policy(role, start, resumed_at=300)[1]
+    monkeypatch.setattr(_constraint, "_SHIFT", 0.0)  # the control: its logarithm alone moves
+    assert constrained_policy(role, start)[0].max() > 2.5 * 0.02
+
+
 # In a trainer
 
 
@@ -71,9 +122,8 @@ def replayed(logs, start, resolution, rate=0.5, limit=0.1, forgetting=0.05):
     multipliers, average = [start], logs[0]["constraint/p_bad"]
     for log in logs:
         p_bad = log["constraint/p_bad"]
-        multipliers.append(
-            multipliers[-1] * math.exp(rate * (p_bad - limit) / max(average, limit, rate * resolution / 0.25))
-        )
+        factor = math.exp(rate * (p_bad - limit) / max(average, limit, rate * resolution / 0.25))
+        multipliers.append(max((multipliers[-1] + 0.1 * start) * factor - 0.1 * start, 1e-6 * start))
         average += forgetting * (p_bad - average)
     return multipliers
 
@@ -169,7 +219,7 @@ def test_the_multiplier_does_not_depend_on_how_a_batch_is_cut(run, trainer_cls, 
     assert 0.1 < share < 1
     steps = 3 * 0.5 * (share - 0.1) / max(share, 0.5 / 8 / 0.25)
     start = 1.0 if trainer_cls is RecordedReinforce else trainer.args.alpha
-    assert trainer._constraint.multiplier == pytest.approx(start * math.exp(steps), rel=1e-6)
+    assert trainer._constraint.multiplier == pytest.approx(start * (1.1 * math.exp(steps) - 0.1), rel=1e-6)
 
 
 @pytest.mark.thorough

@@ -76,8 +76,9 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             prompts, by a dual variable. It is what a bad completion costs, in units of reward, and begins with 1; in
             [`RePULSeTrainer`] it is `alpha`, and begins with the value that is set, unless that is 0.
         constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
-            How far the logarithm of that variable moves, in nats, after the first update on each batch of generations: at most this if
-            there are no bad completions, half of this if there are steadily twice as many as ε allows, and nearly this if many more.
+            How far the logarithm of that variable, plus a tenth of its first value, moves after the first update on each batch of
+            generations, in nats: at most this if there are no bad completions, half of this if there are steadily twice as many as ε
+            allows, and nearly this if many more.
         reward_clip_range (`list[float]`, *optional*):
             Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
             [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.

@@ -15,10 +15,9 @@ logger = get_logger(__name__)
 _SINGLE = 0.25
 # Share of the latest estimate of P(bad) in the average, which serves the scale of steps alone
 _FORGETTING = 0.05
-# From here the multiplier can come back soon, which had long not been needed
-_LEAST = 1e-6
-# How many times its first value it may become, and from where it is said that the rate may be out of reach
-_MOST, _FAR = 1e6, 1e3
+# All relative to the first value: what is added to the multiplier before its logarithm moves, so that it comes back soon when it was
+# long not needed; the least and the most that it may become; and from where it is said that the rate may be out of reach
+_SHIFT, _LEAST, _MOST, _FAR = 0.1, 1e-6, 1e6, 1e3
 
 
 class Constraint:
@@ -64,8 +63,9 @@ class Constraint:
         self._average = before + _FORGETTING * (seen.mean - before)
         limit, rate = args.max_bad_probability, args.constraint_learning_rate
         scale = max(limit, before, rate * self._resolution / (_SINGLE * seen.count))
-        stepped = dual_step(self.multiplier, seen.mean, limit, scale, rate)
-        self.multiplier = min(max(stepped, _LEAST), _MOST * self._start)
+        shift = _SHIFT * self._start
+        stepped = dual_step(self.multiplier + shift, seen.mean, limit, scale, rate) - shift
+        self.multiplier = min(max(stepped, _LEAST * self._start), _MOST * self._start)
         if self.multiplier > _FAR * self._start and seen.mean > limit:
             logger.warning_once(
                 f"The constraint's multiplier is over {_FAR:,.0f} times its first value, and P(bad) is still above "
