@@ -91,7 +91,7 @@ def test_what_an_adapter_lacks_is_said(save, tmp_path, model_dirs):
 def test_an_adapter_that_tokens_activate_is_refused(model_dirs, tmp_path):
     config = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2])
     get_peft_model(AutoModelForCausalLM.from_pretrained(model_dirs["llama"]), config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="cannot be loaded: an adapter of activated LoRA .* give one of plain LoRA"):
+    with pytest.raises(ValueError, match="cannot be loaded: an aLoRA adapter .* give one of plain LoRA"):
         load_model(AutoModelForCausalLM, str(tmp_path), "model")
 
 

@@ -6,6 +6,9 @@ from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig, PromptEncoderCon
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse._causal import check_causal
+from trl_repulse.evaluation.log_probs import completion_log_probs
+from trl_repulse.generation import TransformersGenerator
 from trl_repulse.trainers import _proposal
 from trl_repulse.trainers._trl_bridge import disable_dropout
 
@@ -146,7 +149,7 @@ def test_dropout_by_number_is_off_for_both_models(make, tokenizer, tmp_path):
         PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         AdaLoraConfig(task_type="CAUSAL_LM", total_step=10, target_modules=["c_attn"], fan_in_fan_out=True),
-        LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2]),
+        LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5]),
     ],
     ids=["prompt", "p", "prefix", "AdaLoRA", "aLoRA"],
 )
@@ -156,6 +159,9 @@ def test_adapters_with_a_forward_pass_of_their_own_are_refused(make, trainer_cls
     if trainer_cls is RePULSeTrainer:
         with pytest.raises(ValueError, match="have a forward pass of their own"):
             make(model="not loaded", extra={"proposal_peft_config": config})
+    if trainer_cls is PPOTrainer:
+        with pytest.raises(ValueError, match="have a forward pass of their own"):
+            make(trainer_cls, model="not loaded", extra={"value_peft_config": config})
 
 
 def test_a_policy_with_a_prompt_of_its_own_is_refused(make, model_dirs, tokenizer):
@@ -163,6 +169,28 @@ def test_a_policy_with_a_prompt_of_its_own_is_refused(make, model_dirs, tokenize
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="PROMPT_TUNING have a forward pass"):
         make(model=model, extra={"processing_class": tokenizer})
+
+
+def test_alora_is_refused_wherever_a_model_is_sampled_or_scored(make, model_dirs, tokenizer, tmp_path):
+    """Its adapter depends on where the invocation stands in the tokens, which is not known of completions scored with a cache."""
+
+    def adapted(**options):
+        base = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+        return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, **options))
+
+    model = adapted(alora_invocation_tokens=[5])
+    folder = str(tmp_path / "alora")
+    model.save_pretrained(folder)
+    for found in (
+        lambda: make(ReinforceTrainer, model=model, extra={"processing_class": tokenizer}),
+        lambda: make(model="not loaded", extra={"proposal_model": folder}),
+        lambda: TransformersGenerator({"policy": model}, tokenizer),
+        lambda: completion_log_probs(model, [[5]], [[6]]),
+        lambda: check_causal(AutoModelForCausalLM.from_pretrained(folder), "The model"),
+    ):
+        with pytest.raises(ValueError, match="aLoRA .* use plain LoRA"):
+            found()
+    check_causal(adapted(), "The model")  # the control
 
 
 def test_the_proposal_has_no_revision_of_the_policys(make, model_dirs, tmp_path, monkeypatch):

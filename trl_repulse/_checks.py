@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
 from ._columns import ExactJson, from_columns
-from ._model_checks import check_token_ids
+from ._model_checks import check_forward_pass, check_token_ids
 from ._prompts import check_conversations, conversations
 
 
@@ -354,7 +354,7 @@ def check_adapters(model: Any, *configs: Any) -> None:
             Configurations of adapters to be made.
 
     Raises:
-        `ValueError`: If one is of prompt learning, AdaLoRA or activated LoRA, or the policy is a folder that holds an adapter alone.
+        `ValueError`: If one is of prompt learning, AdaLoRA or aLoRA, or the policy is a folder that holds an adapter alone.
     """
     if isinstance(model, str) and (Path(model) / "adapter_config.json").is_file():
         if not (Path(model) / "config.json").is_file():
@@ -363,13 +363,8 @@ def check_adapters(model: Any, *configs: Any) -> None:
                 f"{model!r}, is_trainable=True)`, with the base model as `base`, or merge the two with `trl-repulse merge`."
             )
     for config in (*getattr(model, "peft_config", {}).values(), *configs):
-        activated = getattr(config, "alora_invocation_tokens", None)
-        if config is not None and (config.is_prompt_learning or config.peft_type == "ADALORA" or activated):
-            kind = "activated LoRA" if activated else getattr(config.peft_type, "value", config.peft_type)
-            raise ValueError(
-                f"Adapters of the kind {kind} have a forward pass of their own, in which completions cannot be scored; use LoRA "
-                "or another adapter of layers."
-            )
+        if config is not None:
+            check_forward_pass(config, refused=("ADALORA",))
 
 
 def check_prompt_lengths(

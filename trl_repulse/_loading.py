@@ -110,7 +110,7 @@ def load_adapter(
         )
     if getattr(config, "alora_invocation_tokens", None):
         raise ValueError(
-            "an adapter of activated LoRA changes its base only behind certain tokens, which cannot be served; give one of plain LoRA."
+            "an aLoRA adapter changes its base only behind certain tokens, which cannot be served; give one of plain LoRA."
         )
     if config.task_type not in (None, _TASKS.get(auto_class.__name__)):
         raise ValueError(

@@ -31,8 +31,8 @@ def check_language_model(model: Any, label: str, revision: str | None = None, he
             Whether weights of a path may be without a head: of models whose head is the embedding they are enough.
 
     Raises:
-        `ValueError`: If it is an encoder-decoder, has another head or none, or has no weights (device `"meta"`). A
-            configuration that cannot be read is left to the loading.
+        `ValueError`: If it is an encoder-decoder, has another head or none, has no weights (device `"meta"`), or an adapter that
+            [`check_forward_pass`] refuses. A configuration that cannot be read is left to the loading.
     """
     if isinstance(model, str):
         try:
@@ -48,6 +48,8 @@ def check_language_model(model: Any, label: str, revision: str | None = None, he
         base = _base(model)
         cls, is_encoder_decoder = type(base), base.config.is_encoder_decoder
         _check_weights(model, label)
+        for adapter in getattr(model, "peft_config", {}).values():
+            check_forward_pass(adapter)
     if is_encoder_decoder:
         raise ValueError(
             f"{label} is an encoder-decoder, whose encoder reads the prompt; only models of one part are served: pass a causal "
@@ -58,6 +60,30 @@ def check_language_model(model: Any, label: str, revision: str | None = None, he
             f"{label} is a {cls.__name__}, which predicts no next token; pass a causal language model, as "
             "`AutoModelForCausalLM` loads it."
         )
+
+
+def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
+    """
+    Refuses an adapter whose forward pass is not that of the layers under it.
+
+    Args:
+        adapter (`peft.PeftConfig`):
+            Its configuration.
+        refused (`Sequence[str]`, *optional*):
+            Further types of adapters to refuse.
+
+    Raises:
+        `ValueError`: If it is of prompt learning, aLoRA, or of a refused type.
+    """
+    kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+    if getattr(adapter, "alora_invocation_tokens", None):
+        kind = "aLoRA (`alora_invocation_tokens`)"
+    elif not adapter.is_prompt_learning and kind not in refused:
+        return
+    raise ValueError(
+        f"Adapters of the kind {kind} have a forward pass of their own, in which completions cannot be scored; use plain LoRA or "
+        "another adapter of layers."
+    )
 
 
 def check_reward_model(model: nn.Module, label: str) -> None:

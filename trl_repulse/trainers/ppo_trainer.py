@@ -12,6 +12,7 @@ from accelerate.utils import is_peft_model, set_seed
 from transformers import PreTrainedModel, TrainerCallback
 
 from .._adapters import base_of
+from .._checks import check_adapters
 from .._model_checks import check_separate
 from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
@@ -127,6 +128,7 @@ class PPOTrainer(GRPOBase):
         **options: Any,
     ):
         self._passed = {"value_model": value_model, **self._passed}
+        check_adapters(None, value_peft_config)
         self._value_peft_config = value_peft_config
         super().__init__(model, reward_funcs, args, *rest, **options)
         value = self._initial_value
