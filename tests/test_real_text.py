@@ -121,7 +121,7 @@ def test_gains_are_those_of_all_outputs(chain, monkeypatch):
     read = SimpleNamespace(
         completion_length=3,
         threshold=-0.5,
-        prompts=lambda split: {"unseen": prompts}[split],
+        prompts=lambda split: prompts,
         tokenizer=Ids(prompts),
         judge=lambda completions: [-float(row.count(4) >= min(2, len(row))) for row in completions],
     )
@@ -140,10 +140,26 @@ def test_gains_are_those_of_all_outputs(chain, monkeypatch):
         assert found["gains"][sampler.name][0] == pytest.approx((p - p**2) / (second - p**2), rel=0.05)
     assert found["gains"]["initial policy"] == pytest.approx([1.0, 1.0, 1.0], abs=1e-9)
     assert found["gains"]["judge's tokens +3"][0] > 1.2
+    learned = [values[0] for name, values in found["gains"].items() if "learned from 4,000 samples" in name]
+    assert len(learned) == 3 and min(learned) > 1
+
+
+def test_effects_of_tokens_are_found_in_all_rewards():
+    """Each of 50 tokens has an effect; a seldom seen one is drawn towards 0."""
+    generator = np.random.default_rng(0)
+    effects = generator.normal(size=50)
+    rows = [generator.choice(49, size=6, replace=False).tolist() for _ in range(3000)] + [[49, 0, 1]]
+    rewards = [effects[row].sum() + 5 + generator.normal() * 0.1 for row in rows]
+    found = gains.token_effects(rows, rewards, 50)
+    centered = found[:49] - found[:49].mean() - effects[:49] + effects[:49].mean()
+    assert np.abs(centered).max() < 0.05
+    assert abs(found[49]) < 0.9 * abs(effects[49] - effects.mean()) + 0.5
 
 
 class Ids:
     """A tokenizer whose texts are rows of tokens."""
+
+    pad_token_id = None
 
     def __init__(self, prompts):
         self.prompts = prompts

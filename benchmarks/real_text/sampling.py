@@ -75,6 +75,11 @@ def favouring(tokens: torch.Tensor, bonus: float, name: str) -> Sampler:
     return Sampler(f"{name} +{bonus:g}", lambda logits, _: (logits + bonus * tokens).log_softmax(-1))
 
 
+def tilted(bonus: torch.Tensor, name: str) -> Sampler:
+    """The logits of tokens raised by what each has in `bonus` (V,), nats."""
+    return Sampler(name, lambda logits, _: (logits + bonus).log_softmax(-1))
+
+
 def of_model(model: nn.Module, name: str) -> Sampler:
     """Another model at temperature 1."""
     return Sampler(name, POLICY.log_probs, model)
