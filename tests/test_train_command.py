@@ -187,8 +187,10 @@ def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
 @pytest.mark.thorough
 def test_a_run(tmp_path):
     path = tmp_path / "own.yaml"
-    path.write_text(Path(embedded.settings_path("reinforce")).read_text() + "num_processes: 1\nmax_steps: 2\n")
-    path.write_text(path.read_text() + f"accelerate_config: {ROOT / 'accelerate_configs' / 'single_gpu.yaml'}\n")
+    settings = re.sub(r"max_steps: \d+", "max_steps: 2", Path(embedded.settings_path("reinforce")).read_text())
+    path.write_text(
+        f"{settings}\nnum_processes: 1\naccelerate_config: {ROOT / 'accelerate_configs' / 'single_gpu.yaml'}\n"
+    )
     command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--config", str(path)]
     done = run(*command, "--max_completion_length", "1", "--disable_tqdm", "true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
