@@ -34,6 +34,7 @@ SAMPLES = {
     "completions/clipped_ratio",
 }
 POLICY = SAMPLES | {"reward_transformed", "return", "return_transformed", "kl", "entropy", "num_tokens"}
+POLICY |= {"completions/distinct"}
 WEIGHTS = {"ess", "ess_min", "max_weight", "log_z"}
 PROPOSAL = {f"proposal/{name}" for name in SAMPLES | WEIGHTS | {"log_z_gap", "distinct", "log_p_rank"}}
 NEGATIVE = {f"negative/{name}" for name in WEIGHTS}
