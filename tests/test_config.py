@@ -257,9 +257,17 @@ def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
     assert make(config_cls, num_generations=5, per_device_eval_batch_size=8, **size).per_device_eval_batch_size == 8
 
 
-def test_fewer_than_two_generations_are_refused(make):
-    with pytest.raises(ValueError, match="at least 2 generations"):
-        make(num_generations=1)
+@pytest.mark.parametrize("config_cls", [RePULSeConfig, RePULSeGRPOConfig, ReinforceConfig])
+@pytest.mark.parametrize("number", [1, 0, None])
+def test_fewer_than_two_generations_are_refused_where_they_are_compared(make, config_cls, number):
+    hot = {} if config_cls is ReinforceConfig else {"num_proposal_generations": 8}  # which do not count
+    with pytest.raises(ValueError, match=f"`num_generations={number}` must be at least 2: .* own completions"):
+        make(config_cls, num_generations=number, **hot)
+
+
+def test_one_generation_is_enough_for_ppo_with_hot_samples(make):
+    config = make(RePULSePPOConfig, proposal="hot_policy", num_generations=1, num_proposal_generations=8)
+    assert config.num_generations == 1
 
 
 PPO_REFUSED = [

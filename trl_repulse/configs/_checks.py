@@ -99,6 +99,12 @@ def _check_engine(args: Any) -> None:
     require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
 
 
+def check_compared(args: Any) -> None:
+    """Refuses one completion a prompt, before TRL does, which calls any trainer GRPO."""
+    remedy = "must be at least 2: advantages compare the policy's own completions of a prompt"
+    require(args, args.num_generations is not None and args.num_generations >= 2, "num_generations", remedy)
+
+
 def check_shared(args: Any) -> None:
     """Refuses bad values among what all trainers share, TRL's fields with which it would train something else among them."""
     _check_reward(args)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_shared, own_precision, require, require_choice
+from ._checks import check_compared, check_shared, own_precision, require, require_choice
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
 from .scoring_config import ScoringConfig
@@ -174,6 +174,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     )
 
     def __post_init__(self):
+        check_compared(self)
         with own_precision(self):
             super().__post_init__()
         check_shared(self)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_repulse_config, check_shared, own_precision, require
+from ._checks import check_compared, check_repulse_config, check_shared, own_precision, require
 from .engine_config import EngineConfig
 from .negative_term_config import NegativeTermConfig
 from .reward_config import RewardConfig
@@ -56,6 +56,7 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     )
 
     def __post_init__(self):
+        check_compared(self)
         # In units of the advantages, which are then standard deviations of the rewards
         if self.alpha is None and self.proposal == "hot_policy" and self.scale_rewards not in (False, "none"):
             self.alpha = 0.1
