@@ -257,6 +257,32 @@ def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
     assert make(config_cls, num_generations=5, per_device_eval_batch_size=8, **size).per_device_eval_batch_size == 8
 
 
+@pytest.mark.parametrize("proposal", ["hot_policy", "learned", "policy"])
+@pytest.mark.parametrize(
+    ("settings", "alpha", "normalization", "reduction"),
+    [
+        ({}, 0.1, "samples", "mean"),
+        ({"alpha_normalization": "none"}, 0.1 / 8, "none", "mean"),
+        ({"logprob_reduction": "sum"}, 0.1 / 20, "samples", "sum"),
+        ({"loss_type": "dr_grpo"}, 0.1 / 20, "samples", "sum"),
+        ({"loss_type": "dr_grpo", "logprob_reduction": "mean"}, 0.1 / 20, "samples", "mean"),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, 0.1, "samples", "sum"),
+        ({"loss_type": "cispo"}, 0.1 * 0.2, "samples", "mean"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 0.1, "samples", "mean"),
+        ({"loss_type": "dr_grpo", "alpha": 0.3}, 0.3, None, "mean"),  # what is set stays
+        ({"alpha": 0.0}, 0.0, None, "mean"),
+    ],
+)
+def test_the_default_alpha_on_grpo_is_in_units_of_advantages(
+    make, proposal, settings, alpha, normalization, reduction
+):
+    config = make(RePULSeGRPOConfig, proposal=proposal, num_generations=8, max_completion_length=20, **settings)
+    found = config.alpha, config.alpha_normalization, config.logprob_reduction
+    if normalization is None:
+        normalization = "none" if proposal == "hot_policy" else "samples"
+    assert found == (pytest.approx(alpha), normalization, reduction)
+
+
 @pytest.mark.parametrize("config_cls", [RePULSeConfig, RePULSeGRPOConfig, ReinforceConfig])
 @pytest.mark.parametrize("number", [1, 0, None])
 def test_fewer_than_two_generations_are_refused_where_they_are_compared(make, config_cls, number):

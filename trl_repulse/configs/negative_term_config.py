@@ -50,13 +50,13 @@ class NegativeTermConfig(KnownFields):
 
         alpha (`float`, *optional*):
             Weight of the negative term, in units of the policy's advantages. 0 leaves it out: no proposal is built, nothing is drawn from
-            it. If `None`, 1 with `proposal="hot_policy"` (0.1 on GRPO with scaled rewards), else 0.1.
+            it. If `None`, 1 with `proposal="hot_policy"`, else 0.1; on GRPO see [`RePULSeGRPOConfig`].
         alpha_start (`float`, *optional*):
             If set, α moves geometrically from this value to `alpha` over all updates.
         alpha_normalization (`str`, *optional*):
             `"samples"`: the convention of the published α, the paper's Eq. 4 with α / N (N proposal samples a prompt).
             `"none"`: Eq. 4 itself, whose fixed point does not depend on N. If `None`, `"none"` with
-            `proposal="hot_policy"`, else `"samples"`.
+            `proposal="hot_policy"`, else `"samples"`, as on GRPO where `alpha` is unset.
         negative_loss (`str`, *optional*, defaults to `"push_down"`):
             What the policy does with the weighted proposal samples: `"push_down"` lowers their log-probability,
             `"reinforce"` applies REINFORCE to them (the paper found it harmful).
@@ -133,7 +133,7 @@ class NegativeTermConfig(KnownFields):
         default=None,
         metadata={
             "help": "Weight of the negative term. 0 leaves it out, and there is no proposal. If unset, 1 with "
-            "`proposal='hot_policy'` (0.1 on GRPO with scaled rewards), else 0.1."
+            "`proposal='hot_policy'`, else 0.1; on GRPO 0.1, with tokens counted as in `loss_type`."
         },
     )
     alpha_start: float | None = field(
@@ -143,7 +143,7 @@ class NegativeTermConfig(KnownFields):
         default=None,
         metadata={
             "help": "`samples`: alpha is divided by N, as in the published runs. `none`: Eq. 4 of the paper. If unset, `none` "
-            "with `proposal='hot_policy'`, else `samples`."
+            "with `proposal='hot_policy'`, else `samples`; on GRPO with `alpha` unset `samples`."
         },
     )
     negative_loss: Literal["push_down", "reinforce"] = field(

@@ -24,17 +24,21 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     proposal's learning rate can differ.
 
     Parameters:
-        logprob_reduction (`str`, *optional*, defaults to `"mean"`):
+        logprob_reduction (`str`, *optional*):
             How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention that the
-            published `alpha` belongs to) or their `"sum"`. GRPO's own loss has `loss_type`.
+            published `alpha` belongs to) or their `"sum"`. GRPO's own loss has `loss_type`. If `None`, `"mean"`, or where `alpha` is
+            unset too and `loss_type` is `"dr_grpo"` or `"luspo"`, `"sum"` as in these.
         proposal_tools (`bool`, *optional*, defaults to `False`):
             Whether the proposal, or the hot policy, may act with the trainer's `tools`, which take effect, and in environments that a
             `proposal_environment_factory` makes. What it seeks there is the policy's worst behaviour.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] and [`~trl_repulse.configs.NegativeTermConfig`]:
-    > - `alpha`: Defaults to 0.1 with `proposal="hot_policy"` if the advantages are scaled: it is in their units, with `scale_rewards="none"`
-    >   those of the reward.
+    > - `alpha`: Defaults to 0.1 with any `proposal`, and `alpha_normalization` to `"samples"`, in units of the advantages, which have a
+    >   standard deviation of about 1 unless `scale_rewards="none"`. The default is divided by the number of proposal samples with
+    >   `alpha_normalization="none"`, and by `max_completion_length` with `loss_type="dr_grpo"`, which does so too, or
+    >   `logprob_reduction="sum"` (not with `loss_type="luspo"`, which is a sum itself). With `loss_type="cispo"` it is multiplied by
+    >   `epsilon_high` if that is below 1, as the advantages are.
     > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
     > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
     >   differ from pass to pass.
@@ -44,9 +48,12 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
         default=True,
         metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},
     )
-    logprob_reduction: Literal["mean", "sum"] = field(
-        default="mean",
-        metadata={"help": "How token log-probabilities enter the negative term: their `mean` or their `sum`."},
+    logprob_reduction: Literal["mean", "sum"] | None = field(
+        default=None,
+        metadata={
+            "help": "How token log-probabilities enter the negative term: their `mean` or their `sum`. If unset, `mean`, or with a "
+            "default `alpha` as in `loss_type`."
+        },
     )
     proposal_tools: bool = field(
         default=False,
@@ -57,9 +64,10 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
 
     def __post_init__(self):
         check_compared(self)
-        # In units of the advantages, which are then standard deviations of the rewards
-        if self.alpha is None and self.proposal == "hot_policy" and self.scale_rewards not in (False, "none"):
-            self.alpha = 0.1
+        if self.alpha is None:
+            self._set_alpha()
+        if self.logprob_reduction is None:
+            self.logprob_reduction = "mean"
         with own_precision(self):
             super().__post_init__()
         check_shared(self)
@@ -71,3 +79,18 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
         )
         own = self.alpha > 0 and not self.draws_twice
         require(self, not (own and self.proposal_tools), "proposal_tools", remedy)
+
+    def _set_alpha(self) -> None:
+        """The published α in units of the advantages, with tokens counted as in GRPO's loss."""
+        if self.logprob_reduction is None and self.loss_type in ("dr_grpo", "luspo"):
+            self.logprob_reduction = "sum"
+        self.alpha = 0.1
+        if self.alpha_normalization is None:
+            self.alpha_normalization = "samples"
+        elif self.alpha_normalization == "none":
+            self.alpha /= self.num_proposal_generations or self.num_generations
+        # Only LUSPO's loss is a sum; DR-GRPO divides sums by the greatest length
+        if self.loss_type == "dr_grpo" or (self.logprob_reduction == "sum" and self.loss_type != "luspo"):
+            self.alpha /= self.max_completion_length or 1  # what is refused later
+        if self.loss_type == "cispo":  # the ratio, 1 at first, is cut off there
+            self.alpha *= min(self.epsilon if self.epsilon_high is None else self.epsilon_high, 1.0)
