@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -82,7 +83,9 @@ def recorded(monkeypatch, script):
 
 
 def test_all_steps_and_none_twice(pipeline, recorded, capsys):
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     pipeline()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == handlers  # its caller's
     assert [words[:2] for words in recorded[1:5]] == [
         ["trl", "sft"],
         ["trl", "reward"],

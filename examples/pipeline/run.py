@@ -121,8 +121,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--from", dest="start", metavar="STEP", help="forget this step and all that follow, then run")
     parser.add_argument("--only", metavar="STEP", help="run no other step")
     options = parser.parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(143))
     configs, folder = options.configs.resolve(), options.output_dir.resolve()
     steps = [step for step in STEPS if (configs / f"{step}.yaml").is_file()]
     if "3_train" not in steps:
@@ -182,4 +180,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     keep_writing()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
     main()
