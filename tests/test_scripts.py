@@ -79,12 +79,15 @@ def test_settings_are_those_of_trl():
     assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
 
 
-def test_all_embedded_settings_draw_the_same_number_of_completions():
-    drawn = set()
+def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalty():
+    """Without it a policy ends with one completion a prompt."""
+    drawn, penalties = set(), {}
     for name, both in (("repulse", 2), ("repulse-ppo", 2), ("repulse-grpo", 2), ("reinforce", 1), ("grpo", 1)):
         args = parse(name, [])[1]
         drawn.add(args.max_steps * args.generation_batch_size * both)
+        penalties[name] = args.beta
     assert len(drawn) == 1
+    assert min(penalties.values()) > 0 and penalties["repulse-grpo"] == penalties["grpo"]
 
 
 def test_grpo_with_a_transform(tmp_path):
