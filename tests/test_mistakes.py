@@ -409,6 +409,11 @@ OURS = {
         "`alpha=0.5` does not go on with the run",
         "set it to that, or start a new run",
     ),
+    "one completion a prompt": (
+        lambda user: user.command(num_generations=1),
+        "`num_generations=1` must be at least 2",
+        "advantages compare the policy's own completions of a prompt",
+    ),
     "resuming what was never begun": (
         lambda user: user.command(resume_from_checkpoint="true"),
         "There is no complete checkpoint in",
@@ -438,11 +443,6 @@ THEIRS = {
         lambda user: user.command(num_generations=3),
         "generation_batch_size (8) must be divisible by num_generations (3)",
         "TRL checks it first, and names both fields",
-    ),
-    "one completion a prompt": (
-        lambda user: user.command(num_generations=1),
-        "at least 2 generations per prompt",
-        "TRL checks it first",
     ),
     "bf16 on a machine without it": (
         lambda user: RePULSeConfig(output_dir="out", bad_reward_threshold=-1.0, bf16=True, use_cpu=False),
