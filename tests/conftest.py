@@ -200,42 +200,42 @@ def hub(monkeypatch):
     server.server_close()
 
 
-@pytest.fixture
-def make(tmp_path, model_dirs, prompts, reward):
-    """Builds a trainer, RePULSe's by default; `extra` are arguments of the trainer, `kwargs` of its configuration."""
-    from trl_repulse import RePULSeTrainer
+def build_trainer(trainer_cls, model, reward_funcs, dataset, output_dir, extra=None, **kwargs):
+    """A trainer of a tiny world; `extra` are arguments of the trainer, `kwargs` of its configuration."""
     from trl_repulse.configs import NegativeTermConfig
 
+    settings = {
+        "output_dir": str(output_dir),
+        "use_cpu": USE_CPU,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "max_steps": 2,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 2,
+        "beta": 0.0,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+    }
+    if issubclass(trainer_cls._config_cls, NegativeTermConfig):
+        settings |= {"proposal": "learned", "potential": "tilted", "target_dist_beta": -2.0}
+        settings |= {"alpha": 1.0, "alpha_normalization": "samples"}
+    args = trainer_cls._config_cls(**(settings | kwargs))
+    return trainer_cls(model=model, reward_funcs=reward_funcs, args=args, train_dataset=dataset, **(extra or {}))
+
+
+@pytest.fixture
+def make(tmp_path, model_dirs, prompts, reward):
+    """Builds a trainer as `build_trainer` does, RePULSe's by default, on the model of an architecture."""
+    from trl_repulse import RePULSeTrainer
+
     def make(trainer_cls=RePULSeTrainer, model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
-        config_cls = trainer_cls._config_cls
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "use_cpu": USE_CPU,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "max_steps": 2,
-            "per_device_train_batch_size": 16,
-            "num_generations": 4,
-            "max_completion_length": 2,
-            "beta": 0.0,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-        }
-        if issubclass(config_cls, NegativeTermConfig):
-            settings |= {"proposal": "learned", "potential": "tilted", "target_dist_beta": -2.0}
-            settings |= {"alpha": 1.0, "alpha_normalization": "samples"}
         model = model_dirs.get(model, model) if isinstance(model, str) else model
-        return trainer_cls(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=config_cls(**(settings | kwargs)),
-            train_dataset=dataset,
-            **(extra or {}),
-        )
+        return build_trainer(trainer_cls, model, reward_funcs, dataset, tmp_path / "out", extra, **kwargs)
 
     return make
 
