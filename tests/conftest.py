@@ -235,9 +235,22 @@ def make(tmp_path, model_dirs, prompts, reward):
 
     def make(trainer_cls=RePULSeTrainer, model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
         model = model_dirs.get(model, model) if isinstance(model, str) else model
-        return build_trainer(trainer_cls, model, reward_funcs, dataset, tmp_path / "out", extra, **kwargs)
+        output_dir = kwargs.pop("output_dir", tmp_path / "out")
+        return build_trainer(trainer_cls, model, reward_funcs, dataset, output_dir, extra, **kwargs)
 
     return make
+
+
+@pytest.fixture
+def update(tmp_path, tokenizer):
+    """One update on recorded completions: the trainer, its models by name, the reference, and all gradients."""
+    from . import recorded
+
+    def update(*args, **kwargs):
+        trainer, models, reference = recorded.prepare(tmp_path, tokenizer, *args, **kwargs)
+        return trainer, models, reference, recorded.gradients(trainer, models)
+
+    return update
 
 
 @pytest.fixture

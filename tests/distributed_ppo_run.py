@@ -1,18 +1,17 @@
-"""Five PPO updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
+"""Five PPO updates on the completions of `recorded`, launched by `test_distributed`."""
 
 import sys
 
 from datasets import Dataset
 
-from trl_repulse import PPOConfig
+from trl_repulse import PPOConfig, PPOTrainer
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
-from .test_ppo_math import RecordedPPO, build_reward_model
-from .test_trainer_math import POLICY, PROMPTS, N
+from .recorded import POLICY, PROMPTS, N, build_reward_model, recorded
 
 
-class Shortened(RecordedPPO):
+class Shortened(recorded(PPOTrainer)):
     """The first prompt's completions, all on the first of two processes, are shorter than the second's."""
 
     def _generate(self, prompts):

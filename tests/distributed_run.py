@@ -1,4 +1,4 @@
-"""Five RePULSe updates on the recorded completions of `test_trainer_math`, launched by `test_distributed`."""
+"""Five RePULSe updates on the completions of `recorded`, launched by `test_distributed`."""
 
 import os
 import sys
@@ -15,28 +15,22 @@ from trl_repulse.trainers.second_adapter import SecondAdapter
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
-from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, RecordedRePULSe
+from .recorded import PROMPTS, N, recorded
 
 
-class RecordedByRow(RecordedRePULSe):
-    """The recorded completion of each row of the batch over all processes: prompts may lie on several of them."""
+class RecordedByRow(recorded(RePULSeTrainer)):
+    """The first prompt's completions, all on the first of two processes, are shorter than the second's."""
 
     def _generate(self, prompts):
-        table = PROPOSAL if self._sampling_proposal() else POLICY
-        # The first prompt's, all on the first of two processes, are shorter than the second's
-        table = [[completion[:2] for completion in table[0]], table[1]]
-        first = self.accelerator.process_index * len(prompts)
-        completions = [table[PROMPTS.index(prompt)][(first + i) % N] for i, prompt in enumerate(prompts)]
+        prompt_ids, completions, tool_mask, _, *rest = super()._generate(prompts)
+        completions = [c[:2] if prompt == PROMPTS[0] else c for prompt, c in zip(prompts, completions, strict=True)]
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        prompt_ids = [self.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return prompt_ids, completions, None, texts, None, {}, None, []
+        return prompt_ids, completions, tool_mask, texts, *rest
 
-    def _sampling_proposal(self):
-        if self.proposal is None:
-            return self.generation_config.temperature != 1.0
+    def _draws_others(self):
         if isinstance(self.proposal, SecondAdapter):
             return adapter_layers(self.model)[0].active_adapters == ["proposal"]
-        return super()._sampling_proposal()
+        return super()._draws_others()
 
 
 class Sampled(RePULSeTrainer):

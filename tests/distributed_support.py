@@ -39,9 +39,7 @@ ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # environment, on
 # Imports, which take longer than five updates, are made once, in a process that others are forked from; what is not
 # installed is left out
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["deepspeed", "peft", "tests.evaluation_support", "tests.test_ppo_math", "tests.test_trainer_math"]
-)
+FORKS.set_forkserver_preload(["deepspeed", "peft", "tests.evaluation_support", "tests.recorded"])
 
 
 def launcher(processes: int, config: str | None, machines: list[str] | None = None) -> list[str]:

@@ -18,8 +18,7 @@ from trl_repulse.models._fsdp import whole
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .distributed_support import engine_name, leave, start
-from .test_ppo_math import build_reward_model
-from .test_trainer_math import POLICY, PROPOSAL
+from .recorded import POLICY, PROPOSAL, build_reward_model
 
 
 OWN, OTHERS = POLICY[0] + POLICY[1], PROPOSAL[0] + PROPOSAL[1]  # of one prompt

@@ -7,19 +7,15 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset
 
-from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
+from trl_repulse import RePULSeGRPOTrainer
 
-from .conftest import build_model
+from .recorded import PROMPTS, N, assert_gradients, gradients, prepare, recorded
 from .test_repulse_ppo_math import HOT, OWN, TERM
-from .test_trainer_math import assert_gradients
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
-N = 4
-PROMPTS = ["the cat", "the dog ran the cat ate"]
 TOOL = 15  # " ran": no model writes it, so that a trajectory shows whose its tokens are
 POLICY = [
     [[12, 13, TOOL, 14, 1], [18, TOOL, TOOL, 1], [1], [17, 17, 11]],
@@ -41,7 +37,7 @@ CASES = {
 }
 
 
-class Recorded(RePULSeGRPOTrainer):
+class Acting(recorded(RePULSeGRPOTrainer)):
     """Samples are the recorded ones; with `begun`, the proposal's environments have added to its prompts."""
 
     begun = False
@@ -49,8 +45,7 @@ class Recorded(RePULSeGRPOTrainer):
 
     def _generate(self, prompts):
         seen, completions, texts = dict.fromkeys(PROMPTS, 0), [], list(prompts)
-        others = self.proposal is not None and self.model_wrapped is self.proposal.engine
-        others = others or self.generation_config.temperature != 1.0
+        others = self._draws_others()
         for i, prompt in enumerate(prompts):
             place = seen[prompt] % N
             completions.append((PROPOSAL if others else POLICY)[PROMPTS.index(prompt)][place])
@@ -68,56 +63,15 @@ class Recorded(RePULSeGRPOTrainer):
 
 
 @pytest.fixture
-def run(tmp_path, tokenizer, reward):
+def run(tmp_path, tokenizer):
     """One update on the recorded trajectories; the trainer, the models, and all gradients."""
 
     def run(batch_size=8, accumulation=1, begun=False, noise=0.0, noisy=TOOL, architecture="gpt2", **kwargs):
-        args = RePULSeGRPOConfig(
-            output_dir=str(tmp_path / "run"),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            max_steps=1,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            num_generations=N,
-            max_completion_length=5,
-            max_grad_norm=0.0,
-            learning_rate=1e-9,
-            shuffle_dataset=False,
-            scale_rewards="none",
-            beta=0.3,
-            **kwargs,
-        )
-        policy = build_model(architecture, len(tokenizer), seed=0)
-        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
-        reference = build_model(architecture, len(tokenizer), seed=2)
-        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
-        proposal = build_model(architecture, len(tokenizer), seed=1) if args.has_proposal else None
-        trainer = Recorded(
-            model=policy,
-            reward_funcs=reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            proposal_model=proposal,
-        )
+        settings = {"max_completion_length": 5, "scale_rewards": "none", "beta": 0.3, "use_cpu": True} | kwargs
+        given = Acting, architecture, batch_size, accumulation
+        trainer, models, reference = prepare(tmp_path, tokenizer, *given, prompts=PROMPTS, **settings)
         trainer.begun, trainer.noise, trainer.noisy = begun, noise, noisy
-        grads = {}
-
-        def keep(name, module):
-            grads[name] = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-        if proposal is not None:
-            step = trainer.proposal.step
-            trainer.proposal.step = lambda: (keep("proposal", proposal), step())[1]
-        norm = trainer._get_grad_norm
-        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), norm(model, grad_norm))[1]
-        trainer.train()
-        return trainer, policy, proposal, reference, grads
+        return trainer, models["policy"], models.get("proposal"), reference, gradients(trainer, models)
 
     return run
 

@@ -4,15 +4,15 @@ import copy
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from trl_repulse import RePULSeConfig, RePULSeTrainer
+from trl_repulse import RePULSeTrainer
 from trl_repulse.trainers import second_adapter
 from trl_repulse.trainers.second_adapter import SecondAdapter
 
-from .conftest import USE_CPU, build_model, word_reward
-from .test_trainer_math import PROMPTS, N, Recorded, reference_loss
+from .conftest import build_model
+from .recorded import gradients, prepare, recorded
+from .test_trainer_math import reference_loss
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
@@ -38,8 +38,8 @@ def active(model):
     return "base" if disabled.pop() else names.pop()[0]
 
 
-class RecordedAdapters(Recorded, RePULSeTrainer):
-    def _sampling_proposal(self):
+class RecordedAdapters(recorded(RePULSeTrainer)):
+    def _draws_others(self):
         return active(self.model) == "proposal"
 
 
@@ -47,64 +47,25 @@ class RecordedAdapters(Recorded, RePULSeTrainer):
 def run(tmp_path, tokenizer):
     """One update on recorded completions with random adapters: trainer, separate copies of all models, gradients."""
 
-    def run(architecture, batch_size=8, accumulation=1, peft=None, **kwargs):
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": USE_CPU,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "max_steps": 1,
-            "per_device_train_batch_size": batch_size,
-            "gradient_accumulation_steps": accumulation,
-            "num_generations": N,
-            "max_completion_length": 3,
-            "max_grad_norm": 0.0,
-            "learning_rate": 1e-9,
-            "shuffle_dataset": False,
-            "proposal": "learned",
-            "alpha": 2.0,
-            "target_dist_beta": -0.7,
-            "beta": 0.3,
-        }
-        args = RePULSeConfig(**(settings | kwargs))
-        base = build_model(architecture, len(tokenizer), seed=0).eval()
-        bare = copy.deepcopy(base)
+    def run(architecture, *batches, peft=None, **kwargs):
+        settings = {"proposal": "learned", "alpha": 2.0, "target_dist_beta": -0.7, "beta": 0.3} | kwargs
         config = lora(architecture, init_lora_weights=False, **(peft or {}))
-        trainer = RecordedAdapters(
-            model=base,
-            reward_funcs=word_reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            peft_config=config,
-        )
-        bare.to(trainer.accelerator.device)
+        given = RecordedAdapters, architecture, *batches
+        trainer, *_ = prepare(tmp_path, tokenizer, *given, extra={"peft_config": config}, **settings)
+        bare = build_model(architecture, len(tokenizer), seed=0).eval().to(trainer.accelerator.device)
         torch.manual_seed(7)
         with torch.no_grad():
             for p in trainer.proposal.module.parameters():
                 p.copy_(0.3 * torch.randn_like(p))
-        copies = {}
-        for name in ("default", "proposal"):
+        copies, own = {}, {}
+        for model, name in (("policy", "default"), ("proposal", "proposal")):
             separate = get_peft_model(copy.deepcopy(bare), copy.deepcopy(config)).eval().to(bare.device)
             for key, p in weights(separate, "default").items():
                 p.data = trainer.model.get_parameter(key.replace(".default", f".{name}")).data.clone()
-            copies[name] = separate
-        grads = {}
-
-        def keep(name):
-            grads[name] = {
-                key: None if p.grad is None else p.grad.clone() for key, p in weights(trainer.model, name).items()
-            }
-
-        step = trainer.proposal.step
-        trainer.proposal.step = lambda: (keep("proposal"), step())[1]
-        original = trainer._get_grad_norm
-        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("default"), original(model, grad_norm))[1]
-        trainer.train()
-        return trainer, copies, bare, grads
+            copies[name], own[model] = separate, weights(trainer.model, name)
+        found = gradients(trainer, {model: torch.nn.ParameterList(each.values()) for model, each in own.items()})
+        kept = {model: dict(zip(own[model], each, strict=True)) for model, each in found.items()}
+        return trainer, copies, bare, {"default": kept["policy"], "proposal": kept["proposal"]}
 
     return run
 

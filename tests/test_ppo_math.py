@@ -7,46 +7,16 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    set_seed,
-)
 
-from trl_repulse import PPOConfig, PPOTrainer
+from trl_repulse import PPOTrainer
 
-from .conftest import USE_CPU, build_model
-from .test_trainer_math import POLICY, PROMPTS, N, assert_gradients, rows_log_p
+from .recorded import POLICY, PROMPTS, N, assert_gradients, gradients, prepare, recorded, rows_log_p
 
 
 pytestmark = pytest.mark.trainer
 
 
-def build_reward_model(architecture, vocab_size, seed):
-    """A random sequence classifier with one label, which the value model starts from: values far from 0."""
-    set_seed(seed)
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "num_labels": 1}
-    if architecture == "gpt2":
-        shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
-        config = GPT2Config(vocab_size=vocab_size, initializer_range=0.3, **shape, **special)
-        return GPT2ForSequenceClassification(config)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=vocab_size, initializer_range=0.3, **shape, **special)
-    return LlamaForSequenceClassification(config)
-
-
-class RecordedPPO(PPOTrainer):
-    """Replaces sampling by the recorded completions."""
-
-    def _generate(self, prompts):
-        first = self.accelerator.process_index * len(prompts)
-        completions = [POLICY[PROMPTS.index(prompt)][(first + i) % N] for i, prompt in enumerate(prompts)]
-        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        prompt_ids = [self.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return prompt_ids, completions, None, texts, None, {}, None, []
+RecordedPPO = recorded(PPOTrainer)
 
 
 def rows_values(value, tokenizer, prompt, completion):
@@ -105,55 +75,12 @@ def reference_losses(policy, value, rows, tokenizer, args, old_log_ps=None, old_
 
 
 @pytest.fixture
-def build(tmp_path, tokenizer, reward):
-    def build(architecture="gpt2", batch_size=8, accumulation=1, **kwargs):
-        args = PPOConfig(
-            output_dir=str(tmp_path / "run"),
-            use_cpu=USE_CPU,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            max_steps=1,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            num_generations=N,
-            max_completion_length=3,
-            max_grad_norm=0.0,
-            learning_rate=1e-9,
-            shuffle_dataset=False,
-            **kwargs,
-        )
-        policy = build_model(architecture, len(tokenizer), seed=0)
-        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
-        reference = build_model(architecture, len(tokenizer), seed=2)
-        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
-        trainer = RecordedPPO(
-            model=policy,
-            reward_funcs=reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            value_model=build_reward_model(architecture, len(tokenizer), seed=1),
-        )
-        return trainer, policy, trainer.value.module, reference.to(trainer.accelerator.device)
+def build(tmp_path, tokenizer):
+    def build(*args, **kwargs):
+        trainer, models, reference = prepare(tmp_path, tokenizer, RecordedPPO, *args, **kwargs)
+        return trainer, models["policy"], models["value"], reference
 
     return build
-
-
-def run(trainer, policy, value):
-    """One update; the gradients of both models."""
-    grads = {}
-
-    def keep(name, module):
-        grads[name] = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-    step, norm = trainer.value.step, trainer._get_grad_norm
-    trainer.value.step = lambda: (keep("value", value), step())[1]
-    trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), norm(model, grad_norm))[1]
-    trainer.train()
-    return grads
 
 
 SETTINGS = {"beta": 0.3, "gamma": 0.9, "gae_lambda": 0.8}
@@ -182,7 +109,7 @@ def test_one_update_is_ppo(build, tokenizer, reward, architecture, case, batches
         torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)
         for loss, module in ((policy_loss, policy), (error, value))
     ]
-    grads = run(trainer, policy, value)
+    grads = gradients(trainer, {"policy": policy, "value": value})
     for name, ours in zip(("policy", "value"), expected_grads, strict=True):
         for e, actual in zip(ours, grads[name], strict=True):
             e = torch.zeros_like(actual) if e is None else e.to(actual.device)
@@ -196,7 +123,7 @@ def test_one_update_is_ppo(build, tokenizer, reward, architecture, case, batches
 def test_a_shifted_value_would_be_noticed(build, tokenizer, reward):
     """Negative control: with the value after the token instead of before it, nothing fits."""
     trainer, policy, value, reference = build(**SETTINGS)
-    grads = run(trainer, policy, value)
+    grads = gradients(trainer, {"policy": policy, "value": value})
     rows = credit(policy, value, reference, tokenizer, reward, trainer.args)
     rows = [(p, c, v, a[1:] + a[:1], r[1:] + r[:1]) for p, c, v, a, r in rows]
     policy_loss, error = reference_losses(policy, value, rows, tokenizer, trainer.args)

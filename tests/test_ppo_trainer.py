@@ -25,7 +25,7 @@ from trl_repulse.trainers._scoring import prepare_scoring
 from trl_repulse.trainers._value import build_value_model, check_value_model, token_values
 
 from .conftest import DEVICE, USE_CPU, build_accelerator, build_model, same_parameters
-from .test_ppo_math import build_reward_model
+from .recorded import build_reward_model
 
 
 pytestmark = pytest.mark.trainer

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -14,9 +13,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-from .conftest import build_model, same_parameters
-from .test_repulse_ppo_math import CASES, TERM, RecordedRows, pushed
-from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, reference_loss, rows_log_p
+from .conftest import same_parameters
+from .recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded, rows_log_p
+from .test_repulse_ppo_math import CASES, TERM, pushed
+from .test_trainer_math import reference_loss
 
 
 pytestmark = pytest.mark.trainer
@@ -25,58 +25,13 @@ FEW = [("dapo", "group"), ("dr_grpo", "batch")]  # of the losses and advantages,
 HOT = {"proposal": "hot_policy", "potential": "tilted", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 
 
-class Recorded(RecordedRows, RePULSeGRPOTrainer):
-    pass
-
-
 @pytest.fixture
-def run(tmp_path, tokenizer, reward):
+def run(update):
     """One update on the recorded completions; the trainer, the models, and all gradients."""
 
-    def run(architecture="gpt2", batch_size=8, accumulation=1, **kwargs):
-        args = RePULSeGRPOConfig(
-            output_dir=str(tmp_path / "run"),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            max_steps=1,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            num_generations=N,
-            max_completion_length=3,
-            max_grad_norm=0.0,
-            learning_rate=1e-9,
-            shuffle_dataset=False,
-            **kwargs,
-        )
-        policy = build_model(architecture, len(tokenizer), seed=0)
-        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
-        reference = build_model(architecture, len(tokenizer), seed=2)
-        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
-        proposal = build_model(architecture, len(tokenizer), seed=1) if args.has_proposal else None
-        trainer = Recorded(
-            model=policy,
-            reward_funcs=reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            proposal_model=proposal,
-        )
-        grads = {}
-
-        def keep(name, module):
-            grads[name] = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-        if proposal is not None:
-            step = trainer.proposal.step
-            trainer.proposal.step = lambda: (keep("proposal", proposal), step())[1]
-        norm = trainer._get_grad_norm
-        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), norm(model, grad_norm))[1]
-        trainer.train()
-        return trainer, policy, proposal, reference, grads
+    def run(*args, **kwargs):
+        trainer, models, reference, grads = update(recorded(RePULSeGRPOTrainer), *args, use_cpu=True, **kwargs)
+        return trainer, models["policy"], models.get("proposal"), reference, grads
 
     return run
 

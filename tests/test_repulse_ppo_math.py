@@ -8,95 +8,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 
-from trl_repulse import PPOTrainer, RePULSePPOConfig, RePULSePPOTrainer
+from trl_repulse import PPOTrainer, RePULSePPOTrainer
 
-from .conftest import build_model, same_parameters
-from .test_ppo_math import SETTINGS, build_reward_model, credit, reference_losses
-from .test_trainer_math import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, reference_loss, rows_log_p
+from .conftest import same_parameters
+from .recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, gradients, prepare, recorded, rows_log_p
+from .test_ppo_math import SETTINGS, credit, reference_losses
+from .test_trainer_math import reference_loss
 
 
 pytestmark = pytest.mark.trainer
 
 
-class RecordedRows:
-    """Mixin that replaces sampling by the recorded completions."""
-
-    def _generate(self, prompts):
-        seen, completions = dict.fromkeys(PROMPTS, 0), []
-        for prompt in prompts:
-            table = PROPOSAL if self._draws_others() else POLICY
-            completions.append(table[PROMPTS.index(prompt)][seen[prompt] % N])
-            seen[prompt] += 1
-        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        prompt_ids = [self.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return prompt_ids, completions, None, texts, None, {}, None, []
-
-    def _draws_others(self):
-        sampled = self.proposal is not None and self.model_wrapped is self.proposal.engine
-        return sampled or self.generation_config.temperature != 1.0
-
-
-class Recorded(RecordedRows, RePULSePPOTrainer):
-    pass
+Recorded = recorded(RePULSePPOTrainer)
 
 
 @pytest.fixture
 def run(tmp_path, tokenizer, reward):
     """One update on the recorded completions; the trainer, the models, and all gradients."""
 
-    def run(architecture="gpt2", batch_size=8, accumulation=1, **kwargs):
-        args = RePULSePPOConfig(
-            output_dir=str(tmp_path / "run"),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            max_steps=1,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            num_generations=N,
-            max_completion_length=3,
-            max_grad_norm=0.0,
-            learning_rate=1e-9,
-            shuffle_dataset=False,
-            **kwargs,
-        )
-        policy = build_model(architecture, len(tokenizer), seed=0)
-        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
-        reference = build_model(architecture, len(tokenizer), seed=2)
-        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
-        proposal = build_model(architecture, len(tokenizer), seed=1) if args.has_proposal else None
-        trainer = Recorded(
-            model=policy,
-            reward_funcs=reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            value_model=build_reward_model(architecture, len(tokenizer), seed=1),
-            proposal_model=proposal,
-        )
-        models = {"policy": policy, "value": trainer.value.module} | ({"proposal": proposal} if proposal else {})
-        grads = {}
-
-        def keep(name):
-            grads[name] = [
-                torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in models[name].parameters()
-            ]
-
-        def watched(name, step):
-            return lambda: (keep(name), step())[1]
-
-        for name in models.keys() - {"policy"}:
-            getattr(trainer, name).step = watched(name, getattr(trainer, name).step)
-        norm = trainer._get_grad_norm
-        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy"), norm(model, grad_norm))[1]
-        rows = credit(policy, trainer.value.module, reference, tokenizer, reward, args)
-        trainer.train()
-        return trainer, models, reference, rows, grads
+    def run(*args, **kwargs):
+        trainer, models, reference = prepare(tmp_path, tokenizer, Recorded, *args, use_cpu=True, **kwargs)
+        rows = credit(models["policy"], models["value"], reference, tokenizer, reward, trainer.args)
+        return trainer, models, reference, rows, gradients(trainer, models)
 
     return run
 

@@ -10,26 +10,13 @@ from argparse import Namespace
 import pytest
 import torch
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
 
-from .conftest import USE_CPU, build_model
+from .recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded, rows_log_p
 from .test_returns import by_hand
 
 
 pytestmark = pytest.mark.trainer
-
-N = 4
-PROMPTS = ["the cat", "the dog ran the cat ate"]
-# Token ids of recorded completions; 1 is eos. Lengths differ, one is empty but for eos.
-POLICY = [[[12, 13, 14], [18, 1], [1], [17, 17, 11]], [[11, 15, 1], [17, 12, 13], [18, 18, 18], [14, 1]]]
-PROPOSAL = [[[18, 13, 1], [18, 17], [13, 14, 15], [18, 18, 1]], [[11, 1], [18, 1], [12, 18, 13], [16, 16, 16]]]
-
-
-def rows_log_p(model, tokenizer, prompt, completion):
-    """Log-probabilities of one completion's tokens, from one unpadded forward."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion], device=model.device)
-    log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-    return log_p[-len(completion) :]
 
 
 def cvar_by_hand(rewards, level, over):
@@ -97,104 +84,20 @@ def reference_loss(policy, proposal, ref, tokenizer, reward, args):
     return policy_loss, proposal_loss
 
 
-class Recorded:
-    """Mixin that replaces sampling by the recorded completions."""
-
-    def _generate(self, prompts):
-        table = PROPOSAL if isinstance(self, RePULSeTrainer) and self._sampling_proposal() else POLICY
-        seen = dict.fromkeys(PROMPTS, 0)
-        completions = []
-        for prompt in prompts:
-            completions.append(table[PROMPTS.index(prompt)][seen[prompt]])
-            seen[prompt] += 1
-        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        prompt_ids = [self.processing_class(p)["input_ids"] for p in prompts]
-        return prompt_ids, completions, None, texts, None, {}, None, []
-
-    def _sampling_proposal(self):
-        return self.proposal is not None and self.model_wrapped is self.proposal.engine
-
-
-class RecordedRePULSe(Recorded, RePULSeTrainer):
-    pass
-
-
-class RecordedReinforce(Recorded, ReinforceTrainer):
-    pass
+RecordedReinforce, RecordedRePULSe = recorded(ReinforceTrainer), recorded(RePULSeTrainer)
 
 
 @pytest.fixture
-def run(tmp_path, tokenizer, reward):
-    """Runs one update on the recorded completions and returns losses and gradients of both models."""
-    from datasets import Dataset
+def run(update):
+    """One update on the recorded completions; the trainer, the models, all gradients, and the configuration."""
 
-    def run(
-        architecture,
-        batch_size=8,
-        accumulation=1,
-        trainer_cls=RecordedRePULSe,
-        reward_funcs=reward,
-        max_steps=1,
-        **kwargs,
-    ):
-        config_cls = RePULSeConfig if issubclass(trainer_cls, RePULSeTrainer) else ReinforceConfig
-        if config_cls is RePULSeConfig:
+    def run(*args, trainer_cls=RecordedRePULSe, **kwargs):
+        if trainer_cls is RecordedRePULSe:
             kwargs = {"proposal": "learned"} | kwargs
-        args = config_cls(
-            output_dir=str(tmp_path / "run"),
-            use_cpu=USE_CPU,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            max_steps=max_steps,
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation,
-            num_generations=N,
-            max_completion_length=3,
-            max_grad_norm=0.0,
-            learning_rate=1e-9,
-            shuffle_dataset=False,
-            **kwargs,
-        )
-        policy = build_model(architecture, len(tokenizer), seed=0)
-        policy.name_or_path = policy.config._name_or_path = str(tmp_path / "policy")
-        reference = build_model(architecture, len(tokenizer), seed=2)
-        reference.eval().save_pretrained(tmp_path / "policy")  # what TRL loads as the reference
-        extra = {}
-        proposal = None
-        if config_cls is RePULSeConfig and args.has_proposal:
-            proposal = extra["proposal_model"] = build_model(architecture, len(tokenizer), seed=1)
-        trainer = trainer_cls(
-            model=policy,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tokenizer,
-            **extra,
-        )
-        grads = {}
-
-        def keep(name, module):
-            grads[name] = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-        if proposal is not None:
-            step = trainer.proposal.step
-            trainer.proposal.step = lambda: (keep("proposal", proposal), step())[1]
-        original = trainer._get_grad_norm
-        trainer._get_grad_norm = lambda model, grad_norm=None: (keep("policy", policy), original(model, grad_norm))[1]
-        trainer.train()
-        return trainer, policy, proposal, reference.to(policy.device), grads, args
+        trainer, models, reference, grads = update(trainer_cls, *args, **kwargs)
+        return trainer, models["policy"], models.get("proposal"), reference, grads, trainer.args
 
     return run
-
-
-def assert_gradients(loss, module, actual):
-    expected = torch.autograd.grad(loss, list(module.parameters()), allow_unused=True, retain_graph=True)
-    for e, a in zip(expected, actual, strict=True):
-        e = torch.zeros_like(a) if e is None else e
-        torch.testing.assert_close(a, e, atol=2e-6, rtol=2e-4)
 
 
 CVAR = {"cvar_level": 0.4, "cvar_schedule_ratio": 0.0}
