@@ -26,15 +26,17 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors import safe_open
-from transformers import GPT2Config, GPT2ForSequenceClassification, PrinterCallback, set_seed
+from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
 from tests.conftest import build_model, build_tokenizer, build_trainer, word_reward
+from tests.recorded import build_reward_model
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.embedded import shop
 
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers")
+SHOWN = 5  # numbers of a log
 TIMES = re.compile(r"time|per_second")
 TEXTS = ["the cat", "the dog ran the cat ate", "fish", "the fish sat bad"]
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -158,9 +160,7 @@ def build_models(folder: Path) -> None:
     """All policies, and a reward model, with their tokenizers."""
     tokenizer = build_tokenizer()
     models = {name: build_model(name, len(tokenizer)) for name in ("gpt2", "llama")}
-    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "initializer_range": 0.3, "num_labels": 1}
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    models["reward"] = GPT2ForSequenceClassification(GPT2Config(vocab_size=len(tokenizer), **shape, **special))
+    models["reward"] = build_reward_model("gpt2", len(tokenizer), seed=1)
     for suffix, template in (("", None), (" chats", CHAT)):
         tokenizer.chat_template = template
         for name, model in models.items():
@@ -243,7 +243,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         shown = {name: [json.dumps(log[name]) if name in log else "none" for log in (old, new)] for name in old | new}
         moved = [f"{name} ({one} -> {other})" for name, (one, other) in shown.items() if one != other]
         if moved:
-            return [*found, f"first after update {old['step']} in {', '.join(moved)}"]
+            more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
+            return [*found, f"first after update {old['step']} in {', '.join(moved[:SHOWN])}{more}"]
     return found
 
 

@@ -1,11 +1,14 @@
-"""The benchmarks of a step's cost run, and their tables hold what they say."""
+"""Benchmarks run, and hold what they say."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from .conftest import without_others
 
 
 ROOT = Path(__file__).parents[1]
@@ -38,3 +41,22 @@ def test_cost_growth(tmp_path):
     assert [set(measured) for measured in found] == [{"RLOO", "RePULSe"}] * 2
     assert all(value > 0 for measured in found for values in measured.values() for value in values)
     assert (tmp_path / "growth.png").stat().st_size > 0
+
+
+def test_same_bits(tmp_path):
+    """Two runs end in the same bits; a coefficient that differs in its last is noticed."""
+    command, file = [sys.executable, "-m", "benchmarks.same_bits", "--only", "constraint"], tmp_path / "before.json"
+    subprocess.run([*command, "--write", file], check=True, cwd=ROOT)
+    done = subprocess.run([*command, "--compare", file], capture_output=True, text=True, cwd=ROOT)
+    assert without_others(done.stdout) == "All 2 runs end in the same bits\n" and done.returncode == 0
+    changed = (
+        "import math, sys; from benchmarks import same_bits; from trl_repulse.trainers import _constraint as it; step = it.dual_step; "
+        "it.dual_step = lambda *args: math.nextafter(step(*args), 2); sys.argv[1:] = ['--only', 'hot, constraint', '--compare', "
+        f"{str(file)!r}]; same_bits.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True, cwd=ROOT)
+    assert re.match(
+        r"hot, constraint: (policy; )?log; first after update 2 in .*constraint/multiplier",
+        without_others(done.stdout),
+    )
+    assert done.returncode == 1 and done.stderr.endswith("1 of 1 runs differ\n")
