@@ -34,34 +34,8 @@ EOS = 1
 
 
 @pytest.fixture
-def make(tmp_path, model_dirs, prompts, reward):
-    def make(model="gpt2", reward_funcs=reward, dataset=prompts, extra=None, **kwargs):
-        settings = {
-            "output_dir": str(tmp_path / "out"),
-            "use_cpu": USE_CPU,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "max_steps": 2,
-            "per_device_train_batch_size": 16,
-            "num_generations": 4,
-            "max_completion_length": 2,
-            "beta": 0.0,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-        }
-        return PPOTrainer(
-            model=model_dirs.get(model, model) if isinstance(model, str) else model,
-            reward_funcs=reward_funcs,
-            args=PPOConfig(**(settings | kwargs)),
-            train_dataset=dataset,
-            **(extra or {}),
-        )
-
-    return make
+def make(make):
+    return functools.partial(make, PPOTrainer)
 
 
 def copies(module):
