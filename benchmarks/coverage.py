@@ -10,7 +10,6 @@ mean over all possible seeds is known as well. Also counted is on which side an 
 
 import argparse
 import copy
-import math
 import random
 from collections.abc import Callable
 
@@ -23,7 +22,6 @@ from trl_repulse.embedded import grammar
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.bootstrap import crossed_interval
 from trl_repulse.evaluation.exact import ExactEvaluator
-from trl_repulse.evaluation.frontier import Frontier, Run, make_frontier
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
 from trl_repulse.evaluation.tails import Estimate
 
@@ -38,16 +36,6 @@ SEEDS_PROMPTS_SAMPLES = (
 NORMAL_CELLS = (
     *((3, 16, 0.0, 0.0), (3, 16, 0.4, 0.1), (3, 16, 2.0, 1.0), (3, 50, 0.2, 0.0), (3, 50, 1.0, 2.0)),
     *((3, 200, 0.1, 0.0), (3, 200, 0.4, 1.0), (5, 50, 1.0, 1.0), (10, 50, 1.0, 1.0)),
-)
-# What two methods have apart in either quantity, in standard errors of a mean of A's, the standard deviation of B's runs, and
-# the corner from which areas are measured, by default the worst run
-NORMAL_RUNS = (
-    ("alike", 0.0, 1.0, None),
-    ("alike but for B's spread of 5", 0.0, 5.0, None),
-    ("each ahead by 10 standard errors", 10.0, 1.0, None),
-    ("the same with B's spread of 5", 10.0, 5.0, None),
-    ("alike but for B's spread of 5, from a named reference point", 0.0, 5.0, (-30.0, -30.0)),
-    ("each ahead by 10 standard errors, both the same", 10.0, 5.0, (-30.0, -30.0)),
 )
 TWO_SEEDS = ((2, 4, 250), (2, 16, 100))
 
@@ -227,58 +215,6 @@ def normal_cells(rng: np.random.Generator, repetitions: int, settings: tuple) ->
         repeat(repetitions, setting, once)
 
 
-def frontier(world: World, rng: np.random.Generator, repetitions: int, populations: list[np.ndarray]) -> None:
-    """Intervals of a frontier's means and gains, three to ten runs a method, four prompts."""
-    prompts = np.arange(4)
-    probs = np.diff(world.below[:, prompts], axis=2, prepend=0.0)
-    bad = (probs * (world.rewards[prompts] < THRESHOLD)).sum(axis=2).mean(axis=1)
-    reward = (probs * world.rewards[prompts]).sum(axis=2).mean(axis=1)
-    means = np.array([[-bad[models].mean(), reward[models].mean()] for models in populations])  # more is better
-    for seeds in (3, 5, 10):
-
-        def once(tally: Tally, seeds=seeds) -> None:
-            runs = []
-            for name, models in zip("AB", populations, strict=True):
-                for values in world.draw(rng, rng.choice(models, seeds), prompts, 1000):
-                    prob_bad = tails.prob_below(values, THRESHOLD).value
-                    runs.append(Run(name, prob_bad, float(values.mean()), x_samples=values.size))
-            found = make_frontier(runs, "prob_bad", "reward", THRESHOLD)
-            for point, mean in zip(found.points, means, strict=True):
-                tally.add(f"{point.method}: P(r < {THRESHOLD:g})", point.x, -mean[0])
-                tally.add(f"{point.method}: reward", point.y, mean[1])
-            tally.add("hypervolume gain", found.points[1].gain, true_gain(found, means, np.array([-1.0, 1.0])))
-
-        repeat(repetitions, f"frontier, {seeds} runs a method", once)
-
-
-def gains(rng: np.random.Generator, repetitions: int) -> None:
-    """Intervals of hypervolume gains where runs are normal, those of A with standard deviation 1 in both quantities."""
-    for setting, apart, spread, corner in NORMAL_RUNS:
-        for runs in (3, 10):
-            ahead = apart / math.sqrt(runs)  # of a method's mean
-            means = np.array([[0.0, 0.0], [ahead, -ahead]])
-
-            def once(tally: Tally, runs=runs, means=means, spread=spread, corner=corner) -> None:
-                places = [
-                    mean + sd * rng.normal(size=(runs, 2)) for mean, sd in zip(means, (1.0, spread), strict=True)
-                ]
-                found = make_frontier(
-                    [Run(name, *map(float, row)) for name, rows in zip("AB", places, strict=True) for row in rows],
-                    "reward",
-                    "return",
-                    reference_point=corner,
-                )
-                tally.add("hypervolume gain", found.points[1].gain, true_gain(found, means, np.ones(2)))
-
-            repeat(repetitions, f"normal runs, {runs} a method, {setting}", once)
-
-
-def true_gain(found: Frontier, means: np.ndarray, signs: np.ndarray) -> float:
-    """What the second method's mean dominates more than the first's, from the corner that was taken; more is better in `means`."""
-    first, second = np.maximum(means - signs * found.reference_point, 0.0).prod(axis=1)
-    return float(second - first)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=1000)
@@ -294,11 +230,9 @@ def main() -> None:
     several_seeds(
         world, np.random.default_rng([options.seed, 1]), options.repetitions, populations[0], SEEDS_PROMPTS_SAMPLES
     )
-    frontier(world, np.random.default_rng([options.seed, 2]), options.repetitions, populations)
     normal_cells(np.random.default_rng([options.seed, 3]), options.repetitions, NORMAL_CELLS)
     several_seeds(world, np.random.default_rng([options.seed, 4]), options.repetitions, populations[0], TWO_SEEDS)
     split_ties(world, np.random.default_rng([options.seed, 6]), options.repetitions)
-    gains(np.random.default_rng([options.seed, 7]), options.repetitions)
 
 
 if __name__ == "__main__":

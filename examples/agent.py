@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compare import by_method, format_table
 from transformers import PrinterCallback
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.cli import Parser
 from trl_repulse.embedded import shop
-from trl_repulse.evaluation.comparison import format_comparison, load_runs
 from trl_repulse.scripts import main_or_exit
 
 
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         for setting in settings if options.tune else [settings[chosen]]:
             files += [run(method, setting, seed, options.completions, options.output_dir) for seed in seeds]
     print(f"\n{options.completions:,} completions each; mean ± 95 % interval over the seeds\n")
-    print(format_comparison(load_runs(files)))
+    print(format_table(by_method(files)))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ def policy_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def example():
-    spec = importlib.util.spec_from_file_location("agent_example", Path(__file__).parents[1] / "examples" / "agent.py")
+def example(monkeypatch):
+    examples = Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(examples)  # as for a script that is run there
+    spec = importlib.util.spec_from_file_location("agent_example", examples / "agent.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -314,9 +314,6 @@ def test_arguments_from_a_file(tmp_path):
     assert (args.folders, args.thresholds, args.model) == ([Path("three")], [1.0, 2.0], "m")
     args = build_parser("evaluate", path).parse_args(["evaluate", "--reward", '{"a": 1}', "--reward", '{"b": 2}'])
     assert args.rewards == [{"a": 1}, {"b": 2}]  # in the place of the file's
-    path.write_text("output: figure\nmethod: [[a, b], [c, d]]\nreference_point: [1, 2]\n")
-    args = build_parser("frontier", path).parse_args(["frontier"])
-    assert args.methods == [["a", "b"], ["c", "d"]] and args.reference_point == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ import pytest
 from datasets import Dataset
 
 from trl_repulse.data import load_prompts
-from trl_repulse.evaluation.comparison import load_runs
 from trl_repulse.evaluation.gcg.records import read_results
 from trl_repulse.evaluation.gcg.table import load_table
 from trl_repulse.evaluation.negatives import check_negatives
 from trl_repulse.evaluation.records import load_samples
-from trl_repulse.evaluation.result_files import load_frontier
 
 
 def read_prompts(path):
@@ -232,8 +230,6 @@ def test_prompts_that_are_nested(tmp_path, depth):
     ("name", "read"),
     [
         ("header.json", lambda path: load_samples(path.parent)),
-        ("results.json", lambda path: load_runs([path])),
-        ("results.json", lambda path: load_frontier({"ours": [path]}, "kl", "reward")),
         ("attacks.jsonl", read_results),
     ],
 )

@@ -34,7 +34,6 @@ TRAINING = {
 COMMANDS = {
     "diagnose": ("trl_repulse._commands.diagnose", "look for symptoms of failure in the log of a training run"),
     "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
-    "frontier": ("trl_repulse._commands.frontier", "draw many runs against two quantities, with intervals"),
     "gcg": ("trl_repulse._commands.gcg", "measure how often attacks on a model succeed"),
     "gcg-merge": ("trl_repulse._commands.gcg_merge", "merge the results of an attack evaluation's shards"),
     "gcg-report": ("trl_repulse._commands.gcg_report", "report attack success rates from results, without a model"),

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from ._numbers import kl_per_completion
-from .evaluation.frontier import QUANTITIES, Frontier
 from .evaluation.gcg.rates import Estimate
 
 
@@ -32,19 +31,17 @@ _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Effective sample size", "samples"): {"proposal": ("proposal/ess", "negative/ess")},
     ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
 }
-_METHODS = (  # colour and marker of one method after the other, told apart in grey as well
-    ("#c8502d", "o"),
-    ("#1f5fa8", "s"),
-    ("#3f8f4f", "^"),
-    ("#7b52a1", "D"),
-    ("#8a6d1f", "v"),
-    ("#2b8c99", "P"),
-    ("#555555", "X"),
-    ("#d68fb0", "<"),
-    ("#111111", ">"),
-    ("#9bbf3b", "p"),
-    ("#6fa8dc", "h"),
-    ("#a0522d", "*"),
+_COLOURS = (
+    "#c8502d",
+    "#1f5fa8",
+    "#3f8f4f",
+    "#7b52a1",
+    "#8a6d1f",
+    "#2b8c99",
+    "#555555",
+    "#d68fb0",
+    "#111111",
+    "#9bbf3b",
 )
 _AXES = {"samples": "samples drawn", "update": "policy updates"}
 _INK, _FAINT = "#333333", "#dddddd"
@@ -180,48 +177,6 @@ def _draw_beside(
     figure.legend(named.values(), named, loc="outside lower center", **style)
 
 
-def plot_frontier(frontier: Frontier, path: str | Path) -> None:
-    """
-    Draws methods against two quantities: every run, the mean over runs with its interval on both axes, the Pareto front.
-
-    Args:
-        frontier ([`~trl_repulse.evaluation.frontier.Frontier`]):
-            What to draw.
-        path (`str` or `Path`):
-            File to write; its suffix decides the format, its folder is created if missing.
-    """
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panel = figure.subplots()
-    front = sorted((point.x.value, point.y.value) for point in frontier.points if point.on_front)
-    line = {"color": "#999999", "linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 1, "label": "Pareto front"}
-    # What is reached, not what lies between two methods
-    panel.step(*zip(*front, strict=True), where="post" if QUANTITIES[frontier.x][0] else "pre", **line)
-    for i, point in enumerate(frontier.points):
-        colour, marker = _METHODS[i % len(_METHODS)]
-        runs = ([run.x for run in point.runs], [run.y for run in point.runs])
-        panel.scatter(*runs, s=16, color=colour, marker=marker, alpha=0.4, linewidths=0)
-        halves = {}
-        for axis, estimate in (("xerr", point.x), ("yerr", point.y)):
-            if math.isfinite(estimate.low):
-                halves[axis] = [[estimate.value - estimate.low], [estimate.high - estimate.value]]
-        style = {"markersize": 7, "capsize": 3, "linewidth": 1.4, "label": point.method}
-        if point.on_front:
-            style |= {"markeredgecolor": _INK, "markeredgewidth": 1.2}
-        panel.errorbar(point.x.value, point.y.value, fmt=marker, color=colour, **halves, **style)
-    panel.set_xlabel(_axis_label(frontier.x, frontier.x_label), color=_INK)
-    panel.set_ylabel(_axis_label(frontier.y, frontier.y_label), color=_INK)
-    panel.grid(color=_FAINT, linewidth=0.8)
-    panel.margins(0.08)
-    _tidy(panel)
-    figure.legend(
-        title=f"mean, {100 * frontier.confidence:g} % interval over runs",
-        **{"title_fontsize": 9, "alignment": "left", "loc": "outside right upper"},
-        **{"frameon": False, "fontsize": 9, "labelcolor": _INK},
-    )
-    _save(figure, path)
-
-
 def plot_rewards(
     rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
 ) -> None:
@@ -251,11 +206,10 @@ def plot_rewards(
     FigureCanvasAgg(figure)
     panel = figure.subplots()
     for i, (name, values) in enumerate(known.items()):
-        colour, _ = _METHODS[i % len(_METHODS)]
         under = ", ".join(f"{np.mean(values < eta):.3g} under {eta:g}" for eta in thresholds)
         shares = np.histogram(values, edges)[0] / values.size
-        line = {"color": colour, "linewidth": 1.8, "baseline": None, "label": f"{name}: {under}" if under else name}
-        panel.stairs(np.maximum(shares, floor), edges, **line)
+        line = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.8, "baseline": None}
+        panel.stairs(np.maximum(shares, floor), edges, label=f"{name}: {under}" if under else name, **line)
     for threshold in thresholds:
         panel.axvline(threshold, color="#999999", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
     panel.set_yscale("log")
@@ -266,10 +220,6 @@ def plot_rewards(
     _tidy(panel)
     figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=_INK)
     _save(figure, path)
-
-
-def _axis_label(quantity: str, label: str) -> str:
-    return f"{label} ({'less' if QUANTITIES[quantity][0] else 'more'} is better)"
 
 
 def plot_attack_success(

@@ -223,8 +223,6 @@ def from_file(path: Path, name: str, value: Any, kind: dict[str, Any], hint: Any
         return value
 
     def parse(each: Any) -> Any:
-        if isinstance(each, list) and hint is None:  # of a flag that may be given several times
-            return [parse(part) for part in each]
         if isinstance(each, dict) and kind["type"] is parse_object:
             return each
         if isinstance(each, list | dict):

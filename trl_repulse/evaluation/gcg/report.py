@@ -93,25 +93,6 @@ def summarize(
     }
 
 
-def success_below(records: Sequence[dict[str, Any]], threshold: float, level: float = 0.95) -> Estimate:
-    """
-    The attack success rate at a threshold.
-
-    Args:
-        records (`Sequence[dict]`):
-            Lines of the results.
-        threshold (`float`):
-            Score under which a response is bad.
-        level (`float`, *optional*, defaults to `0.95`):
-            Coverage of Wilson's interval.
-
-    Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: the rate after the attack; `samples` are the targets, NaN without any.
-    """
-    lowest = [min(after) for _, after in _pairs(records)]
-    return wilson_interval(sum(score < threshold for score in lowest), len(lowest), level)
-
-
 def success_curve(records: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, list[tuple[float, Estimate]]]:
     """
     The attack success rate against the threshold.
