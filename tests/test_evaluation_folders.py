@@ -135,7 +135,7 @@ def test_columns_that_json_does_not_know(tmp_path, model_dirs, values):
         sample(tmp_path / "s", model_dirs["gpt2"], prompts[1])
 
 
-def test_the_digest_of_what_json_knows_is_as_before():
+def test_the_digest_of_values():
     assert records.digest({"b": [1, None], "a": "ü"}) == records.digest(json.loads('{"a": "ü", "b": [1, null]}'))
     long = torch.arange(5000)
     assert records.digest(long.numpy()) != records.digest(

@@ -83,13 +83,6 @@ def test_an_adapter_has_its_own_name(tmp_path, model_dirs):
     assert found.header["model"]["name"] == str(tmp_path / "adapter")
     assert found.header["model"]["base"] == model_dirs["gpt2"]
     assert found.header["reference"]["name"] == model_dirs["gpt2"] and "base" not in found.header["reference"]
-    # As folders were before: the base's name, and no more
-    header = {key: value for key, value in found.header.items() if key not in ("hash", "format")}
-    old = header | {"model": {**header["model"], "name": model_dirs["gpt2"]}}
-    del old["model"]["base"]
-    records.open_folder(tmp_path / "old", old)
-    again = sample(tmp_path / "old", str(tmp_path / "adapter"), ["fish"], reference=model_dirs["gpt2"])
-    assert again.table == found.table and again.header["model"] == old["model"]
 
 
 def test_a_folder_has_no_revisions(tmp_path, model_dirs):

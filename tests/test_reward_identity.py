@@ -2,23 +2,21 @@
 
 import copy
 import functools
-import itertools
 import json
-import linecache
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from trl_repulse.cli import main
-from trl_repulse.evaluation import records
-from trl_repulse.evaluation._identity import identify_reward
 from trl_repulse.evaluation.gcg import RefusalJudge, RewardJudge, evaluate_gcg, read_results
 from trl_repulse.evaluation.gcg.evaluator import _hash_judge
-from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
-from trl_repulse.rewards.transformed import TransformedReward
 
 from .conftest import word_reward
 from .gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
@@ -45,17 +43,6 @@ def interrupt(folder):
     sorted(folder.glob("shard-*"))[-1].unlink()
 
 
-def rewrite_header(folder, reward):
-    """The header with another description of its only reward, which is what an earlier version wrote."""
-    header = json.loads((folder / "header.json").read_text())
-    (name,) = header["rewards"]
-    header["rewards"][name] = reward
-    header["hash"] = records.digest({key: value for key, value in header.items() if key != "hash"})
-    records.write_json(folder / "header.json", header)
-    complete = json.loads((folder / "complete.json").read_text())
-    records.write_json(folder / "complete.json", complete | {"hash": header["hash"]})
-
-
 def content(folder):
     return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
 
@@ -73,41 +60,6 @@ def test_a_folder_does_not_know_where_its_server_was(remote, tmp_path, model_dir
         sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET, name="other"))
     with pytest.raises(ValueError, match="begun with another `rewards.RemoteReward.label_column`"):
         sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET, label_column="answer"))
-
-
-OLD = f"RemoteReward(url={SECRET!r}, batch_size=64, timeout=60.0, retries=3, backoff=1.0, label_column={{}}, name={{!r}})"
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("complete", [False, True])
-def test_a_folder_with_an_address_is_gone_on_with_and_forgets_it(remote, tmp_path, model_dirs, wrapped, complete):
-    def wrap(reward):
-        return TransformedReward(reward) if wrapped else reward
-
-    folder = tmp_path / "s"
-    samples = sample(folder, model_dirs["gpt2"], wrap(remote(SECRET, name="judge"))).table
-    old = {"name": OLD.format("None", "judge")}
-    if wrapped:
-        described = identify_reward(TransformedReward(remote(SECRET)))
-        old = described | {"reward": old}
-    rewrite_header(folder, old)
-    assert b"hidden-key" in content(folder) and records.load_samples(folder).table == samples
-    other = sample(tmp_path / "t", model_dirs["llama"], wrap(remote("http://h/", name="judge")))
-    assert tail_report([records.load_samples(folder), other]).seeds == 2
-    if not complete:
-        interrupt(folder)
-    for _ in range(2):
-        assert sample(folder, model_dirs["gpt2"], wrap(remote("http://h/", name="judge"))).table == samples
-        assert b"hidden" not in content(folder)
-
-
-def test_a_folder_with_labels_is_gone_on_with_the_same(remote, tmp_path, model_dirs):
-    folder = tmp_path / "s"
-    sample(folder, model_dirs["gpt2"], remote(SECRET, label_column="answer"))
-    rewrite_header(folder, {"name": OLD.format("'answer'", "RemoteReward")})
-    with pytest.raises(ValueError, match="begun with another `rewards.RemoteReward.label_column`"):
-        sample(folder, model_dirs["gpt2"], remote("http://h/"))
-    sample(folder, model_dirs["gpt2"], remote("http://h/", label_column="answer"))
 
 
 def test_a_report_does_not_show_the_key_of_a_server(remote, tmp_path, model_dirs, capsys):
@@ -136,16 +88,10 @@ def test_a_report_does_not_show_the_key_of_a_server(remote, tmp_path, model_dirs
     assert "hidden" not in report + said.out + said.err
 
 
-NUMBERS = itertools.count()
-
-
-def make(source, has_file=True, **names):
-    """A function `f`, as if from a file of that source."""
-    filename = f"<file {next(NUMBERS)}>" if has_file else "<string>"
-    if has_file:
-        linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
+def make(source, **names):
+    """A function `f` of that source."""
     module = {"__name__": "mine", **names}
-    exec(compile(source, filename, "exec"), module)
+    exec(source, module)
     return module["f"]
 
 
@@ -160,20 +106,14 @@ def test_a_folder_is_not_gone_on_with_other_code_of_the_same_name(tmp_path, mode
         sample(folder, model, make(REWARD.replace("len(c)", "-len(c)")))
     assert sample(folder, model, make(f"# a comment\n\n{REWARD}".replace(": ret", ":\n    ret"))).table == samples
     assert "known by its name alone" not in caplog.text
-    interrupt(folder)
-    assert sample(folder, model, make(REWARD, has_file=False)).table == samples  # nothing to compare: said
-    assert "reward or judge `f` that is known by its name alone" in caplog.text
 
 
-def test_a_folder_from_before_functions_were_known_by_their_code(tmp_path, model_dirs, caplog):
-    folder, model = tmp_path / "s", model_dirs["gpt2"]
-    samples = sample(folder, model, make(REWARD)).table
-    rewrite_header(folder, {"name": "f"})
-    other = sample(tmp_path / "t", model_dirs["llama"], make(REWARD))
-    assert tail_report([records.load_samples(folder), other]).seeds == 2 and not caplog.records
-    interrupt(folder)
-    assert sample(folder, model, make(REWARD)).table == samples
-    assert "reward or judge `f` that is known by its name alone" in caplog.text
+def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp_path, model_dirs, caplog):
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table
+    assert "known by its name alone" not in caplog.text  # there is nothing to mix it with
+    interrupt(tmp_path / "s")
+    assert sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table == samples
+    assert "reward or judge `RemoteReward` that is known by its name alone" in caplog.text
 
 
 JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses]\n"
@@ -199,40 +139,23 @@ def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_
     output = attack(attacked, make(JUDGE), tmp_path / "out.jsonl")
     whole = read_results(output)[1]
     cut(output)
-    with pytest.raises(ValueError, match="holds results of another evaluation: judge_code"):
+    with pytest.raises(ValueError, match="holds results of another evaluation: judge_hash"):
         attack(attacked, make(JUDGE.replace("len(each)", "-len(each)")), output)
     attack(attacked, make(JUDGE), output)
     assert [row["after"]["rewards"] for row in read_results(output)[1]] == [row["after"]["rewards"] for row in whole]
     assert "known by its name alone" not in caplog.text
-    cut(output)
-    attack(attacked, make(JUDGE, has_file=False), output)  # nothing to compare: said
-    assert "reward or judge `f` that is known by its name alone" in caplog.text
 
 
-def test_attacks_of_a_judge_without_source_are_gone_on_with_a_warning(attacked, tmp_path, caplog):
-    for judge in (
-        make(JUDGE, has_file=False),
-        RewardJudge(make("f = lambda prompts, completions: [0.0] * len(prompts)", has_file=False)),
-    ):
-        output = attack(attacked, judge, tmp_path / f"{judge.__name__}.jsonl")
+def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
+    for i, judge in enumerate((remote(SECRET), RewardJudge(remote(SECRET), as_messages=False))):
+        output = attack(attacked, judge, tmp_path / f"{i}.jsonl")
         assert "known by its name alone" not in caplog.text  # there is nothing to mix it with
         cut(output)
         attack(attacked, judge, output)
-        assert f"reward or judge `{judge.__name__}` that is known by its name alone" in caplog.text
+        assert "reward or judge `RemoteReward` that is known by its name alone" in caplog.text
         caplog.clear()
         attack(attacked, judge, output)  # which is done
         assert not caplog.text
-
-
-def test_attacks_from_before_judges_were_known_by_their_code(attacked, tmp_path, caplog):
-    output = attack(attacked, make(JUDGE), tmp_path / "out.jsonl")
-    header, *rows = output.read_text().splitlines(keepends=True)
-    header = json.loads(header)
-    assert header["identity"].pop("judge_code") and header["identity"]["judge_hash"] is None
-    output.write_text("".join([json.dumps(header) + "\n", *rows[:-1]]))
-    attack(attacked, make(JUDGE), output)
-    assert len(read_results(output)[1]) == 2
-    assert "reward or judge `f` that is known by its name alone" in caplog.text
 
 
 class Judge:
@@ -265,8 +188,7 @@ class Stricter(Judge):
 
 def held(threshold, api_key=""):
     def judge(goals, responses):
-        assert api_key is not None
-        return [float(len(each) > threshold) for each in responses]
+        return [float(len(each) > threshold) for each in responses if api_key is not None]
 
     return judge
 
@@ -299,6 +221,10 @@ DIFFERENT = {
     "partial": [functools.partial(held(1), goals=[each]) for each in "ab"],
     "partial of another": [functools.partial(Judge(each), goals=[]) for each in (1, 2)],
 }
+STABLE = [
+    *(pair[0] for pair in DIFFERENT.values()),
+    make("def f(goals, responses): return [float(each in {'a', 'b', 'c', 'd'}) for each in responses]"),
+]
 ALIKE = {
     "comment": [make(JUDGE), make(f"# a comment\n{JUDGE}")],
     "closure": [held(1), held(1, api_key="key")],
@@ -315,7 +241,7 @@ ALIKE = {
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_judges_of_other_code_or_values(kind):
     one, other = DIFFERENT[kind]
-    assert _hash_judge(one)["judge_code"] and _hash_judge(one)["judge_code"] != _hash_judge(other)["judge_code"]
+    assert _hash_judge(one) and _hash_judge(one) != _hash_judge(other)
 
 
 @pytest.mark.parametrize("kind", ALIKE)
@@ -329,7 +255,7 @@ def test_functions_that_call_each_other_are_described_once():
     calls = "".join(f"def f{i}(): return f{i + 1}() + f{i + 2}()\n" for i in range(58))
     source = calls + "def f58(): return f59()\ndef f59(): return f58()\ndef f(goals, responses): return [f0()]\n"
     one, other = make(source), make(source.replace("return f58()", "return -f58()"))
-    assert _hash_judge(one)["judge_code"] != _hash_judge(other)["judge_code"]
+    assert _hash_judge(one) and _hash_judge(one) != _hash_judge(other)
 
 
 def test_a_judge_stays_itself_while_it_works():
@@ -340,12 +266,6 @@ def test_a_judge_stays_itself_while_it_works():
     assert _hash_judge(Judge(1)) == before  # that of the next process
 
 
-def of_no_module():
-    names = {}
-    exec("def f(goals, responses): return [0.0 for _ in responses]", names)
-    return names["f"]
-
-
 def held_by_itself():
     values = []
     values.append(values)
@@ -354,15 +274,25 @@ def held_by_itself():
 
 UNKNOWN = {
     "built in": len,
-    "no source": make(JUDGE, has_file=False),
     "partial": functools.partial(len),
     "cache": functools.lru_cache(held(1)),
-    "no module": of_no_module(),
     "circle": held_by_itself(),
     "weights that are not in memory": held(torch.nn.Linear(2, 2, device="meta")),
 }
 
 
 @pytest.mark.parametrize("judge", UNKNOWN.values(), ids=UNKNOWN)
-def test_what_has_no_source_is_known_by_its_name_alone(judge):
-    assert _hash_judge(judge) == {"judge_hash": None, "judge_code": None}
+def test_what_has_no_code_is_known_by_its_name_alone(judge):
+    assert _hash_judge(judge) is None
+
+
+HASHES = "import tests.test_reward_identity as it; print(*map(it._hash_judge, it.STABLE))"
+
+
+@pytest.mark.thorough
+def test_another_process_finds_the_same_hashes():
+    """In which sets have another order."""
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", HASHES]
+    found = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, check=True)
+    assert found.stdout.decode().split() == [*map(_hash_judge, STABLE)]

@@ -156,7 +156,7 @@ def test_attacks(today, tmp_path):
     )
     with pytest.raises(ValueError, match=refused):
         attack(1)
-    with pytest.raises(ValueError, match="holds results of another evaluation: chat_template_kwargs .* prompt"):
+    with pytest.raises(ValueError, match=refused):
         attack(1, chat_template_kwargs={"date_string": "02"})
     attack(1, chat_template_kwargs=FIRST_DAY)
     tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d')", "'01'")

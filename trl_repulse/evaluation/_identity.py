@@ -4,7 +4,6 @@ What decides the scores of a reward or judge: the one description that samples, 
 A description is what JSON knows. It has no secret, no address of a server, and nothing that changes speed alone.
 """
 
-import ast
 import hashlib
 import inspect
 import json
@@ -42,10 +41,6 @@ _IRRELEVANT_TO_SCORES = re.compile(
 # What was found of an object when it was first used, before it counted or kept anything
 _SEEN: dict[tuple[int, str], tuple[weakref.ref[Any], dict[str, str]]] = {}
 _PLAIN = bool | int | float | complex | str | bytes | None
-
-
-class _NoSource(Exception):
-    """Code whose source is not at hand."""
 
 
 def identify_model(model: Any, name: str | None = None) -> dict[str, Any]:
@@ -98,16 +93,17 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, ModelReward):
         if reward._module is None:  # one that was pickled comes without weights
             reward._load()
-        decides = {
-            each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in _IRRELEVANT_FIELDS
-        }
+        rendering = {} if reward._template is None else reward._template.dated
+        # Variables of a chat template are known by what it renders with them
+        left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if rendering else [])}
+        arguments = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in left_out}
         return {
             "name": reward.model,
             "revision": reward.revision,
             "weights": hash_model(reward._module),
             "type": type(reward).__name__,
-            "arguments": records.plain_json(decides),
-            **({} if reward._template is None else reward._template.dated),
+            "arguments": records.plain_json({k: v for k, v in arguments.items() if v is not None}),
+            **rendering,
         }
     kind = type(reward).__qualname__ if is_dataclass(reward) else type(reward).__name__
     return {"name": getattr(reward, "__qualname__", kind)} | _hash_code(reward)
@@ -146,7 +142,7 @@ def warn_of_name(place: Path, name: str) -> None:
 
 
 def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
-    """The hash of a function's source and of the plain values it works with; nothing where there is no source."""
+    """The hash of a function's code and of the plain values it works with; nothing of what Python has no code of."""
     owner = function.__self__ if isinstance(function, MethodType) else function
     key = (id(owner), getattr(function, "__name__", ""))
     seen, found = _SEEN.get(key, (lambda: None, {}))
@@ -154,15 +150,9 @@ def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
         return found
     root = owner.func if isinstance(owner, partial) else owner
     package = _package(root if isinstance(root, FunctionType) else type(root))
-    try:
-        content = json.dumps(_describe(function, package, []), sort_keys=True)
-        found = {"code": hashlib.sha256(content.encode()).hexdigest()}
-    except (
-        _NoSource,
-        RecursionError,
-        NotImplementedError,
-    ):  # values that hold themselves, weights that are not in memory
-        found = {}
+    found = {}
+    with suppress(NotImplementedError, RecursionError):  # weights that are not in memory, values that hold themselves
+        found = {"code": records.digest(_describe(function, package, []))}
     with suppress(TypeError):  # not all objects can be referred to
         _SEEN[key] = weakref.ref(owner, lambda _: _SEEN.pop(key, None)), found
     return found
@@ -172,89 +162,76 @@ def _package(defined: Any) -> str:
     return (defined.__module__ or "").partition(".")[0]  # code that is run by `exec` may be of no module
 
 
-def _describe(value: Any, package: str, said: list[Any]) -> Any:
-    """What decides what a function gives, or a value that it works with, as JSON; of what was said before, nothing."""
+def _describe(value: Any, package: str, seen: list[Any]) -> Any:
+    """A function, or a value that it works with, as JSON; `None` if it is in `seen` already."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):
-        return [_describe(each, package, said) for each in value]
+        return [_describe(each, package, seen) for each in value]
     if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_describe(each, package, said), sort_keys=True) for each in value)
+        return sorted(json.dumps(_describe(each, package, seen), sort_keys=True) for each in value)
     if isinstance(value, dict):
-        return _describe_named({str(key): each for key, each in value.items()}, package, said)
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if any(value is each for each in said):  # functions that call each other
+        named = {str(name): each for name, each in value.items() if not _IRRELEVANT_TO_SCORES.search(str(name))}
+        return {name: _describe(each, package, seen) for name, each in named.items()}
+    if isinstance(value, CodeType):  # without names of files and numbers of lines
+        return [value.co_code.hex(), value.co_names, _describe(value.co_consts, package, seen)]
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind is value:
+        return name
+    if any(value is each for each in seen):  # functions that call each other
         return None
-    said.append(value)
+    seen.append(value)
     if isinstance(value, FunctionType):
-        return _describe_function(value, said)
+        return _describe(_parts_of_function(value), _package(value), seen)
     if isinstance(value, MethodType):
-        return [_describe(each, package, said) for each in (value.__func__, value.__self__)]
+        return _describe([value.__func__, value.__self__], package, seen)
     if isinstance(value, partial):
-        return [_describe(each, package, said) for each in (value.func, value.args, value.keywords)]
+        return _describe([value.func, value.args, value.keywords], package, seen)
     if isinstance(value, FunctionReward | ModelReward | RemoteReward | TransformedReward):
         return identify_reward(value)
-    kind = type(value)
     if _package(kind) == package or isinstance(value, nn.Module):
-        return _describe_instance(value, package, said)
-    return f"{kind.__module__}.{kind.__qualname__}"
+        return _describe(_parts_of_instance(value, package), package, seen)
+    return name
 
 
-def _describe_named(values: dict[str, Any], package: str, said: list[Any]) -> dict[str, Any]:
-    return {
-        name: _describe(each, package, said) for name, each in values.items() if not _IRRELEVANT_TO_SCORES.search(name)
-    }
-
-
-def _describe_function(function: FunctionType, said: list[Any]) -> dict[str, Any]:
-    """Its source and defaults, what it has from the functions around it, and the constants and functions of its module."""
-    package, code = _package(function), function.__code__
+def _parts_of_function(function: FunctionType) -> dict[str, Any]:
+    """Its code and defaults, what it has from the functions around it, and the constants and functions of its module."""
+    code = function.__code__
     held = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):  # not bound yet
             held[name] = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
     for name in _global_names(code):
         found = function.__globals__.get(name)
         if _is_plain(found) or (isinstance(found, FunctionType) and found.__module__ == function.__module__):
             held.setdefault(name, found)
-    defaults = function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    defaults = dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
-    return {
-        "source": _source(code),
-        "defaults": _describe_named(defaults, package, said),
-        "held": _describe_named({name: each for name, each in held.items() if each is not None}, package, said),
-    }
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    return {"code": code, "defaults": defaults, "held": held}
 
 
-def _describe_instance(value: Any, package: str, said: list[Any]) -> dict[str, Any]:
-    """Source and plain values of its classes, as far as they are of one package, and its attributes."""
-    kind, sources, members = type(value), {}, {}
-    for cls in reversed(kind.__mro__):
-        if _package(cls) != package or cls is object:
-            continue
+def _parts_of_instance(value: Any, package: str) -> dict[str, Any]:
+    """Functions and plain values of its classes, as far as they are of one package, and its attributes."""
+    methods: dict[str, FunctionType] = {}
+    members: dict[str, Any] = {}
+    for cls in reversed([cls for cls in type(value).__mro__ if _package(cls) == package and cls is not object]):
         for name, member in vars(cls).items():
             function = getattr(member, "__func__", getattr(member, "fget", member))
             if isinstance(function, FunctionType):
-                try:
-                    sources[name] = _describe_function(function, said)
-                except _NoSource:  # dataclasses write methods of their own
-                    continue
+                methods[name] = function
             elif isinstance(member, MemberDescriptorType):  # of a class with `__slots__`
                 with suppress(AttributeError):
                     members[name] = member.__get__(value)
             elif _is_plain(member) and not name.startswith("__"):
                 members[name] = member
-    if callable(value) and not sources and not isinstance(value, nn.Module):
-        raise _NoSource
     if isinstance(value, nn.Module):
         members["weights"] = hash_model(value)
+    elif callable(value) and not methods:
+        raise NotImplementedError
     else:
         members |= getattr(value, "__dict__", {})
-    return {"class": kind.__qualname__, "methods": sources, "values": _describe_named(members, package, said)}
+    return {"class": type(value).__qualname__, "methods": methods, "values": members}
 
 
 def _is_plain(value: Any) -> bool:
@@ -271,24 +248,3 @@ def _global_names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _global_names(constant)
-
-
-def _source(code: CodeType) -> str:
-    """The source of a function as Python would write it: without comments, and without what stands beside a lambda."""
-    try:
-        tree = ast.parse("".join(inspect.findsource(code)[0]))
-    except (OSError, SyntaxError) as error:
-        raise _NoSource from error
-    places = [each for each in code.co_positions() if None not in each and each[2:] != (0, 0)]
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
-            if min([node, *node.decorator_list], key=lambda each: each.lineno).lineno == code.co_firstlineno:
-                return ast.unparse(node)
-        elif isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and places:
-            begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-            if all(begin <= (line, column) and (last, stop) <= end for line, last, column, stop in places):
-                found.append((begin, node))
-    if not found:  # the file is another than the one that was run
-        raise _NoSource
-    return ast.unparse(max(found, key=lambda each: each[0])[1])  # the innermost

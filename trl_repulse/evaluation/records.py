@@ -8,12 +8,10 @@ How held-out samples are kept: a folder of parquet shards with a JSON header, wr
 Every file appears under its name only once it is whole and on the disk.
 """
 
-import ast
 import hashlib
 import json
 import math
 import os
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -150,12 +148,9 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
 
 
-def open_folder(folder: Path, header: dict[str, Any]) -> dict[str, Any] | None:
+def open_folder(folder: Path, header: dict[str, Any]) -> bool:
     """
     Begins a folder of samples, or goes on with one that was begun with the same header.
-
-    Earlier versions wrote a reward's arguments into the header, and with them a server's address and what was secret in it. Such
-    a header is written anew, without them.
 
     Args:
         folder (`Path`):
@@ -164,7 +159,7 @@ def open_folder(folder: Path, header: dict[str, Any]) -> dict[str, Any] | None:
             All that decides the samples. Format and hash are added.
 
     Returns:
-        `dict` or `None`: The header that the folder was begun with, `None` if it is new.
+        `bool`: Whether the folder was begun before.
 
     Raises:
         `ValueError`: If the folder holds something else, or samples that were begun otherwise.
@@ -173,100 +168,48 @@ def open_folder(folder: Path, header: dict[str, Any]) -> dict[str, Any] | None:
     header["hash"] = digest(header)
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / HEADER).is_file():
-        found = read_header(folder)
-        name = header_difference(found, header, ("hash", "settings.revision"))
-        if name is not None:
-            raise ValueError(
-                f"`{folder}` was begun with another `{name}`; go on with the old settings{remedy(name)}, or name another folder."
-            )
-        renewed = _without_arguments(found)
-        if renewed != found:
-            renewed["hash"] = digest({key: value for key, value in renewed.items() if key != "hash"})
-            (folder / COMPLETE).unlink(missing_ok=True)  # of another header; it is written again at the end
-            write_json(folder / HEADER, renewed)
-        return found
-    write_json(folder / HEADER, header)
-    return None
+    if not (folder / HEADER).is_file():
+        write_json(folder / HEADER, header)
+        return False
+    name = header_difference(read_header(folder), header)
+    if name is not None:
+        raise ValueError(
+            f"`{folder}` was begun with another `{name}`; go on with the old settings{remedy(name)}, or name another folder."
+        )
+    return True
 
 
-def first_difference(one: Any, other: Any, ignored: Sequence[str] = ()) -> str | None:
+def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str] = ()) -> str | None:
     """
-    Where two JSON values first differ.
+    Where two headers of samples first differ in more than how something was called.
+
+    What has a hash of its weights may have been found under another path, name or revision. Variables of a chat template may
+    differ, since the texts that it makes with them are compared.
 
     Args:
-        one, other:
-            What JSON knows.
+        one, other (`dict`):
+            Headers.
         ignored (`Sequence[str]`, *optional*):
-            Dotted names that may differ.
+            Dotted names that may differ as well.
 
     Returns:
         `str` or `None`: The dotted name of the first difference, `None` if there is none.
     """
     one, other = dict(_flat(one)), dict(_flat(other))
-    for name in sorted({*one, *other}):
-        if name not in ignored and (name not in one or name not in other or one[name] != other[name]):
+    hashed = [name.removesuffix("weights") for name in (*one, *other) if name.endswith(".weights")]
+    labels = {parent + label for parent in hashed for label in ("name", "revision", "base")}
+    for name in sorted({*one, *other} - {"hash", "settings.revision", *labels, *ignored}):
+        in_both = name in one and name in other
+        if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
+            continue  # a template into which the date was written is no longer rendered for its date
+        if not in_both or one[name] != other[name]:
             return name
     return None
-
-
-def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str]) -> str | None:
-    """
-    Where two headers of samples first differ in more than how something was called.
-
-    What has a hash of its weights may have been found under another path, name or revision. Variables of the chat template may
-    differ where prompts have the same tokens. Functions are compared by their code if both headers have its hash; earlier versions
-    knew them by their names alone.
-
-    Args:
-        one, other (`dict`):
-            Headers.
-        ignored (`Sequence[str]`):
-            Dotted names that may differ as well.
-
-    Returns:
-        `str` or `None`: As [`first_difference`].
-    """
-    hashed = {name.removesuffix("weights") for name, _ in (*_flat(one), *_flat(other)) if name.endswith(".weights")}
-    labels = [parent + label for parent in hashed for label in ("name", "revision", "base")]
-    one, other = _without_arguments(one), _without_arguments(other)
-    names = [
-        {name for name, _ in _flat(header) if re.fullmatch(r"rewards\..*\.(code|rendering)", name)}
-        for header in (one, other)
-    ]
-    shown = ["settings."] * (one.get("prompts") == other.get("prompts"))
-    shown += [
-        f"{name.removesuffix('rendering')}arguments." for name in names[0] & names[1] if name.endswith("rendering")
-    ]
-    variables = tuple(f"{parent}chat_template_kwargs" for parent in shown)  # whose effect is compared
-    ignored = [*ignored, *(name for name, _ in (*_flat(one), *_flat(other)) if name.startswith(variables))]
-    return first_difference(one, other, [*ignored, *labels, *(names[0] ^ names[1])])
 
 
 def remedy(name: str) -> str:
     """What keeps a header as it was, where the `name` that [`header_difference`] gave does not show it; words in brackets."""
     return f" ({KEEP_DATE})" if name.endswith((".token_ids_sha256", ".rendering")) else ""
-
-
-def _without_arguments(header: dict[str, Any]) -> dict[str, Any]:
-    """A header without the arguments of rewards that earlier versions knew by their `repr`."""
-
-    def renew(reward: dict[str, Any]) -> dict[str, Any]:
-        if "reward" in reward:
-            return reward | {"reward": renew(reward["reward"])}
-        kind, _, arguments = str(reward.get("name")).partition("(")
-        if set(reward) != {"name"} or not arguments.endswith(")"):
-            return reward
-        if kind != "RemoteReward":
-            return {"name": kind}
-        given = {each.arg: each.value for each in ast.parse(reward["name"], mode="eval").body.keywords}
-        kept = {name: ast.literal_eval(given[name]) for name in ("name", "label_column") if name in given}
-        return {name: value for name, value in kept.items() if value is not None}
-
-    rewards = header.get("rewards")
-    if not isinstance(rewards, dict):
-        return header
-    return header | {"rewards": {name: renew(reward) for name, reward in rewards.items()}}
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
@@ -378,27 +321,6 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def _read_complete(folder: Path) -> dict[str, Any]:
-    """What [`close_folder`] wrote: `hash`, and `shards` with `file` and `sha256` of each."""
-    path = folder / COMPLETE
-    try:
-        complete = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{path}` cannot be read ({error}); delete it, and sample again.") from error
-    shards = complete.get("shards") if isinstance(complete, dict) else None
-    if not (
-        isinstance(shards, list)
-        and shards
-        and isinstance(complete.get("hash"), str)
-        and all(
-            isinstance(each, dict) and {str} == {type(each.get(key)) for key in ("file", "sha256")} for each in shards
-        )
-    ):
-        raise ValueError(f"`{path}` lacks its hash or its shards; delete it, and sample again.")
-    content: dict[str, Any] = complete
-    return content
-
-
 @dataclass(frozen=True)
 class SampleSet:
     """
@@ -480,13 +402,17 @@ def load_samples(folder: str | Path) -> SampleSet:
         raise ValueError(
             f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it."
         )
-    complete = _read_complete(folder)
-    if complete["hash"] != header["hash"]:
+    try:
+        complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        of_header = complete["hash"] == header["hash"]
+        shards = [(folder / each["file"], each["sha256"]) for each in complete["shards"]]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError(f"`{folder / COMPLETE}` cannot be read ({error!r}); delete it, and sample again.") from error
+    if not of_header or not shards:
         raise ValueError(f"`{folder / COMPLETE}` belongs to another header; delete it, and sample again.")
     tables = []
-    for entry in complete["shards"]:
-        path = folder / entry["file"]
-        if not path.is_file() or _sha256(path) != entry["sha256"]:
+    for path, sha256 in shards:
+        if not path.is_file() or _sha256(path) != sha256:
             raise ValueError(f"`{path}` is missing or was changed; delete it and `{COMPLETE}`, and sample again.")
         tables.append(pq.read_table(path))
     table = pa.concat_tables(tables)

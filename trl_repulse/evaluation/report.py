@@ -17,7 +17,6 @@ from .tails import Estimate
 MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # beside the reward, where there are such columns
 MIN_PROMPTS = 6  # fewer draws of anything miss its median, all on one side, more than once in twenty times
 MIN_SEEDS = 3  # two cannot tell what differs between prompts from what differs between seeds
-OF_THE_MODEL = ("hash", "settings.seed", "settings.revision")
 
 
 @dataclass(frozen=True)
@@ -295,7 +294,7 @@ def check_same_settings(samples: Sequence[SampleSet]) -> None:
     first = samples[0]
     for each in samples:
         one, other = ({key: value for key, value in it.header.items() if key != "model"} for it in (first, each))
-        name = header_difference(one, other, OF_THE_MODEL)
+        name = header_difference(one, other, ["settings.seed"])
         if name is not None:
             raise ValueError(
                 f"`{each.folder}` and `{first.folder}` were sampled with another `{name}`; compare samples of the same "

@@ -286,8 +286,6 @@ def sample_completions(
         "device": state.device.type,
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers")},
     }
-    if settings.chat_template_kwargs is None:  # as in headers that were written before there was such a setting
-        del header["settings"]["chat_template_kwargs"]
     header["settings"]["end_token_ids"] = sorted(end_tokens(model, tokenizer))
     if settings.engine == "vllm":
         header["settings"]["engine_kwargs"] = records.plain_json(_what_decides(engine_kwargs or {}))
@@ -300,9 +298,9 @@ def sample_completions(
     mine = range(state.process_index, shards, state.num_processes)
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
     missing = [number for number, size in sizes.items() if not records.has_shard(folder, number, size)]
-    if missing and begun is not None:
+    if missing and begun:
         for each, identity in header["rewards"].items():
-            if known_by_name_alone(identity) or known_by_name_alone(begun["rewards"][each]):
+            if known_by_name_alone(identity):
                 warn_of_name(folder, each)
     if missing:
         if settings.engine == "vllm":

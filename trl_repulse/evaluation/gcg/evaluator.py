@@ -24,6 +24,7 @@ from ..._model_checks import check_token_ids
 from ..._prompts import warn_of_date
 from .._generation import check_processes, event_loop, hash_model
 from .._identity import identify_reward, warn_of_name
+from ..records import digest
 from .engine import GCG
 from .errors import GCGError, check_context
 from .evaluation_config import GCGEvaluationConfig
@@ -105,9 +106,7 @@ def evaluate_gcg(
         found, records = read_results(output)
         check_identity(found, header, output)
         finished = {record["row"] for record in records}
-        if not finished >= {row.number for row in mine} and not all(
-            each["identity"].get("judge_hash") or each["identity"].get("judge_code") for each in (found, header)
-        ):
+        if not finished >= {row.number for row in mine} and header["identity"]["judge_hash"] is None:
             warn_of_name(output, header["identity"]["judge"])
     path = output if state.num_processes == 1 else _part(output, str(state.process_index))
     with ResultsFile(path, header) as file, _evaluating(model):
@@ -181,24 +180,21 @@ def make_header(
     """
     settings = asdict(config)
     del settings["micro_batch_size"]  # another machine, with other memory, may take the evaluation up
-    if config.chat_template_kwargs is None:  # as in files that were begun before there was such a setting
-        del settings["chat_template_kwargs"]
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else repr(tokenizer.chat_template)
+    variables = settings.pop("chat_template_kwargs")  # known, as the template is, by the prompt that they make
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
         "schema": SCHEMA,
         "identity": {
             "config": settings,
-            "config_hash": _hash(json.dumps(settings, sort_keys=True).encode()),
             "model": hash_model(model),
             "draft_model": None if draft_model is None else hash_model(draft_model),
-            "tokenizer": _hash(vocabulary.encode()),
-            "chat_template": _hash(template.encode()),
+            "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
             "prompt": _first_prompt(tokenizer, table, config),  # a template may write the date
             "table": hash_table(table),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
-            **_hash_judge(judge),
+            "judge_hash": _hash_judge(judge),
         },
+        "chat_template_kwargs": variables,
         "model": model.name_or_path,
         "rows": len(table),
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers", "tokenizers")},
@@ -334,31 +330,21 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] += time.perf_counter() - start
 
 
-def _hash_judge(judge: Judge) -> dict[str, str | None]:
-    """
-    Hashes of what scores depend on: of weights, files and arguments, and of the code of functions; `None` where there is none.
-
-    They are two because earlier versions wrote the first alone.
-    """
+def _hash_judge(judge: Judge) -> str | None:
+    """Hash of what scores depend on, as weights, files, arguments and code; `None` where there is but a name."""
     reward = judge.reward if isinstance(judge, RewardJudge) else judge
-    rest, code = _split(identify_reward(getattr(reward, "unchecked", reward)))
-    rest = rest | getattr(reward, "rendering", {})  # of a classifier's chat template that may write the date
+    identity = _without_labels(identify_reward(getattr(reward, "unchecked", reward)))
+    identity |= getattr(reward, "rendering", {})  # of a classifier's chat template that may write the date
     if isinstance(judge, RefusalJudge):
-        rest, code = judge.identity, None
+        identity = judge.identity
     if isinstance(judge, RefusalJudge | RewardJudge) and type(judge) not in (RefusalJudge, RewardJudge):
-        code = identify_reward(judge).get("code", code)
-    by_name = rest.keys() <= {"name"}
-    return {"judge_hash": None if by_name else _hash(json.dumps(rest, sort_keys=True).encode()), "judge_code": code}
+        identity = identity | {"judge": identify_reward(judge).get("code")}
+    return None if identity.keys() <= {"name"} else digest(identity)
 
 
-def _split(identity: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """A reward's description without how the same weights may also be called, and the hash of code that was in it."""
+def _without_labels(identity: dict[str, Any]) -> dict[str, Any]:
+    """A reward's description without how the same weights or code may also be called."""
     if "reward" in identity:
-        rest, code = _split(identity["reward"])
-        return identity | {"reward": rest}, code
-    left_out = ("name", "revision", "code") if "weights" in identity else ("code",)
-    return {key: value for key, value in identity.items() if key not in left_out}, identity.get("code")
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+        return identity | {"reward": _without_labels(identity["reward"])}
+    known = "weights" in identity or "code" in identity
+    return {key: value for key, value in identity.items() if not known or key not in ("name", "revision")}

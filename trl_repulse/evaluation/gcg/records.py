@@ -160,33 +160,13 @@ def check_identity(found: dict[str, Any], expected: dict[str, Any], path: Path) 
         `ValueError`: If what results depend on differs; it names what does.
     """
     ours, theirs = _flatten(expected["identity"]), _flatten(found["identity"])
-    named = ("config_hash", *not_known(expected["identity"], found["identity"]))
-    differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name) and name not in named)
+    differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
     if differing == ["prompt"]:
         changed = changed_prompt(ours["prompt"], theirs["prompt"])
         raise ValueError(f"`{path}` holds results of other prompts: {changed}, or use another output file.")
     if differing:
         shown = ", ".join(f"{name} ({theirs.get(name)!r:.40}, not {ours.get(name)!r:.40})" for name in differing[:5])
         raise ValueError(f"`{path}` holds results of another evaluation: {shown}; use another output file.")
-
-
-def not_known(one: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
-    """
-    What two identities cannot be compared in.
-
-    Args:
-        one, other (`dict`):
-            The `"identity"` of headers.
-
-    Returns:
-        `tuple[str, ...]`: The judge's hash and the first prompt, if a file was begun before there were such, and the hash of the
-        judge's code, if one of them has none. What makes the same prompts is not compared.
-    """
-    known = {name: name in one and name in other for name in ("judge_hash", "prompt")}
-    if known["prompt"] and one["prompt"] == other["prompt"]:
-        known |= {"chat_template": False, "chat_template_kwargs": False}
-    known["judge_code"] = bool(one.get("judge_code") and other.get("judge_code"))
-    return tuple(name for name, both in known.items() if not both)
 
 
 def _flatten(identity: dict[str, Any]) -> dict[str, Any]:
