@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl_repulse import embedded
 from trl_repulse.embedded import grammar
 from trl_repulse.evaluation import tails
-from trl_repulse.evaluation.bootstrap import crossed_interval
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
+from trl_repulse.evaluation.seed_intervals import crossed_interval
 from trl_repulse.evaluation.tails import Estimate
 
 

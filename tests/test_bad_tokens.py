@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
 
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
-from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad, sample_bad
+from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.tracking import BadTokenTrackingCallback, format_table, write_results
 from trl_repulse.plots import plot_training
@@ -51,35 +51,6 @@ def test_equals_the_sum_over_all_completions(architecture, length, bad, eos):
     for batch_size in (None, 5):
         found = exact_log_prob_bad(model, PROMPTS[:2], bad, length, eos, batch_size)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
-
-
-@pytest.mark.exact
-@pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize("bad, eos", [(BAD, [EOS]), ([EOS, 5], [EOS])], ids=["words", "bad_end"])
-@torch.no_grad()
-def test_draws_are_those_of_the_bad_completions(length, bad, eos):
-    """Shares of 40,000 draws against the probability of each completion given that it is bad."""
-    model, size = build_model("gpt2", V).double().eval(), 40_000
-    drawn = sample_bad(model, PROMPTS[:2], bad, length, eos, size, generator=torch.Generator().manual_seed(0))
-    log_z = exact_log_prob_bad(model, PROMPTS[:2], bad, length, eos)
-    assert drawn.shape == (2, size, length)
-    for prompt, rows, log_prob_bad in zip(PROMPTS, drawn, log_z, strict=False):
-        completions, counts = rows.unique(dim=0, return_counts=True)
-        total = 0.0
-        for row, count in zip(completions.tolist(), counts.tolist(), strict=True):
-            completion = [token for token in row if token >= 0]
-            assert set(completion) & set(bad) and (len(completion) == length or completion[-1] in eos)
-            logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-            log_prob = logits.log_softmax(dim=-1)[range(len(completion)), completion].sum()
-            probability = float((log_prob - log_prob_bad).exp())
-            total += probability
-            assert abs(count / size - probability) < 5 * math.sqrt(probability / size) + 1e-4
-        assert total > 0.98  # hardly a completion was never drawn
-
-
-def test_nothing_bad_to_draw():
-    with pytest.raises(ValueError, match="No completion of a prompt can be bad"):
-        sample_bad(build_model("gpt2", V), PROMPTS, [], 2, [EOS], 3)
 
 
 @pytest.mark.exact

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from trl_repulse import plots
 from trl_repulse.cli import main
 from trl_repulse.evaluation import tails
-from trl_repulse.evaluation.bootstrap import combined_interval, crossed_interval
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.negatives import negative_log_probs
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import estimates, tail_report
+from trl_repulse.evaluation.seed_intervals import combined_interval, crossed_interval
 
 from .conftest import BAD, USE_CPU
 from .evaluation_support import write_samples

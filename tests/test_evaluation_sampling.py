@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse.cli import main
-from trl_repulse.evaluation import records
+from trl_repulse.evaluation import _files, records
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
@@ -383,7 +383,7 @@ def test_damaged_files_are_named_with_what_to_do(tmp_path, name, text, message):
         records.load_samples(folder)
     if name == "header.json":
         with pytest.raises(ValueError, match=f"{name}` .*{message}.*; sample again into another folder"):
-            records.open_folder(folder, {})
+            _files.open_folder(folder, {})
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):
@@ -392,5 +392,5 @@ def test_a_file_is_whole_or_not_there(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        records.write_atomically(tmp_path / "a.json", torn)
+        _files.write_atomically(tmp_path / "a.json", torn)
     assert not (tmp_path / "a.json").exists()

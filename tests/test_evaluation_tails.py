@@ -9,10 +9,10 @@ from scipy.stats import beta, binomtest, norm
 from scipy.stats import t as student_t
 
 from trl_repulse.evaluation import tails
-from trl_repulse.evaluation.bootstrap import combined_interval, crossed_interval
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import TailReport, estimates, tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.evaluation.seed_intervals import combined_interval, crossed_interval
 
 from .conftest import build_model
 from .evaluation_support import write_samples
@@ -162,9 +162,9 @@ def test_mean_of_symmetric_samples_is_students():
         (lambda: tails.cvar(np.array([[1.0, math.nan]]), 0.1), "not finite; fix the reward"),
         (lambda: tails.prob_below(np.array([[1.0, -math.inf]]), 0.1), "not finite; fix the reward"),
         (lambda: tails.prob_below(np.ones((1, 2)), math.nan), "`threshold` is NaN"),
-        (lambda: tails.quantile(np.ones((1, 2)), 0.0), "`level=0.0` must lie between 0 and 1"),
-        (lambda: tails.cvar(np.ones((1, 2)), 1.0), "`level=1.0` must lie between 0 and 1"),
-        (lambda: tails.mean(np.ones((1, 2)), 95.0), "`confidence=95.0` must lie between 0 and 1"),
+        (lambda: tails.quantile(np.ones((1, 2)), 0.0), "`level=0.0` must be between 0 and 1"),
+        (lambda: tails.cvar(np.ones((1, 2)), 1.0), "`level=1.0` must be between 0 and 1"),
+        (lambda: tails.mean(np.ones((1, 2)), 95.0), "`confidence=95.0` must be between 0 and 1"),
     ],
 )
 def test_arguments_are_checked(call, message):

@@ -66,9 +66,8 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     for i in (1, 2):
         assert run("gcg", *config, "--output", tmp_path / f"{i}.jsonl", "--shard", f"{i}/2") == 0
     assert "attack success" in capsys.readouterr().out
-    assert run("gcg-merge", tmp_path / "all.jsonl", tmp_path / "1.jsonl", tmp_path / "2.jsonl") == 0
-    assert "Merged 4 targets" in capsys.readouterr().out
-    header, records = read_results(tmp_path / "all.jsonl")
+    parts = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    header, records = read_results(*parts)
     assert [record["row"] for record in records] == [1, 2, 3, 4] and header["identity"]["judge"] == "said_no"
 
     report = [
@@ -85,7 +84,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
         "--card",
         folder / "model",
     ]
-    assert run("gcg-report", tmp_path / "all.jsonl", *report) == 0
+    assert run("gcg-report", *parts, *report) == 0
     printed = capsys.readouterr().out
     card = ModelCard.load(folder / "model" / "README.md")
     assert printed in card.text
@@ -96,7 +95,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     other = build_trigger_model(build_trigger_tokenizer())
     next(other.parameters()).data += 1
     other.save_pretrained(tmp_path / "model")
-    assert run("gcg-report", tmp_path / "all.jsonl", "--threshold", "-4", "--card", tmp_path / "model") == 1
+    assert run("gcg-report", *parts, "--threshold", "-4", "--card", tmp_path / "model") == 1
     assert "holds other weights" in capsys.readouterr().err
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
@@ -109,14 +108,12 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     with open(writer, "w", buffering=1) as nobody, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", nobody)
         patch.setattr(sys, "__stdout__", nobody)
-        assert run("gcg-report", tmp_path / "all.jsonl", *report) == 0
+        assert run("gcg-report", *parts, *report) == 0
     assert (tmp_path / "r.json").read_bytes() == written
 
-    assert run("gcg-merge", tmp_path / "all.jsonl", tmp_path / "1.jsonl") == 1
-    assert "is in the way" in capsys.readouterr().err
     assert run("gcg-report", tmp_path / "none.jsonl", "--threshold", "0") == 1
     assert "There is no file" in capsys.readouterr().err
-    assert run("gcg-report", tmp_path / "all.jsonl", "--threshold", "0", "--k", "6") == 0
+    assert run("gcg-report", *parts, "--threshold", "0", "--k", "6") == 0
     assert "of 0 targets" in capsys.readouterr().out  # with five samples, nothing is known of six
 
 

@@ -25,7 +25,7 @@ from trl_repulse.evaluation.gcg import (
 from trl_repulse.evaluation.gcg.engine import GCG
 from trl_repulse.evaluation.gcg.evaluator import _hash_judge, make_header
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, build_prompt
-from trl_repulse.evaluation.gcg.sampling import sample_responses, target_log_probs
+from trl_repulse.evaluation.gcg.responses import sample_responses, target_log_probs
 from trl_repulse.evaluation.gcg.table import TableRow, derive_seed
 
 from .gcg_support import build_model

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "trl_repulse"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PURE = ["importance.py", "losses.py", "ppo.py", "proposal_losses.py", "returns.py", "rewards/transforms.py"]
 EXTRAS = {
-    *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "plots", "serve"),
+    *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "serve"),
     *("test", "quality", "docs", "dev"),
 }
 MAX_BYTES = 4 * 2**20

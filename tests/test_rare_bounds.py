@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds, rejection_sample
-from trl_repulse.rewards.transforms import indicator_log_potential, tilted_log_potential
+from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
 
 
 pytestmark = pytest.mark.exact
@@ -139,22 +138,6 @@ def test_the_upper_end_allows_for_a_mode_that_no_draw_has_hit():
     assert held >= 185 and fooled > 20
 
 
-@pytest.mark.parametrize("potential", ["tilted", "indicator"])
-def test_rejection_gives_the_target(potential):
-    world = World(5, size=6)
-    drawn = enumeration_sample(world.log_p, 200_000, world.generator)
-    if potential == "tilted":
-        log_potential, bound = tilted_log_potential(world.reward, BETA), BETA * float(world.reward.min())
-    else:
-        log_potential, bound = indicator_log_potential(world.reward, 0.0, eps=0.0), 0.0
-    kept = rejection_sample(log_potential.gather(1, drawn), bound, world.generator)
-    expected = (world.log_p + log_potential).softmax(-1)[0]
-    found = drawn[kept].bincount(minlength=6) / kept.sum()
-    assert torch.allclose(found, expected.to(found.dtype), atol=0.01)
-    acceptance = float((world.log_p.exp() * (log_potential - bound).exp()).sum())
-    assert float(kept.double().mean()) == pytest.approx(acceptance, abs=0.01)
-
-
 def test_exact_draws_by_enumeration():
     log_target = torch.tensor([[-3000.0, -3001.0, -math.inf], [5.0, -math.inf, 5.0]])
     drawn = enumeration_sample(log_target, 20_000, torch.Generator().manual_seed(0))
@@ -168,11 +151,6 @@ def test_weights_with_a_gradient():
     assert log_z_bounds(weights.clone().requires_grad_(), hits) == log_z_bounds(weights, hits)
 
 
-def test_no_draws_are_none_kept():
-    kept = rejection_sample(torch.zeros(2, 0), 0.0)
-    assert kept.shape == (2, 0) and kept.dtype == torch.bool
-
-
 def test_arguments_are_checked():
     zeros = torch.zeros(1, 2, 3)
     for call, message in (
@@ -182,11 +160,6 @@ def test_arguments_are_checked():
         (lambda: log_z_bounds(zeros, torch.zeros(1, 2), 0.0), "confidence"),
         (lambda: log_z_bounds(torch.zeros(1, 0, 3), torch.zeros(1, 0)), "at least one group of one draw"),
         (lambda: log_z_bounds(torch.zeros(1, 2, 0), torch.zeros(1, 2)), "at least one group of one draw"),
-        (lambda: rejection_sample(torch.tensor([0.1]), 0.0), "is no bound"),
-        (lambda: rejection_sample(torch.tensor([0.1]), math.nan), "`max_log_potential=nan` must be finite"),
-        (lambda: rejection_sample(torch.tensor([0.1]), -math.inf), "`max_log_potential=-inf` must be finite"),
-        (lambda: rejection_sample(torch.tensor([0.1]), math.inf), "`max_log_potential=inf` must be finite"),
-        (lambda: rejection_sample(torch.tensor([math.nan]), 0.0), "NaN"),
         (lambda: enumeration_sample(torch.full((1, 2), -math.inf), 1), "at least one"),
     ):
         with pytest.raises(ValueError, match=message):

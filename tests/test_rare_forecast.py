@@ -10,7 +10,6 @@ from trl_repulse.evaluation.rare.forecast import (
     Forecast,
     TooFewScoresError,
     back_test,
-    elicitation_score,
     forecast_largest,
 )
 
@@ -124,13 +123,6 @@ def test_a_back_test_says_how_many_scores_it_needs(num_blocks, num_exceedances, 
     assert len(back_test(scores, num_blocks, num_exceedances=num_exceedances).observed) == num_blocks
     with pytest.raises(TooFewScoresError, match=f"^{needed - 1} scores .* {num_blocks} blocks, which needs {needed};"):
         back_test(scores[1:], num_blocks, num_exceedances=num_exceedances)
-
-
-def test_elicitation_score():
-    probability = torch.tensor([0.0, 1e-4, 0.5, 1.0])
-    score = elicitation_score(probability)
-    assert score[0] == -math.inf and score[-1] == math.inf
-    assert (-(-score[1:3]).exp()).exp().tolist() == pytest.approx(probability[1:3].tolist())
 
 
 @pytest.mark.parametrize(

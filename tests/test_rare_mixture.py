@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from trl_repulse.evaluation.rare.estimates import cvar, prob_bad, tail_curve
+from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
 
 
@@ -221,12 +221,6 @@ def test_the_order_of_completions_does_not_matter():
         estimate = prob_bad(MixtureSample(rewards, torch.zeros(1, 10, 1), (10,)), 0.0)
         intervals.add((round(estimate.low, 9), round(estimate.high, 9)))
     assert len(intervals) == 1
-
-
-def test_tail_curve():
-    curve = tail_curve(draw((500, 500)), [-100.0, -7.5, -5.0, 100.0])
-    assert [estimate.value for estimate in curve] == sorted(estimate.value for estimate in curve)
-    assert curve[0].value == 0 and curve[1].low < 0.015 < curve[1].high
 
 
 def test_wrong_log_probabilities_are_noticed():

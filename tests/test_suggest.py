@@ -18,9 +18,9 @@ from trl_repulse._commands._suggestion import (
     SPREAD,
     TARGET_NATS,
     UPDATES,
+    DrawnSamples,
     Machine,
     Measured,
-    Samples,
     suggest_settings,
 )
 from trl_repulse._rules_of_thumb import RATES, TEMPERATURE
@@ -51,7 +51,7 @@ MACHINE = Machine(
 
 def samples(rewards, surprise=2.0, lengths=17, ended=True):
     rewards = np.asarray(rewards, dtype=float)
-    return Samples(
+    return DrawnSamples(
         rewards,
         np.broadcast_to(lengths, rewards.shape),
         np.broadcast_to(ended, rewards.shape),

@@ -23,7 +23,6 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     "fastapi": "serve",
     "flash_attn": "flash-attn",
-    "matplotlib": "plots",
     "peft": "peft",
     "trackio": "trackio",
     "uvicorn": "serve",

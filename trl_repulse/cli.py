@@ -35,7 +35,6 @@ COMMANDS = {
     "diagnose": ("trl_repulse._commands.diagnose", "look for symptoms of failure in the log of a training run"),
     "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
     "gcg": ("trl_repulse._commands.gcg", "measure how often attacks on a model succeed"),
-    "gcg-merge": ("trl_repulse._commands.gcg_merge", "merge the results of an attack evaluation's shards"),
     "gcg-report": ("trl_repulse._commands.gcg_report", "report attack success rates from results, without a model"),
     "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
     "negatives": ("trl_repulse._commands.negatives", "make preference data of bad completions and samples"),

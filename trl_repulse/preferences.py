@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from ._columns import UNFIT
 from ._prompts import messages_fault, prompt_fault
 from ._tables import read_json_lines
-from .evaluation.records import load_samples, write_atomically
+from .evaluation._files import write_atomically
+from .evaluation.records import load_samples
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ HIGH = 0.98  # quantile
 
 
 @dataclass(frozen=True)
-class Samples:
+class DrawnSamples:
     """
     Completions drawn at one temperature.
 
@@ -95,9 +95,9 @@ class Measured:
     All that was measured.
 
     Args:
-        own ([`Samples`]):
+        own ([`DrawnSamples`]):
             The policy's own.
-        hot ([`Samples`]):
+        hot ([`DrawnSamples`]):
             Fewer samples, at the hot policy's temperature.
         empty_rewards (`numpy.ndarray`, *optional*):
             Rewards of empty completions; `None` where the reward failed.
@@ -111,8 +111,8 @@ class Measured:
             The model and the device.
     """
 
-    own: Samples
-    hot: Samples
+    own: DrawnSamples
+    hot: DrawnSamples
     empty_rewards: np.ndarray | None
     num_prompts: int
     prompt_tokens: int
@@ -310,7 +310,7 @@ def _temperature(found: Suggestion, measured: Measured, threshold: float, share:
     return found_bad
 
 
-def _length(found: Suggestion, own: Samples, limit: int) -> None:
+def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:
     cut = 1 - float(own.ended.mean())
     if cut > 0.05:
         reason = f"Measured: {cut:.0%} of the samples were cut at this length, which they were drawn with."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._run_log import load_log
 from ..diagnosis import SYMPTOMS, Diagnosis, diagnose
-from ..evaluation.records import write_report
+from ..evaluation._files import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

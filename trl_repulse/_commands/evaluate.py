@@ -255,7 +255,7 @@ def _score_negatives(args: argparse.Namespace) -> Any:
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
     """Writes the report and draws the figure, if asked to; prints it."""
-    from ..evaluation.records import write_json
+    from ..evaluation._files import write_json
 
     content, text = report.to_dict(), report.to_markdown(args.per_prompt)
     if negatives is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import describe_error, from_reward
-from ..evaluation.records import write_report
+from ..evaluation._files import write_report
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
@@ -109,10 +109,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from .._vocabulary import check_same_tokens
     from ..data import load_prompts
     from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
-    from ..evaluation.rare.estimates import check_share
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import check_sizes, draw, find_temperature
+    from ..evaluation.tails import check_share
     from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Samples, suggests and returns 0, or 1 with a message if that cannot be done."""
-    from ..evaluation.records import write_atomically
+    from ..evaluation._files import write_atomically
 
     try:
         measured, suggestion = suggest(args)
@@ -167,7 +167,7 @@ def _measure(
     from .._texts import completion_texts
     from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
     from ..evaluation.log_probs import completion_log_probs
-    from ._suggestion import Measured, Samples
+    from ._suggestion import DrawnSamples, Measured
 
     completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
     count = min(len(prompts), args.num_samples // completions)
@@ -186,7 +186,7 @@ def _measure(
         spent["reward"] += time.perf_counter() - start
         return np.array([np.nan if value is None else value for value in given])
 
-    def draw(temperature: float, places: list[int], width: int) -> Samples:
+    def draw(temperature: float, places: list[int], width: int) -> DrawnSamples:
         engine = transformers_engine(
             model, tokenizer, args.max_completion_length, args.batch_size, temperature=temperature
         )
@@ -203,7 +203,9 @@ def _measure(
         ended = np.array([bool(row) and row[-1] in end for row in tokens])
         surprise = float(-log_prob.sum()) / max(int(lengths.sum()), 1)
         shape = (-1, width)
-        return Samples(rewards.reshape(shape), lengths.reshape(shape), ended.reshape(shape), surprise, texts, seconds)
+        return DrawnSamples(
+            rewards.reshape(shape), lengths.reshape(shape), ended.reshape(shape), surprise, texts, seconds
+        )
 
     own = draw(1.0, rows, completions)
     reward_seconds, score_seconds = (spent[part] / len(rows) for part in ("reward", "score"))

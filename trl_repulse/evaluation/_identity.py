@@ -26,7 +26,7 @@ from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
 from ..rewards.remote import RemoteReward
 from ..rewards.transformed import TransformedReward
-from . import records
+from ._files import digest, plain_json
 from ._generation import hash_folder, hash_model
 
 
@@ -102,7 +102,7 @@ def identify_reward(reward: Any) -> dict[str, Any]:
             "revision": reward.revision,
             "weights": hash_model(reward._module),
             "type": type(reward).__name__,
-            "arguments": records.plain_json({k: v for k, v in arguments.items() if v is not None}),
+            "arguments": plain_json({k: v for k, v in arguments.items() if v is not None}),
             **rendering,
         }
     kind = type(reward).__qualname__ if is_dataclass(reward) else type(reward).__name__
@@ -152,7 +152,7 @@ def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
     package = _package(root if isinstance(root, FunctionType) else type(root))
     found = {}
     with suppress(NotImplementedError, RecursionError):  # weights that are not in memory, values that hold themselves
-        found = {"code": records.digest(_describe(function, package, []))}
+        found = {"code": digest(_describe(function, package, []))}
     with suppress(TypeError):  # not all objects can be referred to
         _SEEN[key] = weakref.ref(owner, lambda _: _SEEN.pop(key, None)), found
     return found

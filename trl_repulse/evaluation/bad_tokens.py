@@ -76,67 +76,6 @@ def exact_log_prob_bad(
     return torch.stack([row.logsumexp(dim=0).cpu() for row in first])
 
 
-@torch.no_grad()
-def sample_bad(
-    model: nn.Module,
-    prompt_ids: Sequence[Sequence[int]],
-    bad_token_ids: Collection[int],
-    max_completion_length: int,
-    eos_token_ids: Collection[int],
-    num_samples: int,
-    batch_size: int | None = None,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """
-    Exact draws from a model's completions of one or two tokens given that they hold a bad token.
-
-    That is the target σ ∝ p·φ of the potential that is 1 for completions with a bad token and 0 for others, whose log Z is
-    [`exact_log_prob_bad`]: what an upper bound on log Z and KL(σ ‖ q) need. The first token is drawn from all first tokens
-    that lead to a bad one, as much as they do; the second given the first.
-
-    Args:
-        model, prompt_ids, bad_token_ids, max_completion_length, eos_token_ids, batch_size:
-            As in [`exact_log_prob_bad`].
-        num_samples (`int`):
-            N, draws of each prompt.
-        generator (`torch.Generator`, *optional*):
-            Source of randomness, on the CPU.
-
-    Returns:
-        `torch.Tensor` of shape `(P, N, T)`: completions, on the CPU; −1 after the end.
-
-    Raises:
-        `ValueError`: If an argument is out of range, a prompt is empty, or no completion of a prompt can be bad.
-    """
-    bad, eos, batch_size = _check(model, prompt_ids, bad_token_ids, eos_token_ids, max_completion_length, batch_size)
-    results = []
-    with _evaluating(model):
-        for ids in prompt_ids:
-            joint = _first_token_log_prob_bad(model, ids, bad, eos, max_completion_length, batch_size).cpu()  # (V,)
-            if bool((joint == -torch.inf).all()):
-                raise ValueError("No completion of a prompt can be bad; name tokens that the model can draw.")
-            rows = torch.multinomial(joint.softmax(dim=0), num_samples, replacement=True, generator=generator)[:, None]
-            if max_completion_length == 2:
-                second = torch.full_like(rows, -1)
-                for token in rows.unique().tolist():
-                    if token in eos:  # a bad token that ends
-                        continue
-                    places = (rows[:, 0] == token).nonzero()[:, 0]
-                    row = torch.tensor([[*ids, token]], device=next(model.parameters()).device)
-                    following = _next_log_prob(model, row)[0].cpu()  # (V,)
-                    if token not in bad:
-                        following = torch.full_like(following, -torch.inf).index_copy(
-                            0, torch.tensor(bad), following[bad]
-                        )
-                    drawn = torch.multinomial(
-                        following.softmax(dim=0), len(places), replacement=True, generator=generator
-                    )
-                    second[places, 0] = drawn
-                rows = torch.cat([rows, second], dim=1)
-            results.append(rows)
-    return torch.stack(results)
-
-
 def _check(
     model: nn.Module,
     prompt_ids: Sequence[Sequence[int]],

@@ -9,8 +9,9 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from . import tails
-from .bootstrap import crossed_interval
-from .records import SampleSet, header_difference, remedy
+from ._files import header_difference, remedy
+from .records import SampleSet
+from .seed_intervals import crossed_interval
 from .tails import Estimate
 
 
@@ -141,7 +142,7 @@ def tail_report(
     Reads held-out samples.
 
     Of one model, all intervals are for the prompts at hand. Of several, one a training seed, mean, probabilities and CVaR have
-    intervals over seeds and prompts ([`~trl_repulse.evaluation.bootstrap.crossed_interval`]): what to expect of another run on
+    intervals over seeds and prompts ([`~trl_repulse.evaluation.seed_intervals.crossed_interval`]): what to expect of another run on
     other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one, and two
     seeds cannot tell how prompts differ: the intervals are over seeds alone then, for these prompts. An interval of a probability over seeds holds that
     of Clopper and Pearson for all samples. Where none or all are under the threshold it is that interval, which is for these

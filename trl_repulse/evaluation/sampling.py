@@ -26,7 +26,7 @@ from .._prompts import check_template_variables, dated, warn_of_date
 from .._texts import completion_texts
 from .._vocabulary import check_reference
 from ..rewards.transforms import transform_rewards
-from . import records
+from . import _files
 from ._generation import (
     EngineName,
     Prompt,
@@ -44,6 +44,7 @@ from ._generation import (
 )
 from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from .log_probs import completion_log_probs
+from .records import SampleSet, load_samples
 
 
 Reward = str | nn.Module | Callable[..., Any]
@@ -152,7 +153,7 @@ def check_early(
     Raises:
         `ValueError`: If the folder holds something else, rewards and weights differ in number, or vLLM would be told twice.
     """
-    records.check_folder(folder)
+    _files.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
     for name in ("model", "dtype", "revision", "generation_config"):
@@ -176,7 +177,7 @@ def sample_completions(
     engine_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
-) -> records.SampleSet:
+) -> SampleSet:
     """
     Draws N completions of each prompt, rewards and scores them, and writes them down; goes on where a kill stopped it.
 
@@ -279,8 +280,8 @@ def sample_completions(
         "rewards": {key: description for key, (_, description) in functions.items()},
         "prompts": {
             "count": len(rows),
-            "sha256": records.digest([dataset[i] for i in range(len(rows))]),
-            "token_ids_sha256": records.digest(prompt_ids),  # they depend on tokenizer and chat template as well
+            "sha256": _files.digest([dataset[i] for i in range(len(rows))]),
+            "token_ids_sha256": _files.digest(prompt_ids),  # they depend on tokenizer and chat template as well
         },
         "settings": asdict(settings) | {"reward_weights": list(settings.reward_weights or [1.0] * len(functions))},
         "device": state.device.type,
@@ -288,16 +289,16 @@ def sample_completions(
     }
     header["settings"]["end_token_ids"] = sorted(end_tokens(model, tokenizer))
     if settings.engine == "vllm":
-        header["settings"]["engine_kwargs"] = records.plain_json(_what_decides(engine_kwargs or {}))
+        header["settings"]["engine_kwargs"] = _files.plain_json(_what_decides(engine_kwargs or {}))
         header["versions"]["vllm"] = vllm_version()
     with state.main_process_first():
-        begun = records.open_folder(folder, header)
+        begun = _files.open_folder(folder, header)
 
     total = len(rows) * settings.num_samples
     shards = -(-total // settings.shard_size)
     mine = range(state.process_index, shards, state.num_processes)
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
-    missing = [number for number, size in sizes.items() if not records.has_shard(folder, number, size)]
+    missing = [number for number, size in sizes.items() if not _files.has_shard(folder, number, size)]
     if missing and begun:
         for each, identity in header["rewards"].items():
             if known_by_name_alone(identity):
@@ -329,13 +330,13 @@ def sample_completions(
             seed = words[0] if settings.engine == "transformers" else sum(w << 32 * i for i, w in enumerate(words))
             completions = engine(ids, seed)
             table = _rows(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
-            records.write_shard(folder, number, table)
+            _files.write_shard(folder, number, table)
             bar.update(sizes[number])
     state.wait_for_everyone()
-    if state.is_main_process and not (folder / records.COMPLETE).is_file():
-        records.close_folder(folder, shards)
+    if state.is_main_process and not (folder / _files.COMPLETE).is_file():
+        _files.close_folder(folder, shards)
     state.wait_for_everyone()
-    return records.load_samples(folder)
+    return load_samples(folder)
 
 
 def _rows(dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids) -> pa.Table:

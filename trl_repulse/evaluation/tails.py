@@ -94,7 +94,8 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
     Raises:
         `ValueError`: If an argument is out of range.
     """
-    rewards, level = _checked(rewards, confidence), _checked_level(level)
+    rewards = _checked(rewards, confidence)
+    check_share("level", level)
     ordered, n = np.sort(rewards, axis=None), rewards.size
     miss = (1 - confidence) / 2
     # P(B < low) <= miss and P(B >= high) <= miss for the count B ~ Binomial(n, level) of samples below the quantile
@@ -156,7 +157,8 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     Raises:
         `ValueError`: If an argument is out of range.
     """
-    rewards, level = _checked(rewards, confidence), _checked_level(level)
+    rewards = _checked(rewards, confidence)
+    check_share("level", level)
     influence = tail_influence(rewards, level)
     tail = level * rewards.size
     if tail < MIN_TAIL:
@@ -228,12 +230,22 @@ def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
         raise ValueError("`rewards` holds values that are not finite; fix the reward before estimating its tail.")
     if np.abs(rewards).max() > LARGEST:
         raise ValueError(f"`rewards` holds values beyond {LARGEST:g}, whose sums are none; scale the reward down.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence={confidence}` must lie between 0 and 1.")
+    check_share("confidence", confidence)
     return rewards
 
 
-def _checked_level(level: float) -> float:
-    if not 0 < level < 1:
-        raise ValueError(f"`level={level}` must lie between 0 and 1.")
-    return level
+def check_share(name: str, value: float) -> None:
+    """
+    Refuses a level or a nominal coverage that is no share.
+
+    Args:
+        name (`str`):
+            Name of the argument, for the message.
+        value (`float`):
+            Its value.
+
+    Raises:
+        `ValueError`: If it is not between 0 and 1.
+    """
+    if not 0 < value < 1:
+        raise ValueError(f"`{name}={value}` must be between 0 and 1.")

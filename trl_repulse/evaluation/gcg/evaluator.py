@@ -22,18 +22,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._model_checks import check_token_ids
 from ..._prompts import warn_of_date
+from .._files import digest
 from .._generation import check_processes, event_loop, hash_model
 from .._identity import identify_reward, warn_of_name
-from ..records import digest
 from .engine import GCG
 from .errors import GCGError, check_context
 from .evaluation_config import GCGEvaluationConfig
 from .judges import Judge, RefusalJudge, RewardJudge
 from .prompt import build_prompt
 from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
+from .responses import sample_responses, target_log_probs
 from .result import GCGResult
-from .sampling import sample_responses, target_log_probs
-from .table import TableRow, derive_seed, hash_table, load_table
+from .table import TableRow, derive_seed, load_table
 
 
 def evaluate_gcg(
@@ -190,7 +190,7 @@ def make_header(
             "draft_model": None if draft_model is None else hash_model(draft_model),
             "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
             "prompt": _first_prompt(tokenizer, table, config),  # a template may write the date
-            "table": hash_table(table),
+            "table": digest([[row.goal, row.target] for row in table]),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
             "judge_hash": _hash_judge(judge),
         },

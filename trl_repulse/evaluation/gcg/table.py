@@ -93,20 +93,6 @@ def load_table(
 _EMPTY = ("", "nan")  # an empty cell, as it is read and as it is often written
 
 
-def hash_table(table: list[TableRow]) -> str:
-    """
-    Hash of a table's texts.
-
-    Args:
-        table (`list[TableRow]`):
-            The table.
-
-    Returns:
-        `str`: SHA-256, hexadecimal.
-    """
-    return hashlib.sha256(json.dumps([[row.goal, row.target] for row in table]).encode()).hexdigest()
-
-
 def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
     """
     A seed that depends on the target's texts and on nothing else of the table.

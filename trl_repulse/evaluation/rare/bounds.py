@@ -16,8 +16,7 @@ from scipy.stats import beta as beta_distribution
 from scipy.stats import t as student
 
 from ...importance import require_shape
-from ..tails import skewed_interval
-from .estimates import check_share
+from ..tails import check_share, skewed_interval
 
 
 MIN_GROUPS = 8  # two to six that tie by chance put Student's end above log Z in 15 to 4 % where 2.5 % are claimed
@@ -128,46 +127,6 @@ def _bounds(
         kl_proposal_target=(low - mean, high - mean) if mean > -math.inf else (math.inf, math.inf),
         kl_target_proposal=(target_mean - high, target_mean - low),
     )
-
-
-def rejection_sample(
-    log_potential: torch.Tensor, max_log_potential: float, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """
-    Which draws from the policy to keep so that they are exact draws from the target σ ∝ p·φ.
-
-    A draw is kept with probability φ / φ_max, so Z / φ_max of them on average. For the tilted potential with β < 0,
-    log φ_max is β times the lowest reward there can be; for the indicator it is 0.
-
-    Args:
-        log_potential (`torch.Tensor`):
-            log φ of draws from the policy, of any shape, in nats; −inf for a potential of 0.
-        max_log_potential (`float`):
-            log φ_max, a bound on log φ for every completion there is, not only for the draws. Finite.
-        generator (`torch.Generator`, *optional*):
-            Source of randomness.
-
-    Returns:
-        `torch.Tensor`: of the same shape, bool.
-
-    Raises:
-        `ValueError`: If a draw exceeds the bound, the bound is not finite, or a potential is NaN.
-    """
-    if not math.isfinite(max_log_potential):
-        raise ValueError(
-            f"`max_log_potential={max_log_potential}` must be finite; give log φ of the largest potential there can be."
-        )
-    if bool(log_potential.isnan().any()):
-        raise ValueError("`log_potential` holds NaN; leave out samples without a reward.")
-    largest = float(log_potential.max()) if log_potential.numel() else -math.inf
-    # β times the lowest reward, computed in the precision of either, is attained but for rounding
-    if largest > max_log_potential + 8 * torch.finfo(log_potential.dtype).eps * abs(max_log_potential):
-        raise ValueError(
-            f"`max_log_potential={max_log_potential}` is no bound: a draw has {largest}. For the tilted potential give β "
-            "times a reward that no completion can fall below."
-        )
-    draws = torch.rand(log_potential.shape, generator=generator, dtype=torch.float64, device=log_potential.device)
-    return draws.log() < log_potential.double() - max_log_potential
 
 
 def enumeration_sample(

@@ -1,12 +1,11 @@
 """
-P(bad), CVaR and the tail curve of a policy from a [`~trl_repulse.evaluation.rare.mixture.MixtureSample`], with intervals.
+P(bad) and CVaR of a policy from a [`~trl_repulse.evaluation.rare.mixture.MixtureSample`], with intervals.
 
 Axis letters: P prompts, N completions per prompt, K components.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,9 +13,9 @@ import torch
 from scipy.stats import beta as beta_distribution
 from scipy.stats import gamma
 
-from ..tails import Estimate
+from ..tails import Estimate, check_share
 from .mixture import MixtureSample, stratified_mean
-from .verdict import Diagnostics, diagnose
+from .verdict import Diagnostics, measure
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
         raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
     bad = sample.rewards < threshold
     value, low, high, error, log_w = _probability(sample, bad, confidence)
-    diagnostics = diagnose(sample, log_w.masked_fill(~bad, -torch.inf))
+    diagnostics = measure(sample, log_w.masked_fill(~bad, -torch.inf))
     bounds = low, _own_bound(bad[:, : sample.counts[0]], confidence)
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics, bounds)
 
@@ -160,27 +159,6 @@ def _count(
     return mean, low, high, error
 
 
-def tail_curve(sample: MixtureSample, thresholds: Sequence[float], confidence: float = 0.95) -> list[RareEstimate]:
-    """
-    P(r < threshold) at several thresholds, each with an interval of its own.
-
-    Args:
-        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
-            Completions of policy and proposals.
-        thresholds (`Sequence[float]`):
-            Rewards.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of each interval.
-
-    Returns:
-        `list` of [`RareEstimate`]: one a threshold.
-
-    Raises:
-        `ValueError`: As [`prob_bad`].
-    """
-    return [prob_bad(sample, threshold, confidence) for threshold in thresholds]
-
-
 def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareEstimate:
     """
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
@@ -213,7 +191,7 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     log_x = sample.log_w + log_depth
     shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
-    diagnostics = diagnose(sample, in_tail, log_depth)
+    diagnostics = measure(sample, in_tail, log_depth)
     one, other = (float(quantile) - each for each in diagnostics.halves)
     diagnostics = replace(diagnostics, halves=(one, other))
     if (
@@ -256,20 +234,3 @@ def _count_interval(mean: float, variance: float, largest: float, confidence: fl
     lower = gamma.ppf(tail, mean**2 / low_variance, scale=low_variance / mean)
     upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
     return float(lower), float(upper)
-
-
-def check_share(name: str, value: float) -> None:
-    """
-    Refuses a level or a nominal coverage that is no share.
-
-    Args:
-        name (`str`):
-            Name of the argument, for the message.
-        value (`float`):
-            Its value.
-
-    Raises:
-        `ValueError`: If it is not between 0 and 1.
-    """
-    if not 0 < value < 1:
-        raise ValueError(f"`{name}={value}` must be between 0 and 1.")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy.stats import genpareto
 
-from .estimates import check_share
+from ..tails import check_share
 
 
 Tail = Literal["exponential", "pareto"]
@@ -97,20 +97,6 @@ class BackTest:
         return not self.reasons
 
 
-def elicitation_score(probability: torch.Tensor) -> torch.Tensor:
-    """
-    −log(−log P), in which the largest of many probabilities extrapolate linearly (Jones et al., 2025).
-
-    Args:
-        probability (`torch.Tensor`):
-            Probability of a bad output for each prompt, such as [`~trl_repulse.evaluation.rare.estimates.prob_bad`] of it.
-
-    Returns:
-        `torch.Tensor`: of the same shape; −inf for 0 and +inf for 1.
-    """
-    return -(-probability.double().log()).log()
-
-
 def forecast_largest(
     scores: torch.Tensor,
     sizes: Sequence[int],
@@ -125,7 +111,7 @@ def forecast_largest(
     Args:
         scores (`torch.Tensor` of shape `(N,)`):
             Scores of independent samples, high where an output is bad: −r of completions of the policy, or
-            [`elicitation_score`] of prompts.
+            −log(−log P(bad)) of prompts (Jones et al., 2025).
         sizes (`Sequence[int]`):
             Numbers of samples to forecast for, such as 10³ to 10⁹.
         tail (`str`, *optional*, defaults to `"exponential"`):

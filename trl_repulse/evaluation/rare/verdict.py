@@ -177,7 +177,7 @@ def _round_up(number: float) -> int:
     return math.ceil(number / scale) * scale
 
 
-def diagnose(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
+def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
     """
     Measures what an estimate rests on.
 
