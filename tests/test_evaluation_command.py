@@ -105,7 +105,6 @@ def test_a_template_takes_further_variables(tmp_path, model_dirs, command):
     assert command("--apply_chat_template", model=tmp_path / "chat") == 0
     plain = load_samples(tmp_path / "s")
     assert plain.prompts == ["the cat", "fish"]
-    assert "chat_template_kwargs" not in plain.header["settings"]  # as before there was one
     messages = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
     options = {"num_samples": 2, "max_completion_length": 2, "chat_template_kwargs": {"thinking": False}}
     arguments = (str(tmp_path / "chat"), Dataset.from_dict({"prompt": messages}), silent)
