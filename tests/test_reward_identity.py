@@ -105,15 +105,15 @@ def test_a_folder_is_not_gone_on_with_other_code_of_the_same_name(tmp_path, mode
     with pytest.raises(ValueError, match="begun with another `rewards.f.code`"):
         sample(folder, model, make(REWARD.replace("len(c)", "-len(c)")))
     assert sample(folder, model, make(f"# a comment\n\n{REWARD}".replace(": ret", ":\n    ret"))).table == samples
-    assert "known by its name alone" not in caplog.text
+    assert "identified by its name alone" not in caplog.text
 
 
 def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp_path, model_dirs, caplog):
     samples = sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table
-    assert "known by its name alone" not in caplog.text  # there is nothing to mix it with
+    assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
     interrupt(tmp_path / "s")
     assert sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table == samples
-    assert "reward or judge `RemoteReward` that is known by its name alone" in caplog.text
+    assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
 
 
 JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses]\n"
@@ -143,16 +143,16 @@ def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_
         attack(attacked, make(JUDGE.replace("len(each)", "-len(each)")), output)
     attack(attacked, make(JUDGE), output)
     assert [row["after"]["rewards"] for row in read_results(output)[1]] == [row["after"]["rewards"] for row in whole]
-    assert "known by its name alone" not in caplog.text
+    assert "identified by its name alone" not in caplog.text
 
 
 def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
     for i, judge in enumerate((remote(SECRET), RewardJudge(remote(SECRET), as_messages=False))):
         output = attack(attacked, judge, tmp_path / f"{i}.jsonl")
-        assert "known by its name alone" not in caplog.text  # there is nothing to mix it with
+        assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
         cut(output)
         attack(attacked, judge, output)
-        assert "reward or judge `RemoteReward` that is known by its name alone" in caplog.text
+        assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
         caplog.clear()
         attack(attacked, judge, output)  # which is done
         assert not caplog.text

@@ -1,7 +1,8 @@
 """
-What decides the scores of a reward or judge: the one description that samples, attacks and their results know it by.
+Descriptions of models, rewards and judges in the headers of sample folders and of attack results.
 
-A description is what JSON knows. It has no secret, no address of a server, and nothing that changes speed alone.
+A description is a JSON value that changes whenever scores may change. It contains no secret, no server address, and nothing
+that only changes speed.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ _IRRELEVANT_FIELDS = ("model", "revision", "name", "batch_size", "device")
 _IRRELEVANT_TO_SCORES = re.compile(
     r"(^|_)(key|token|secret|password|url|host|port|device|rank|timeout|retries|batch_size)$", re.IGNORECASE
 )
-# What was found of an object when it was first used, before it counted or kept anything
+# Description of an object at its first use, before it counts calls or caches anything
 _SEEN: dict[tuple[int, str], tuple[weakref.ref[Any], dict[str, str]]] = {}
 _PLAIN = bool | int | float | complex | str | bytes | None
 
@@ -66,7 +67,7 @@ def identify_model(model: Any, name: str | None = None) -> dict[str, Any]:
 
 def identify_reward(reward: Any) -> dict[str, Any]:
     """
-    What says which reward it is, as far as that can be said.
+    Describes a reward or judge by its weights, files, arguments or code.
 
     Args:
         reward (`str`, `torch.nn.Module` or `Callable`):
@@ -111,7 +112,7 @@ def identify_reward(reward: Any) -> dict[str, Any]:
 
 def known_by_name_alone(identity: dict[str, Any]) -> bool:
     """
-    Whether nothing but its name tells a reward from another.
+    Whether a reward is identified by its name alone.
 
     Args:
         identity (`dict`):
@@ -127,7 +128,7 @@ def known_by_name_alone(identity: dict[str, Any]) -> bool:
 
 def warn_of_name(place: Path, name: str) -> None:
     """
-    Says of results that are gone on with that a reward or judge of theirs is known by its name alone.
+    Warns that results are continued with a reward or judge of which only the name is compared.
 
     Args:
         place (`Path`):
@@ -136,13 +137,13 @@ def warn_of_name(place: Path, name: str) -> None:
             The reward's or judge's.
     """
     logger.warning(
-        f"`{place}` is gone on with by a reward or judge `{name}` that is known by its name alone, now or when it was begun: "
-        "nothing shows whether both are the same. If they are not, name another place for the results."
+        f"`{place}` is continued with the reward or judge `{name}`, which is identified by its name alone, so that a change of it "
+        "goes unnoticed. If it has changed, write the results to another place."
     )
 
 
 def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
-    """The hash of a function's code and of the plain values it works with; nothing of what Python has no code of."""
+    """`code`, a hash of a function's byte code and of the plain values it uses; empty if it has no Python code."""
     owner = function.__self__ if isinstance(function, MethodType) else function
     key = (id(owner), getattr(function, "__name__", ""))
     seen, found = _SEEN.get(key, (lambda: None, {}))

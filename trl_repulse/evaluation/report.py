@@ -15,7 +15,13 @@ from .seed_intervals import crossed_interval
 from .tails import Estimate
 
 
-MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # beside the reward, where there are such columns
+MEANS = (
+    "return",
+    "return_transformed",
+    "kl",
+    "entropy",
+    "length",
+)  # reported with the reward, if the samples have them
 MIN_PROMPTS = 6  # fewer draws of anything miss its median, all on one side, more than once in twenty times
 MIN_SEEDS = 3  # two cannot tell what differs between prompts from what differs between seeds
 
@@ -69,7 +75,7 @@ class TailReport:
 
     def to_dict(self) -> dict[str, Any]:
         """
-        The report as JSON knows it.
+        The report as a JSON value.
 
         Returns:
             `dict`: As the attributes, `scope` and `one_sided`; ends of intervals that are infinite become `None`.
@@ -202,7 +208,7 @@ def tail_report(
 
 
 def _has_numbers(samples: SampleSet, name: str) -> bool:
-    """Whether there is such a column, with a finite number for every sample: no mean that is not asked for costs the report."""
+    """Whether there is such a column, with a finite number for every sample. Means of incomplete columns are left out."""
     if name not in samples.table.column_names:
         return False
     values = samples.table[name].to_numpy().astype(np.float64)  # null becomes NaN

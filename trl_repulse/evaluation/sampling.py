@@ -53,7 +53,7 @@ Reward = str | nn.Module | Callable[..., Any]
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """
-    What decides held-out samples beside models, prompts and rewards.
+    Settings of held-out sampling.
 
     Args:
         num_samples (`int`, *optional*, defaults to `16`):
@@ -151,7 +151,7 @@ def check_early(
             Further arguments of vLLM's engine.
 
     Raises:
-        `ValueError`: If the folder holds something else, rewards and weights differ in number, or vLLM would be told twice.
+        `ValueError`: If the folder holds something else, rewards and weights differ in number, or an engine argument is set by sampling itself.
     """
     _files.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:

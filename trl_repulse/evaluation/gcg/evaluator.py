@@ -180,7 +180,7 @@ def make_header(
     """
     settings = asdict(config)
     del settings["micro_batch_size"]  # another machine, with other memory, may take the evaluation up
-    variables = settings.pop("chat_template_kwargs")  # known, as the template is, by the prompt that they make
+    variables = settings.pop("chat_template_kwargs")  # compared, like the template, by the first prompt's text
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
         "schema": SCHEMA,
@@ -331,7 +331,7 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _hash_judge(judge: Judge) -> str | None:
-    """Hash of what scores depend on, as weights, files, arguments and code; `None` where there is but a name."""
+    """Hash of the judge's weights, files, arguments and code; `None` if it is identified by its name alone."""
     reward = judge.reward if isinstance(judge, RewardJudge) else judge
     identity = _without_labels(identify_reward(getattr(reward, "unchecked", reward)))
     identity |= getattr(reward, "rendering", {})  # of a classifier's chat template that may write the date
@@ -343,7 +343,7 @@ def _hash_judge(judge: Judge) -> str | None:
 
 
 def _without_labels(identity: dict[str, Any]) -> dict[str, Any]:
-    """A reward's description without how the same weights or code may also be called."""
+    """A reward's description without names and revisions, if its weights or code identify it."""
     if "reward" in identity:
         return identity | {"reward": _without_labels(identity["reward"])}
     known = "weights" in identity or "code" in identity
