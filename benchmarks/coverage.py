@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from embedded import grammar
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import embedded
-from trl_repulse.embedded import grammar
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import shop
 import torch
 from compare import by_method, format_table
 from transformers import PrinterCallback
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.cli import Parser
-from trl_repulse.embedded import shop
 from trl_repulse.scripts import main_or_exit
 
 

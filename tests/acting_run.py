@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
+from examples import shop
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
-from trl_repulse.embedded import shop
 
 from .distributed_support import leave, start
 

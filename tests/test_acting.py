@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from examples import shop
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
-from trl_repulse.embedded import shop
 
 from .conftest import same_parameters
 from .test_generation_training import DrawingLLM, serve_by

@@ -1,13 +1,13 @@
 """`examples/agent.py`: what it trains, and the seeds it tunes and reports on."""
 
-import importlib.util
+import importlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from trl_repulse.embedded import shop
+from examples import shop
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
@@ -22,12 +22,8 @@ def policy_dir(tmp_path_factory):
 
 @pytest.fixture
 def example(monkeypatch):
-    examples = Path(__file__).parents[1] / "examples"
-    monkeypatch.syspath_prepend(examples)  # as for a script that is run there
-    spec = importlib.util.spec_from_file_location("agent_example", examples / "agent.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    return importlib.import_module("agent")
 
 
 def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys, example, monkeypatch):

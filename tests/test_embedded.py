@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.embedded import grammar
 from trl_repulse import embedded
-from trl_repulse.embedded import grammar
 from trl_repulse.evaluation.exact import ExactEvaluator
 
 

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.embedded import build, grammar
 from trl_repulse import embedded
-from trl_repulse.embedded import build, grammar
 
 
 def random_inputs(tokenizer):

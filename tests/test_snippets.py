@@ -20,10 +20,10 @@ from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from examples import shop
 from trl_repulse import embedded
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.cli import TRAINING, main
-from trl_repulse.embedded import shop
 from trl_repulse.methods import train
 
 from .conftest import WORDS
@@ -258,6 +258,7 @@ def run_script(words, monkeypatch):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.syspath_prepend(str(ROOT / words[0].rpartition("/")[0]))
         runpy.run_path(words[0], run_name="__main__")
 
 

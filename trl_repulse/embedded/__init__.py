@@ -3,8 +3,8 @@ The embedded world: a tiny policy, a tiny reward model and four prompts that shi
 
 Completions have two tokens over a vocabulary of fewer than two hundred, so that every quantity that RePULSe estimates
 can also be computed exactly (see [`~trl_repulse.evaluation.exact.ExactEvaluator`]). Everything is in the ordinary
-Hugging Face format and loads with `from_pretrained` from the paths below. `python -m trl_repulse.embedded.build`
-rebuilds it.
+Hugging Face format and loads with `from_pretrained` from the paths below. In a checkout,
+`python -m benchmarks.embedded.build` rebuilds it.
 
 Importing this module imports neither torch nor transformers.
 """

@@ -19,11 +19,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-from .build import EOS, PAD, UNK, _fit, _pad
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ITEMS = ["lamp", "book", "coat", "vase"]
 TOOLS = ["lookup", "resend", "close"]
 FOUND, LOST = "it comes soon", "a new one comes"  # the answers to give
@@ -225,17 +224,28 @@ def build_policy(folder: str | Path, steps: int = 400, batch_size: int = 64, see
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = GPT2LMHeadModel(config)
-
-            def loss_of_step() -> torch.Tensor:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / steps)))
+            )
+            for _ in range(steps):
                 rows = [[vocabulary[token] for token in draw_episode(rng)] for _ in range(batch_size)]
                 logits = model(input_ids=_pad(rows, tokenizer.pad_token_id)).logits[:, :-1]  # (B, L - 1, V)
-                return F.cross_entropy(logits.flatten(0, 1), _pad(rows, -100)[:, 1:].flatten(), ignore_index=-100)
-
-            _fit(model, loss_of_step, steps, learning_rate=3e-3)
+                loss = F.cross_entropy(logits.flatten(0, 1), _pad(rows, -100)[:, 1:].flatten(), ignore_index=-100)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
     finally:
         torch.set_num_threads(threads)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _pad(rows: list[list[int]], value: int) -> torch.Tensor:
+    """Right-pad rows of ids into one tensor, (B, L)."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
 
 
 @dataclass
@@ -306,17 +316,3 @@ def evaluate(
     log_share, value = torch.tensor(ends, dtype=torch.float64).T
     total = total + log_share
     return Exact((total.exp() * value).sum().item(), total[value == CLOSED_REWARD].logsumexp(dim=0).item())
-
-
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """
-    The tokenizer beside a policy that [`build_policy`] saved.
-
-    Args:
-        folder (`str` or `Path`):
-            Its folder.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]
-    """
-    return AutoTokenizer.from_pretrained(folder)

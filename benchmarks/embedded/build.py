@@ -1,5 +1,5 @@
 """
-Builds the embedded world from its grammar: `python -m trl_repulse.embedded.build --output_dir world`.
+Builds the embedded world from its grammar: `python -m benchmarks.embedded.build --output_dir world`.
 
 The policy is a GPT-2 pre-trained on sentences drawn from the grammar; the reward model is a GPT-2 classifier regressed on
 the grammar's kindness score, over idiomatic completions and over arbitrary pairs of tokens alike. The build is
@@ -216,7 +216,7 @@ def build(output_dir: str | Path) -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m trl_repulse.embedded.build`."""
+    """Entry point of `python -m benchmarks.embedded.build`."""
     parser = argparse.ArgumentParser(description="Build the embedded world from its grammar.")
     parser.add_argument("--output_dir", required=True, help="Folder to write the world into.")
     arguments = parser.parse_args()
