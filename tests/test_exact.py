@@ -14,17 +14,16 @@ import torch
 
 from trl_repulse.importance import log_importance_weights, log_z_estimate, normalize_weights
 from trl_repulse.losses import (
-    ctl_loss,
     dpg_loss,
     negative_coefficients,
-    negative_loss,
     policy_gradient_loss,
-    reinforce_loss,
     repulse_loss,
     sixo_loss,
     sixo_negative_weights,
 )
 from trl_repulse.rewards.transforms import tilted_log_potential
+
+from .whole_losses import ctl_loss, negative_loss, reinforce_loss
 
 
 pytestmark = pytest.mark.exact

@@ -9,22 +9,19 @@ from trl_repulse.importance import normalize_weights
 from trl_repulse.losses import (
     compute_advantages,
     ctl_coefficients,
-    ctl_loss,
     dpg_loss,
-    kl_penalized_returns,
     kl_token_rewards,
     log_ratio_loss,
     negative_coefficients,
-    negative_loss,
     negative_reinforce_coefficients,
-    negative_reinforce_loss,
     policy_gradient_loss,
     reduce_log_probs,
-    reinforce_loss,
     repulse_loss,
     sixo_loss,
     sixo_negative_weights,
 )
+
+from .whole_losses import ctl_loss, kl_penalized_returns, negative_loss, negative_reinforce_loss, reinforce_loss
 
 
 P, N, T, V = 3, 4, 5, 6

@@ -17,7 +17,6 @@ from .importance import Reduction, reduce_log_probs, require_shape, sequence_log
 from .proposal_losses import (
     Parameterization,
     ctl_coefficients,
-    ctl_loss,
     dpg_loss,
     log_ratio_loss,
     sixo_loss,
@@ -30,7 +29,6 @@ from .returns import (
     compute_advantages,
     cvar_rewards,
     cvar_schedule,
-    kl_penalized_returns,
     kl_token_rewards,
 )
 
@@ -43,20 +41,15 @@ __all__ = [
     "Reduction",
     "compute_advantages",
     "ctl_coefficients",
-    "ctl_loss",
     "cvar_rewards",
     "cvar_schedule",
     "dpg_loss",
-    "kl_penalized_returns",
     "kl_token_rewards",
     "log_ratio_loss",
     "negative_coefficients",
-    "negative_loss",
     "negative_reinforce_coefficients",
-    "negative_reinforce_loss",
     "policy_gradient_loss",
     "reduce_log_probs",
-    "reinforce_loss",
     "repulse_loss",
     "sixo_loss",
     "sixo_negative_weights",
@@ -144,34 +137,11 @@ def policy_gradient_loss(
     return -gains.sum() / (gains.numel() if denominator is None else denominator)
 
 
-def reinforce_loss(
-    log_p: torch.Tensor,
-    mask: torch.Tensor,
-    returns: torch.Tensor,
-    baseline: Baseline = "leave_one_out",
-    constant: float = 0.0,
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """
-    REINFORCE on policy samples: the mean over P·N of −A·ℓ, the first term of Eq. 4.
-
-    Args:
-        log_p, mask, reduction:
-            As for [`policy_gradient_loss`]; whole groups.
-        returns, baseline, constant:
-            As for [`compute_advantages`].
-
-    Returns:
-        `torch.Tensor`: Scalar. Gradient flows to `log_p`.
-    """
-    return policy_gradient_loss(log_p, mask, compute_advantages(returns, baseline, constant), reduction)
-
-
 def negative_coefficients(
     normalized_w: torch.Tensor, alpha: float, alpha_normalization: AlphaNormalization = "samples"
 ) -> torch.Tensor:
     """
-    Coefficients of proposal samples that make [`policy_gradient_loss`], divided by P·N, the term α·[`negative_loss`].
+    Coefficients of proposal samples that make [`policy_gradient_loss`], divided by P·N, the second term of Eq. 4.
 
     Args:
         normalized_w (`torch.Tensor`):
@@ -193,30 +163,6 @@ def negative_coefficients(
         raise ValueError(f"`alpha_normalization` must be 'samples' or 'none', got {alpha_normalization!r}.")
     factor = normalized_w.shape[1] if alpha_normalization == "none" else 1
     return -alpha * factor * normalized_w.detach()
-
-
-def negative_loss(
-    log_p_neg: torch.Tensor,
-    mask_neg: torch.Tensor,
-    normalized_w: torch.Tensor,
-    alpha_normalization: AlphaNormalization = "samples",
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """
-    The second term of Eq. 4 without its α: w·ℓ of proposal samples, averaged over P and summed over N (`"none"`) or
-    averaged over it (`"samples"`). Minimising it takes probability off the target. A prompt of zero weights adds 0.
-
-    Args:
-        log_p_neg, mask_neg, reduction:
-            Policy log-probabilities of proposal samples, as for [`policy_gradient_loss`]; whole groups.
-        normalized_w, alpha_normalization:
-            As for [`negative_coefficients`].
-
-    Returns:
-        `torch.Tensor`: Scalar. Gradient flows to `log_p_neg`.
-    """
-    coefficients = negative_coefficients(normalized_w, 1.0, alpha_normalization)
-    return policy_gradient_loss(log_p_neg, mask_neg, coefficients, reduction)
 
 
 def negative_reinforce_coefficients(
@@ -260,34 +206,6 @@ def negative_reinforce_coefficients(
     return -negative_coefficients(normalized_w, alpha, alpha_normalization) * advantages
 
 
-def negative_reinforce_loss(
-    log_p_neg: torch.Tensor,
-    mask_neg: torch.Tensor,
-    normalized_w: torch.Tensor,
-    returns_neg: torch.Tensor,
-    baseline: NegativeBaseline = "none",
-    returns: torch.Tensor | None = None,
-    alpha_normalization: AlphaNormalization = "samples",
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """
-    Negative-REINFORCE, −w·(R − b)·ℓ of proposal samples, which replaces [`negative_loss`].
-
-    Args:
-        log_p_neg, mask_neg, reduction:
-            As for [`negative_loss`].
-        normalized_w, returns_neg, baseline, returns, alpha_normalization:
-            As for [`negative_reinforce_coefficients`].
-
-    Returns:
-        `torch.Tensor`: Scalar, without α. Gradient flows to `log_p_neg`.
-    """
-    coefficients = negative_reinforce_coefficients(
-        normalized_w, returns_neg, 1.0, baseline, returns, alpha_normalization
-    )
-    return policy_gradient_loss(log_p_neg, mask_neg, coefficients, reduction)
-
-
 def repulse_loss(
     log_p: torch.Tensor,
     mask: torch.Tensor,
@@ -309,9 +227,10 @@ def repulse_loss(
 
     Args:
         log_p, mask, returns, baseline, constant:
-            Policy samples, as for [`reinforce_loss`].
+            Policy samples, as for [`policy_gradient_loss`] and [`compute_advantages`]; whole groups.
         log_p_neg, mask_neg, normalized_w, alpha_normalization:
-            Proposal samples, as for [`negative_loss`]; their N may differ.
+            Proposal samples, as for [`policy_gradient_loss`] and [`negative_coefficients`]; their N may differ. A prompt of
+            zero weights adds 0.
         alpha (`float`):
             Weight of the negative term.
         reduction (`str`, *optional*, defaults to `"mean"`):
@@ -320,5 +239,7 @@ def repulse_loss(
     Returns:
         `torch.Tensor`: Scalar. Gradient flows to `log_p` and `log_p_neg`.
     """
-    reinforce = reinforce_loss(log_p, mask, returns, baseline, constant, reduction)
-    return reinforce + alpha * negative_loss(log_p_neg, mask_neg, normalized_w, alpha_normalization, reduction)
+    advantages = compute_advantages(returns, baseline, constant)
+    coefficients = negative_coefficients(normalized_w, 1.0, alpha_normalization)
+    negative = policy_gradient_loss(log_p_neg, mask_neg, coefficients, reduction)
+    return policy_gradient_loss(log_p, mask, advantages, reduction) + alpha * negative

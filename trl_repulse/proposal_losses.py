@@ -159,34 +159,6 @@ def log_ratio_loss(
     return _mean_over_samples(torch.where(c != 0, -c * log_psi, 0.0), mask, reduction, denominator)
 
 
-def ctl_loss(
-    log_q_now: torch.Tensor,
-    log_q: torch.Tensor,
-    log_p: torch.Tensor,
-    normalized_w: torch.Tensor,
-    mask: torch.Tensor,
-    second_term: bool = True,
-    parameterization: Parameterization = "token",
-    reduction: Reduction = "mean",
-) -> torch.Tensor:
-    """
-    Contrastive twist learning (Eq. 6) on whole groups: [`log_ratio_loss`] of [`ctl_coefficients`], over P·N.
-
-    Its gradient is a policy gradient with coefficients w − w⁻_t. If a prompt's samples are all the same, these cancel.
-
-    Args:
-        log_q_now, log_q, log_p, normalized_w, mask, second_term, parameterization:
-            As for [`ctl_coefficients`].
-        reduction (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` or `"sum"` over a completion's tokens.
-
-    Returns:
-        `torch.Tensor`: Scalar. Gradient flows to `log_q_now`.
-    """
-    coefficients = ctl_coefficients(log_q_now, log_q, log_p, normalized_w, mask, second_term, parameterization)
-    return log_ratio_loss(log_q_now, log_p, coefficients, mask, parameterization, reduction)
-
-
 def sixo_negative_weights(
     log_q: torch.Tensor,
     log_p: torch.Tensor,

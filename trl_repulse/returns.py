@@ -59,28 +59,6 @@ def kl_token_rewards(
     return torch.where(last, penalty + reward.detach().to(dtype).unsqueeze(-1), penalty)
 
 
-def kl_penalized_returns(
-    log_p: torch.Tensor, log_ref: torch.Tensor, reward: torch.Tensor, kl_coefficient: float, mask: torch.Tensor
-) -> torch.Tensor:
-    """
-    Return of each completion: its reward less coefficient · Σ_t (log p − log p_0).
-
-    Args:
-        log_p, log_ref, reward, kl_coefficient, mask:
-            As for [`kl_token_rewards`].
-
-    Returns:
-        `torch.Tensor`:
-            Returns of shape (P, N), detached; NaN where the reward is. An empty completion keeps its reward, unlike
-            the sum of its token rewards.
-
-    Raises:
-        `ValueError`: If the shapes do not fit together.
-    """
-    token_penalties = kl_token_rewards(log_p, log_ref, torch.zeros_like(reward), kl_coefficient, mask)
-    return token_penalties.sum(dim=-1) + reward.detach()
-
-
 def cvar_rewards(rewards: torch.Tensor, level: float) -> torch.Tensor:
     """
     Rewards whose mean is the conditional value at risk (CVaR): t − max(t − r, 0) / κ, with t the κ-quantile.
