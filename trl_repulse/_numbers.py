@@ -5,6 +5,20 @@ from typing import Any
 
 
 _UNITS = {"kl": "nats per completion", "entropy": "nats per token"}
+# Metric -> how it is printed
+_WORDS = {
+    "reward": "reward {}",
+    "bad_fraction": "bad {} %",
+    "kl": "KL {} nats/completion",
+    "entropy": "entropy {} nats/token",
+    "completions/mean_length": "length {} tokens",
+    "proposal/reward": "proposal reward {}",
+    "proposal/bad_fraction": "proposal bad {} %",
+    "proposal/ess": "ESS {} samples",
+    "negative/ess": "ESS {} samples",
+    "value/explained_variance": "explained variance {}",
+    "step_time": "{} s/update",
+}
 
 
 def plain(value: float, digits: int = 4) -> str:
@@ -33,3 +47,20 @@ def with_unit(name: str) -> str:
     """A metric with its unit, where that is not plain from the name."""
     unit = _UNITS.get(re.sub("^(eval_|mean )", "", name))
     return f"{name}, {unit}" if unit else name
+
+
+def format_logs(logs: dict[str, Any], update: int, updates: int) -> str:
+    """The main metrics of a log, of training or of an evaluation, in a line; empty if it has no reward, as the one at the end."""
+    prefixes = [name.removesuffix("reward") for name in logs if re.fullmatch(r"(eval_(.+_)?)?reward", name)]
+    if not prefixes:
+        return ""
+    prefix = min(prefixes, key=len)  # a function may log a metric that ends in `_reward`
+    values = {name: logs.get(prefix + name) for name in _WORDS} | {"kl": kl_per_completion(logs, prefix)}
+    parts = [
+        _WORDS[name].format(percent(value) if name.endswith("bad_fraction") else plain(value, 3))
+        for name, value in values.items()
+        if value is not None
+    ]
+    evaluated = prefix.removeprefix("eval_").removesuffix("_")
+    where = f"evaluation{f' of {evaluated}' * bool(evaluated)} at " if prefix else ""
+    return " | ".join([f"{where}update {update}/{updates}", *parts])

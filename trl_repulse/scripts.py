@@ -10,13 +10,21 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Trainer
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+)
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import embedded
 from ._checks import check_eval_batch, check_output_dir
 from ._errors import describe_error, from_reward
-from ._numbers import kl_per_completion, with_unit
+from ._numbers import format_logs, kl_per_completion, with_unit
 from ._prompts import as_templates_read, check_template_variables
 from .arguments import TrainingScriptArguments
 from .cli import keep_writing
@@ -35,7 +43,6 @@ from .evaluation.tracking import (
 from .models._deepspeed import gathered
 from .plots import plot_training
 from .rewards.loading import load_reward
-from .terse_log import use_terse_log
 from .trainers._hooks import TrainerHooks
 from .trainers._naming import check_loadable
 from .trainers._resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
@@ -227,7 +234,9 @@ def run(
         )
         trainer.add_callback(table)
     if not script_args.print_all_metrics:
-        use_terse_log(trainer)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, PrinterCallback | ProgressCallback):
+                callback.on_log = _print_log
     if not isinstance(trainer, TrainerHooks):  # ours name the reward function that an error came through
         check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
@@ -253,6 +262,13 @@ def run(
         if table is not None:
             table.write(Path(args.output_dir) / "completions" / "before_after.md")
     trainer.end()
+
+
+def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    """In place of the dictionary that transformers' callbacks print; trackers and `trainer_state.json` get all metrics."""
+    line = format_logs(logs or {}, state.global_step, state.max_steps)
+    if state.is_world_process_zero and line:
+        tqdm.write(line)  # above a progress bar, if there is one
 
 
 def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:

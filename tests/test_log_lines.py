@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers import TrainerState
 
+from trl_repulse._numbers import format_logs
 from trl_repulse.methods import train
-from trl_repulse.terse_log import TerseLogCallback, TerseProgressCallback, format_logs, use_terse_log
+from trl_repulse.scripts import _print_log
 
 
 LOGS = {"reward": -1.0333, "bad_fraction": 0.0078125, "kl": None, "completions/mean_length": 2.0, "loss": 3.0}
@@ -33,41 +34,34 @@ def test_the_summary_at_the_end_is_not_printed():
     assert format_logs({"train_runtime": 3.0, "train_loss": 0.1}, 4, 800) == ""
 
 
-@pytest.mark.parametrize("callback", [TerseLogCallback, TerseProgressCallback])
 @pytest.mark.parametrize("is_main", [True, False])
-def test_only_the_main_process_prints(capsys, callback, is_main):
-    state = TrainerState(global_step=4, max_steps=800, is_world_process_zero=is_main)
-    callback = callback()
-    for event in ("on_train_begin", "on_log", "on_train_end"):
-        getattr(callback, event)(None, state, TrainerControl(), logs=LOGS)
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == [LINE] * is_main
-    assert ("0/800" in printed.err) == (is_main and isinstance(callback, TerseProgressCallback))
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_what_printed_is_replaced(plain):
-    class Trainer:
-        def __init__(self):
-            self.args = type("Args", (), {"disable_tqdm": plain})
-            self.callbacks = [PrinterCallback if plain else ProgressCallback]
-            self.remove_callback, self.add_callback = self.callbacks.remove, self.callbacks.append
-
-    trainer = Trainer()
-    use_terse_log(trainer)
-    assert trainer.callbacks == [TerseLogCallback if plain else TerseProgressCallback]
+def test_only_the_main_process_prints(capsys, is_main):
+    _print_log(None, TrainerState(global_step=4, max_steps=800, is_world_process_zero=is_main), None, LOGS)
+    assert capsys.readouterr().out.splitlines() == [LINE] * is_main
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_run(tmp_path, capsys, everything):
-    flags = ["--max_completion_length", "1", "--max_steps", "2", "--logging_steps", "1", "--disable_tqdm", "true"]
+@pytest.mark.parametrize(
+    ("everything", "bar"), [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.thorough)]
+)
+def test_a_run(tmp_path, capsys, everything, bar):
+    flags = [
+        "--max_completion_length",
+        "1",
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--disable_tqdm",
+        str(not bar),
+    ]
     flags += ["--print_all_metrics", str(everything), "--save_strategy", "steps", "--save_steps", "2"]
     train("reinforce", [*flags, "--output_dir", str(tmp_path)])
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
     assert len([line for line in lines if line.startswith(("update 1/2 | reward ", "update 2/2 | "))]) == 2 * (
         not everything
     )
-    assert len([line for line in lines if line.startswith("{")]) == 3 * everything
+    assert len([line for line in lines if line.startswith("{")]) == 3 * everything and ("2/2 [" in err) == bar
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert {"grad_norm", "num_tokens", "completions/clipped_ratio"} <= set(state["log_history"][0])
