@@ -9,19 +9,14 @@ their first words unless `--reward_type` and `--reward_model_path` name a reward
 and `GCGEvaluationConfig`; an interrupted run goes on where it stopped.
 """
 
-from trl import TrlParser
-
-from trl_repulse.arguments import parse_fields
-from trl_repulse.cli import NEGATIVE_NUMBER
+from trl_repulse.arguments import FieldsParser
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 from trl_repulse.evaluation.gcg.launch import launch
 from trl_repulse.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = TrlParser((GCGRunArguments, GCGEvaluationConfig), exit_on_error=False)
-    parser._negative_number_matcher = NEGATIVE_NUMBER
-    run, config = parse_fields(parser, argv)
+    run, config = FieldsParser((GCGRunArguments, GCGEvaluationConfig)).parse_args_and_config(argv)
     report = launch(run, config)
     if report:
         print(report)

@@ -192,7 +192,7 @@ def test_options():
         (["serve-reward"], "arguments are required: KIND"),
         (["serve-reward", "ppl", "m"], "invalid choice: 'ppl'"),
         (["serve-reward", "chat"], "arguments are required: MODEL"),
-        (["serve-reward", "chat", "m", "--negate"], "unrecognized arguments: --negate"),
+        (["serve-reward", "chat", "m", "--negate"], "`--negate` is no argument"),
         (["serve-reward", "toxicity", "m", "--negate", "maybe"], "'maybe' is neither true nor false"),
         (["serve-reward", "chat", "m", "--chat_template_kwargs", "[1]"], "'[1]' is no JSON object"),
         (["serve-reward", "chat", "m", "--chat_template_kwargs", "{"], "'{' is not JSON"),
@@ -255,13 +255,15 @@ def test_help_and_version(capsys):
     [
         (["evalute", "folder"], "there is no command `evalute`. Did you mean `evaluate`?"),
         (["repluse", "--alpha", "0"], "there is no command `repluse`. Did you mean `repulse`?"),
-        (["evaluate", "folder", "--modle", "m"], "unrecognized arguments: --modle. Did you mean `--model`?"),
-        (["evaluate", "folder", "--modle", "http://user:key@host"], "unrecognized arguments: --modle. Did you mean"),
-        (["evaluate", "folder", "--modle=http://user:key@host"], "unrecognized arguments: --modle. Did you mean"),
+        (["evaluate", "folder", "--modle", "m"], "`--modle` is no argument; remove it. Did you mean `--model`?"),
+        (
+            ["evaluate", "folder", "--modle", "http://user:key@host"],
+            "`--modle` is no argument; remove it. Did you mean",
+        ),
+        (["evaluate", "folder", "--modle=http://user:key@host"], "`--modle` is no argument; remove it. Did you mean"),
         (["evaluate", "folder", "--num-sample=3"], "Did you mean `--num_samples`?"),
-        (["gcg", "--serach_width", "3"], "Did you mean `--search_width`?"),
         (["zzz"], "there is no command `zzz`. The commands are repulse, "),
-        (["evaluate", "folder", "--zzz"], "unrecognized arguments: --zzz.\n"),
+        (["evaluate", "folder", "--zzz"], "`--zzz` is no argument; remove it.\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -271,7 +273,13 @@ def test_unknown_names_are_answered_with_the_nearest(capsys, arguments, words):
     assert exit_.value.code == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_field_is_answered_with_the_nearest(capsys):
+    assert main(["gcg", "--serach_width", "3"]) == 1
+    error = capsys.readouterr().err
+    assert error == "trl-repulse gcg: `--serach_width` is no argument; remove it. Did you mean `--search_width`?\n"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "gcg"])
 def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch, capsys, command):
     def run(args):
         raise ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners")
@@ -337,12 +345,14 @@ def test_a_file_that_is_refused_is_one_line(tmp_path, capsys, text, words):
     assert error.startswith("trl-repulse merge: ") and words.format(path) in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--conf"], ["--config", "{}", "--config"]])
-def test_the_file_is_named_once_and_in_full(tmp_path, capsys, flags):
+def test_the_file_is_named_once_and_in_full(tmp_path, capsys):
     path = tmp_path / "a.yaml"
     path.write_text("adapter: a\n")
-    assert main(["merge", *(flag.format(path) for flag in flags), str(path)]) == 1
-    assert "`--config` is to be given once, and in full" in capsys.readouterr().err
+    assert main(["merge", "--config", str(path), f"--config={path}"]) == 1
+    assert "`--config` is to be given once" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["merge", "--conf", str(path), "a", "b"])
+    assert "`--conf` is no argument; remove it. Did you mean `--config`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("gcg", "serve-reward")])

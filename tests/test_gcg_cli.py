@@ -15,8 +15,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from trl_repulse import embedded
-from trl_repulse._commands._fields import read_fields
-from trl_repulse.cli import build_parser, main
+from trl_repulse.arguments import FieldsParser
+from trl_repulse.cli import main
 from trl_repulse.evaluation._generation import as_function
 from trl_repulse.evaluation._identity import identify_reward
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, RefusalJudge, read_results
@@ -59,6 +59,10 @@ def example():
 
 def run(*arguments):
     return main([str(argument) for argument in arguments])
+
+
+def parse(*arguments):
+    return FieldsParser((GCGRunArguments, GCGEvaluationConfig)).parse_args_and_config(arguments)
 
 
 def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
@@ -124,8 +128,7 @@ def test_screening_by_command(folder, tmp_path, capsys):
     suffixes = [[record["suffix"] for record in read_results(tmp_path / name)[1]] for name in ("a.jsonl", "b.jsonl")]
     assert suffixes[0] == suffixes[1]
     assert read_results(tmp_path / "b.jsonl")[0]["identity"]["config"]["screen_dtype"] == "bfloat16"
-    with pytest.raises(SystemExit):
-        run(*arguments, tmp_path / "c.jsonl", "--screen_dtype", "int8")
+    assert run(*arguments, tmp_path / "c.jsonl", "--screen_dtype", "int8") == 1
     assert "invalid choice: 'int8'" in capsys.readouterr().err
 
 
@@ -154,8 +157,7 @@ def test_flags_win_over_the_file(folder):
     ]
     flags += ["--reward_kwargs", '{"match": "anywhere"}', "--max_targets", "3"]
     flags += ["--chat_template_kwargs", '{"thinking": false}']
-    parsed = build_parser("gcg").parse_args(["gcg", "--config", str(folder / "config.yaml"), *flags])
-    run_arguments, config = read_fields(parsed, GCGRunArguments, GCGEvaluationConfig)
+    run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
     assert (config.num_steps, config.include_suffix, config.early_stop, config.mellowmax) == (7, True, False, 2.5)
     assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"match": "anywhere"})
     assert config.max_targets == 3 and config.search_width == 32  # the latter from the file
@@ -250,8 +252,7 @@ def test_a_file_reads_as_flags_do(folder, tmp_path):
     """PyYAML takes 1e-3 for text, and a single threshold is a number."""
     text = "threshold: 0.5\nstop_loss: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\nfilter_roundtrip: off\n"
     (tmp_path / "config.yaml").write_text(text + "model_name_or_path: m\ntable: t\nreward_kwargs: {match: any}\n")
-    args = build_parser("gcg").parse_args(["gcg", "--config", str(tmp_path / "config.yaml")])
-    arguments, config = read_fields(args, GCGRunArguments, GCGEvaluationConfig)
+    arguments, config = parse("--config", str(tmp_path / "config.yaml"))
     assert arguments.threshold == [0.5] and arguments.reward_kwargs == {"match": "any"}
     assert (config.stop_loss, config.num_steps, config.save_responses, config.max_targets) == (1e-3, 7, True, None)
     assert config.filter_roundtrip == "off"
@@ -287,8 +288,7 @@ def test_the_published_command_has_its_file():
     expected = dict(filter(None, (RULES[flag](value) for flag, value in COMMAND["flags"].items())))
     found = yaml.safe_load(PUBLISHED.read_text())
     assert {name: value for name, value in found.items() if name != "output"} == expected
-    parsed = build_parser("gcg").parse_args(["gcg", "--config", str(PUBLISHED)])
-    run_arguments, config = read_fields(parsed, GCGRunArguments, GCGEvaluationConfig)
+    run_arguments, config = parse("--config", str(PUBLISHED))
     assert expected.items() <= (vars(run_arguments) | vars(config)).items()
     assert f"accelerate launch examples/gcg.py --config {PUBLISHED.relative_to(ROOT)}" in PUBLISHED.read_text()
 

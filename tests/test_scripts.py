@@ -211,16 +211,17 @@ def test_long_prompts_are_left_out(tmp_path):
     assert held_out is None
 
 
-# Spellings that argparse takes
-
-
-@pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m", "--model_name=m", "--model-n=m"])
+@pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m"])
 def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
     own = ["--dataset_name", "d", "--reward_model_path", "r"]
     _, args, model_args = parse("reinforce", [flag, *own])
     assert model_args.model_name_or_path == "m" and args.max_completion_length != 2
     for other in ("--model_revision=main", "--learning_rate=1"):
         assert parse("reinforce", [other])[1].max_completion_length == 2  # the control
+    with pytest.raises(
+        ValueError, match="`--model_name` is no argument; remove it. Did you mean `--model_name_or_path`?"
+    ):
+        parse("reinforce", ["--model_name=m"])  # no abbreviations
 
 
 def test_a_file_of_settings_behind_an_equals_sign(tmp_path):

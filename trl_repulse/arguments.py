@@ -3,24 +3,19 @@
 import argparse
 import inspect
 import json
-import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
-from transformers import TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from . import embedded
-from ._commands._fields import from_file, read_yaml, with_config
-from ._errors import did_you_mean, unknown_name
-from .cli import NEGATIVE_NUMBER
+from ._commands._fields import Parser, split_config
 from .configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
 from .configs._checks import own_precision
 from .configs._fields import WholePrompts
@@ -204,6 +199,47 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
 }
 
 
+class FieldsParser(Parser, TrlParser):
+    """
+    [`~trl.TrlParser`] whose mistakes are raised, in one line each, and which reads a YAML file as it reads flags.
+
+    Args:
+        dataclass_types (`Iterable[type]`):
+            Dataclasses to read.
+        kwargs:
+            Further arguments of [`~trl.TrlParser`].
+    """
+
+    def __init__(self, dataclass_types: Iterable[type], **kwargs: Any):
+        super().__init__(dataclass_types, **kwargs)
+        self.hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `ValueError`."""
+        raise ValueError(message)
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """
+        Dataclasses from a command line, and from the YAML file that `--config` names. Flags win over the file.
+
+        Args:
+            args (`Iterable[str]`, *optional*):
+                Command line without the name of the script, by default the process's.
+            kwargs:
+                Further arguments of [`~transformers.HfArgumentParser.parse_args_into_dataclasses`].
+
+        Returns:
+            `tuple`: An instance of each dataclass.
+
+        Raises:
+            `ValueError`: If the command line or the file has a name that is no field, or a value that the field does not take.
+        """
+        path, argv = split_config(sys.argv[1:] if args is None else list(args))
+        if path is not None:
+            self.set_defaults_from(path)
+        return self.parse_args_into_dataclasses(argv, **kwargs)
+
+
 # Fields of TRL and transformers that `--help` lists
 _COMMON = """
     model_name_or_path output_dir max_steps learning_rate per_device_train_batch_size num_generations max_completion_length
@@ -219,18 +255,10 @@ class _HelpAll(argparse._HelpAction):
         parser.exit()
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Lists each flag in one spelling."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        flag = action.option_strings[0]
-        return flag if action.nargs == 0 else f"{flag} {self._format_args(action, 'VALUE')}"
-
-
-class TrainingParser(TrlParser):
+class TrainingParser(FieldsParser):
     """
-    [`~trl.TrlParser`] of a training command: its help has the method's own flags and the common ones, a line each, and all flags
-    with `--help-all`; negative numbers are values.
+    [`FieldsParser`] of a training command: its help has the method's own flags and the common ones, a line each, and all flags
+    with `--help-all`.
 
     Args:
         classes (`tuple`):
@@ -249,69 +277,38 @@ class TrainingParser(TrlParser):
             f"--model_name_or_path the command trains in the embedded world, with the settings of {default_config}."
         )
         usage = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
-        options = {"usage": usage, "description": description, "formatter_class": _HelpFormatter} | kwargs
-        super().__init__((*classes, ModelConfig), exit_on_error=False, **options)
-        self._negative_number_matcher = NEGATIVE_NUMBER
+        super().__init__((*classes, ModelConfig), **{"usage": usage, "description": description} | kwargs)
         self.add_argument("--help-all", "--help_all", action=_HelpAll, dest=argparse.SUPPRESS, help="list all flags")
         if not torch.accelerator.is_available():
             self.set_defaults_with_config(use_cpu=True, bf16=False)
 
     def format_help(self, all_flags: bool = False) -> str:
-        """
-        The help.
-
-        Args:
-            all_flags (`bool`, *optional*, defaults to `False`):
-                Whether to list each flag in full, in a section for the method, one for the script, and one for each dataclass of
-                TRL and transformers, and not the method's, the script's and the common ones in a line each.
-
-        Returns:
-            `str`
-        """
-        script, config, model = self.dataclass_types
-        titles = {
-            config: f"{config.__name__}: the method",
-            script: "reward, prompts and tracking",
-            GRPOConfig: "GRPOConfig of TRL: sampling and updates",
-            model: "ModelConfig of TRL: loading the model",
-            TrainingArguments: "TrainingArguments of transformers",
-        }
-        # A field is listed with the most general of these classes that has it; in each, what a subclass adds comes first
-        owners = {each.name: cls for cls in titles for each in fields(cls)}
-        owners |= {each.name: cls for cls in (GRPOConfig, TrainingArguments) for each in fields(cls)}
-        bases = [base for cls in titles for base in cls.__mro__]
-        names = dict.fromkeys(name for base in bases for name in inspect.get_annotations(base))
-        actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
+        """The usage, and in a line each the flags of the method, of the script and the common ones; or all flags in full."""
+        if all_flags:
+            return super().format_help()
+        script, config, _ = self.dataclass_types
+        shared = {each.name for each in fields(GRPOConfig)}
+        # What a subclass adds comes first
+        own = {cls: [n for base in cls.__mro__ for n in inspect.get_annotations(base)] for cls in (config, script)}
         sections = {
-            title: [actions[name] for name in names if name in actions and owners[name] is cls]
-            for cls, title in titles.items()
+            f"{config.__name__}: the method": [name for name in own[config] if name not in shared],
+            "reward, prompts and tracking": own[script],
+            "common fields (`--help-all` lists all, in full)": _COMMON,
         }
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        if not all_flags:
-            own = {title: sections[title] for title in (titles[config], titles[script])}
-            common = {"common fields (`--help-all` lists all, in full)": [actions[name] for name in _COMMON]}
-            formatter._add_item(
-                "\n\n".join, [[_in_lines(title, each) for title, each in (own | common).items() if each]]
-            )
-            formatter._add_item(str, ["\n\n"])
-            sections = {}
-        for title, listed in sections.items():
-            formatter.start_section(title)
-            formatter.add_arguments(listed)
-            formatter.end_section()
-        formatter.add_text(self.epilog)
-        return formatter.format_help()
+        actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
+        width = max(shutil.get_terminal_size().columns, 80) - 2
+        texts = [textwrap.fill(text, width) for text in (self.description, self.epilog) if text]
+        listed = [
+            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], width)
+            for title, names in sections.items()
+            if names
+        ]
+        return "\n\n".join([self.format_usage().rstrip(), texts[0], *listed, *texts[1:]]) + "\n"
 
 
-def _in_lines(title: str, actions: list[argparse.Action]) -> str:
+def _in_lines(title: str, actions: list[argparse.Action], width: int) -> str:
     """A section of the short help: each flag, the first sentence of what it is, and its default if it has one, in a line."""
-    width, column = (
-        max(shutil.get_terminal_size().columns, 80) - 2,
-        2 + max(len(action.dest) for action in actions) + 2,
-    )
-    lines = [f"{title}:"]
+    column, lines = 4 + max(len(action.dest) for action in actions), [f"{title}:"]
     for action in actions:
         default = (
             "" if action.default is None else f" ({textwrap.shorten(str(action.default), 20, placeholder='...')})"
@@ -342,16 +339,18 @@ def parse(
         The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, the paths of the embedded world.
 
     Raises:
-        `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
-        `argparse.ArgumentError`: If a flag cannot be read.
+        `ValueError`: If arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
     """
-    argv = with_config(argv, default_config)
+    flags = {word.partition("=")[0].replace("-", "_") for word in argv}
+    if not flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}:
+        argv = ["--config", default_config, *argv]
     parser = TrainingParser(classes, default_config)
-    script_args, args, model_args = parse_fields(parser, argv, launcher_keys)
+    parser.others = launcher_keys
+    script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.train_batch_size is not None:
         steps = _accumulation(script_args.train_batch_size, args)
         argv = [*argv, "--gradient_accumulation_steps", str(steps)]
-        script_args, args, model_args = parse_fields(parser, argv, launcher_keys)
+        script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
         args.lr_scheduler_kwargs = {
@@ -397,54 +396,3 @@ def _decay_steps(ratio: float, args: Any) -> int:
             "set `lr_decay_ratio` to 0."
         )
     return max(round(ratio * args.max_steps), 1)
-
-
-def parse_fields(parser: TrlParser, argv: list[str] | None, launcher_keys: Collection[str] = ()) -> tuple[Any, ...]:
-    """
-    Dataclasses from a command line, and from the YAML file that `--config` names.
-
-    Args:
-        parser ([`~trl.TrlParser`]):
-            Parser of the dataclasses.
-        argv (`list[str]`, *optional*):
-            Command line without the name of the script, by default the process's.
-        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
-            Names that the file may also have, for the launcher.
-
-    Returns:
-        `tuple`: An instance of each dataclass.
-
-    Raises:
-        `ValueError`: If the command line or the file has a name that is no field.
-    """
-    argv = with_config(sys.argv[1:] if argv is None else argv)
-    known = [*(each.name for cls in parser.dataclass_types for each in fields(cls)), *launcher_keys]
-    if "--config" in argv:
-        place = argv.index("--config")
-        _set_defaults(parser, Path(argv[place + 1]), known, launcher_keys)
-        argv = argv[:place] + argv[place + 2 :]
-    *parsed, in_line = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    if in_line:
-        flag = next((text for text in in_line if text.startswith("--")), in_line[0]).partition("=")[0]
-        hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), [f"--{name}" for name in known])
-        raise ValueError(f"`{flag}` is no argument; remove it.{hint}")
-    return tuple(parsed)
-
-
-def _set_defaults(parser: TrlParser, path: Path, known: Collection[str], launcher_keys: Collection[str]) -> None:
-    """Makes what a YAML file has the defaults of the flags, as values that these would give, and sets the variables of its `env`."""
-    settings = read_yaml(path)
-    env = settings.pop("env", None) or {}
-    if not isinstance(env, dict):
-        raise ValueError(f"`{path}` has `env: {env}`, which must hold environment variables by name.")
-    os.environ |= {name: str(value) for name, value in env.items()}  # as TRL's parser does
-    hints = {name: hint for cls in parser.dataclass_types for name, hint in get_type_hints(cls).items()}
-    actions = {action.dest: action for action in parser._actions[::-1] if action.nargs != 0}  # no `--no_...`
-    for name, value in settings.items():
-        if name not in known:
-            raise unknown_name(f"`{path}`", name, value, known)
-        if name not in launcher_keys:
-            kind = {
-                key: each for key in ("type", "choices", "nargs") if (each := getattr(actions[name], key)) is not None
-            }
-            parser.set_defaults_with_config(**{name: from_file(path, name, value, kind, hints[name])})

@@ -3,20 +3,17 @@
 `TRAINING` names the commands that train, which `trl_repulse._commands.train` launches. `COMMANDS` names each of the
 others and its module, which is imported once the command is asked for and has a function `add_arguments(parser)` that
 declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them but
-`serve-reward`, which has sub-commands, takes `--config` as well.
+`serve-reward`, which has sub-commands, takes `--config` as well. The arguments of `gcg` are fields, as those of training are.
 """
 
 import argparse
-import io
-import os
-import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from trl_repulse import __version__
-from trl_repulse._commands._fields import add_config, with_config
+from trl_repulse._commands._fields import Parser, split_config
+from trl_repulse._commands._streams import keep_writing
 from trl_repulse._errors import describe_error, did_you_mean
 
 
@@ -42,57 +39,6 @@ COMMANDS = {
     "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
     "suggest": ("trl_repulse._commands.suggest", "sample from a model, and suggest settings to train it with"),
 }
-
-# What argparse takes for a number, not for an option; its own (Python 3.11) knows neither `-1e1` nor `-inf`
-NEGATIVE_NUMBER = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
-
-
-class Parser(argparse.ArgumentParser):
-    """
-    A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, not for options, and say which option
-    is the nearest to an unknown one.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._negative_number_matcher = NEGATIVE_NUMBER
-
-    def parse_known_args(self, args=None, namespace=None):
-        """As [`argparse.ArgumentParser.parse_known_args`], but unknown options end with a message here too."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            # Not their values: one may be an address with a key
-            flags = [text.partition("=")[0] for text in unknown if text.startswith("-")] or unknown
-            known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unrecognized arguments: {' '.join(flags)}.{did_you_mean(flags[0], known)}")
-        return namespace, unknown
-
-
-class _Stream(io.FileIO):
-    """A standard stream that loses what nobody reads any more, as where it was piped to `head`."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return len(data)
-
-
-def keep_writing() -> None:
-    """
-    Lets nothing that a command says end it: readers may leave, the shell may have closed a stream, and letters that the
-    locale lacks are written as escapes. Streams that a caller has put in place of Python's stay as they are.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-        elif stream is getattr(sys, f"__{name}__"):
-            stream.flush()
-            raw = _Stream(stream.fileno(), "w", closefd=False)
-            whole = raw if stream.write_through else io.BufferedWriter(raw)
-            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, io.TextIOWrapper(whole, stream.encoding, "backslashreplace", **options))
 
 
 def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
@@ -120,8 +66,12 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             import_module(module).add_arguments(subparser)
-            if "--config" not in subparser._option_string_actions and subparser._subparsers is None:
-                add_config(subparser, config)
+            if subparser._subparsers is None:
+                subparser.add_argument(
+                    "--config", metavar="FILE", help="YAML file with arguments by name; flags win over it"
+                )
+                if config is not None:
+                    subparser.set_defaults_from(config)
     return parser
 
 
@@ -148,13 +98,13 @@ def main(argv: list[str] | None = None) -> int:
             from ._commands.train import launch  # imports torch
 
             return launch(command, argv[1:])
+        if command == "gcg":
+            from ._commands.gcg import main as gcg  # imports TRL
+
+            return gcg(argv[1:])
         try:
-            argv = with_config(argv)
-            if argv.count("--config") > 1 or {"--co", "--con", "--conf"}.intersection(
-                arg.split("=")[0] for arg in argv
-            ):
-                raise ValueError("`--config` is to be given once, and in full.")
-            parser = build_parser(command, Path(argv[argv.index("--config") + 1]) if "--config" in argv else None)
+            config, argv = (None, argv) if command == "serve-reward" else split_config(argv)
+            parser = build_parser(command, config)
         except ValueError as error:  # of the file of `--config`
             print(f"trl-repulse {command}: {error}", file=sys.stderr)
             return 1

@@ -23,11 +23,11 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import embedded
 from ._checks import check_eval_batch, check_output_dir
+from ._commands._streams import keep_writing
 from ._errors import describe_error, from_reward
 from ._numbers import format_logs, kl_per_completion, with_unit
 from ._prompts import as_templates_read, check_template_variables
 from .arguments import TrainingScriptArguments
-from .cli import keep_writing
 from .configs.engine_config import without_secrets
 from .data import drop_long_prompts, load_prompts
 from .evaluation.before_after import BeforeAfterCallback

@@ -1,16 +1,20 @@
-"""Arguments of a sub-command from the fields of dataclasses, by name or from a YAML file."""
+"""The parser of all commands, and arguments that several of them have."""
 
 import argparse
 import json
 import os
-from dataclasses import fields
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 
-from .._errors import unknown_name
+from .._errors import did_you_mean, unknown_name
+
+
+# What argparse takes for a number, not for an option; its own (Python 3.11) knows neither `-1e1` nor `-inf`
+_NEGATIVE_NUMBER = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,25 +59,62 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def add_fields(parser: argparse.ArgumentParser, *classes: type) -> None:
+class Parser(argparse.ArgumentParser):
     """
-    Declares `--config`, and an argument for each field; those not given are left out of the parsed arguments.
+    A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, take names in full alone, answer an unknown one
+    with the nearest, and read a YAML file as they read flags.
+    """
 
-    Args:
-        parser (`argparse.ArgumentParser`):
-            The sub-command's parser.
-        classes (`type`):
-            Dataclasses whose fields have a `help` in their metadata, and default values.
-    """
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file with arguments by name; flags win over it"
-    )
-    for cls in classes:
-        hints, group = get_type_hints(cls), parser.add_argument_group(cls.__name__)
-        for field in fields(cls):
-            default = "" if field.default is None else f" ({field.default})"
-            text = f"{field.metadata['help']}{default}".replace("%", "%%")
-            group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+        self._negative_number_matcher = _NEGATIVE_NUMBER
+        # Names that are arguments of a launcher, not of this parser
+        self.others: Collection[str] = ()
+        # Types of arguments that are fields: these take `None`, and lists and mappings as they are. Elsewhere `null` leaves one out
+        self.hints: Mapping[str, Any] | None = None
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As [`argparse.ArgumentParser.parse_known_args`], but unknown options end with a message here too."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            # Not its value, which may be an address with a key
+            flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
+            known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
+            hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), known)
+            self.error(f"`{flag}` is no argument; remove it.{hint}")
+        return namespace, unknown
+
+    def set_defaults_from(self, path: Path) -> None:
+        """
+        Makes what a YAML file has the defaults of the arguments, as the values that flags would give.
+
+        Args:
+            path (`Path`):
+                YAML file with arguments by the names of their flags; those without a flag by `folders`, `output` and the like.
+
+        Raises:
+            `ValueError`: If the file cannot be read, or has other names, or values that an argument does not take.
+        """
+        # A field's `--no_...` is no name of its own
+        actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
+        named = {(action.option_strings or [action.dest])[0].lstrip("-"): action for action in actions}
+        known = [*named.keys() - {"h", "help", "help-all", "config"}, *self.others]
+        for name, value in read_yaml(path).items():
+            if name == "env" and self.hints is not None:  # variables of the environment, as TRL's parser reads them
+                if not isinstance(value, dict | None):
+                    raise ValueError(f"`{path}` has `env: {value}`, which must hold environment variables by name.")
+                os.environ |= {key: str(each) for key, each in (value or {}).items()}
+                continue
+            if name not in known:
+                raise unknown_name(f"`{path}`", name, value, known)
+            if name in self.others or (value is None and self.hints is None):
+                continue
+            action = named[name]
+            parsed = _from_file(path, name, value, action, (self.hints or {}).get(name))
+            action.required = False
+            self.set_defaults(
+                **{action.dest: _Replaced(parsed) if isinstance(action, argparse._AppendAction) else parsed}
+            )
 
 
 def add_prompts(group: Any, required: bool) -> None:
@@ -111,68 +152,6 @@ def add_reward(group: Any) -> None:
     )
 
 
-def read_fields(args: argparse.Namespace, *classes: type) -> list[Any]:
-    """
-    The dataclasses, from the file that `--config` names and the flags.
-
-    Args:
-        args (`argparse.Namespace`):
-            What was parsed.
-        classes (`type`):
-            The dataclasses declared.
-
-    Returns:
-        `list`: an instance of each.
-
-    Raises:
-        `ValueError`: If the file cannot be read or has other names, or a dataclass refuses a value.
-    """
-    values: dict[str, Any] = {}
-    known = {field.name for cls in classes for field in fields(cls)}
-    if args.config is not None:
-        hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
-        for name, value in _read_file(args.config, known).items():
-            values[name] = from_file(args.config, name, value, _kind(hints[name]), hints[name])
-    values |= {name: value for name, value in vars(args).items() if name in known}
-    return [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
-
-
-def add_config(parser: argparse.ArgumentParser, path: Path | None) -> None:
-    """
-    Declares `--config`, and makes what its file says the defaults of the other arguments.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            The sub-command's parser, with its arguments.
-        path (`Path`, *optional*):
-            YAML file with arguments by the names of their flags; those without a flag by `folders`, `output` and the like.
-
-    Raises:
-        `ValueError`: If the file cannot be read, or has other names, or values that an argument does not take.
-    """
-    actions = {(action.option_strings or [action.dest])[-1].lstrip("-"): action for action in parser._actions}
-    del actions["help"]
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file with arguments by name; flags win over it"
-    )
-    for name, value in ({} if path is None else _read_file(path, set(actions))).items():
-        action = actions[name]
-        if value is None:
-            continue
-        kind: dict[str, Any] = {"type": action.type or str}
-        if action.choices is not None:
-            kind["choices"] = action.choices
-        elif action.nargs == 0:
-            kind["type"] = parse_boolean
-        elif action.nargs is not None or isinstance(action, argparse._AppendAction):
-            kind["nargs"] = "+"
-        action.required = False
-        parsed = from_file(path, name, value, kind)
-        parser.set_defaults(
-            **{action.dest: _Replaced(parsed) if isinstance(action, argparse._AppendAction) else parsed}
-        )
-
-
 class _Replaced(list):
     """The default of a flag that appends: argparse copies it before the first flag is appended, and flags win over the file."""
 
@@ -180,54 +159,31 @@ class _Replaced(list):
         return []
 
 
-def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
-    """What a YAML file says, if it is of arguments alone."""
-    values = read_yaml(path)
-    for name, value in values.items():
-        if name not in known:
-            raise unknown_name(f"`{path}`", name, value, known)
-    return values
-
-
-def from_file(path: Path, name: str, value: Any, kind: dict[str, Any], hint: Any = None) -> Any:
-    """
-    A value of a YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text.
-
-    Args:
-        path (`Path`), name (`str`), value:
-            The file, the name there, and what stands behind it.
-        kind (`dict`):
-            What argparse knows of the flag: `type`, `choices` and `nargs`.
-        hint (`type`, *optional*):
-            The field's type, which may take `None`, and lists and mappings as they are.
-
-    Returns:
-        The value.
-
-    Raises:
-        `ValueError`: If the flag does not take it.
-    """
-    several, types = kind.get("nargs") == "+", get_args(hint)
-    taken = {get_origin(each) or each for each in types} - (
-        {list} if several else set()
-    )  # of a list, each value is read
+def _from_file(path: Path, name: str, value: Any, action: argparse.Action, hint: Any) -> Any:
+    """A value of a YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text, and `off` for false."""
+    several = action.nargs not in (None, 0, "?") or isinstance(action, argparse._AppendAction)
+    # Of a list, each value is read
+    taken = {get_origin(each) or each for each in get_args(hint)} - ({list} if several else set())
     if type(value) in taken & {list, dict, type(None)}:
         return value
-    if "choices" in kind:
-        if isinstance(value, bool):  # YAML takes `off` and `no` for false
+    if action.choices is not None:
+        if isinstance(value, bool):
             words = ("on", "yes", "true") if value else ("off", "no", "false")
-            value = next((word for word in words if word in kind["choices"]), value)
-        if value not in kind["choices"]:
-            choices = ", ".join(map(str, kind["choices"]))
+            value = next((word for word in words if word in action.choices), value)
+        if value not in action.choices:
+            choices = ", ".join(map(str, action.choices))
             raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {choices}.")
         return value
+    kind: Any = parse_boolean if action.nargs == 0 else action.type or str
 
     def parse(each: Any) -> Any:
-        if isinstance(each, dict) and kind["type"] is parse_object:
+        if isinstance(each, list) and isinstance(action, argparse._AppendAction) and action.nargs is not None:
+            return [parse(part) for part in each]
+        if isinstance(each, dict) and kind is parse_object:
             return each
         if isinstance(each, list | dict):
             raise ValueError("it takes plain values, such as numbers or text")
-        return kind["type"](str(each))
+        return kind(str(each))
 
     if isinstance(value, list) and not several:
         raise ValueError(f"`{path}` has `{name}: {value}`, which takes one value; give it without the brackets.")
@@ -236,22 +192,6 @@ def from_file(path: Path, name: str, value: Any, kind: dict[str, Any], hint: Any
         return [parse(each) for each in values] if several else parse(value)
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise ValueError(f"`{path}` has `{name}: {value}`, which cannot be read ({error}).") from error
-
-
-def _kind(hint: Any) -> dict[str, Any]:
-    """What argparse has to know of a type."""
-    if get_origin(hint) in (Union, UnionType):  # `Literal[...] | None` is the former
-        options = [option for option in get_args(hint) if option is not type(None)]
-        if dict in options:
-            return {"type": parse_object, "metavar": "JSON"}
-        (hint,) = options
-    if get_origin(hint) is Literal:
-        return {"choices": get_args(hint)}
-    if get_origin(hint) is list:
-        return {"type": get_args(hint)[0], "nargs": "+"}
-    if hint is bool:
-        return {"type": parse_boolean, "nargs": "?", "const": True, "metavar": "true|false"}
-    return {"type": hint}
 
 
 def parse_boolean(value: str) -> bool:
@@ -298,30 +238,30 @@ def check_output(path: Path | None, flag: str = "--output") -> None:
         raise ValueError(f"`{flag} {path}` {fault}.")
 
 
-def with_config(argv: list[str], default_config: str | None = None) -> list[str]:
+def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     """
-    A command line with `--config FILE` as TRL's parser finds it: in two words.
+    The file that `--config` names, and the command line without it.
 
     Args:
         argv (`list[str]`):
             Command line without the name of the script.
-        default_config (`str`, *optional*):
-            File to add where `--config`, `--model_name_or_path` and `--help` are missing.
 
     Returns:
-        `list[str]`: The command line.
+        `tuple`: The path, or `None`, and the other words.
 
     Raises:
-        `ValueError`: If no file follows `--config`, or it cannot be read.
+        `ValueError`: If no file follows `--config`, or it is there twice.
     """
-    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    if argv[-1:] == ["--config"]:
-        raise ValueError("`--config` needs the path of a YAML file behind it.")
-    for path in (argv[place + 1] for place, arg in enumerate(argv) if arg == "--config"):
-        read_yaml(Path(path))  # which has what is wrong of the file said once, before processes are launched
-    # argparse also takes `--model-name-or-path`, and the beginnings of its name that no other flag has
-    flags = [arg.split("=")[0].replace("-", "_") for arg in argv]
-    given = {"__config", "_h", "__help", "__help_all"}.intersection(flags) or any(
-        flag.startswith("__model_n") for flag in flags
-    )
-    return argv if given or default_config is None else ["--config", default_config, *argv]
+    path, rest, words = None, [], iter(argv)
+    for word in words:
+        flag, has_value, value = word.partition("=")
+        if flag != "--config":
+            rest.append(word)
+            continue
+        if path is not None:
+            raise ValueError("`--config` is to be given once.")
+        value = value if has_value else next(words, "")
+        if not value:
+            raise ValueError("`--config` needs the path of a YAML file behind it.")
+        path = Path(value)
+    return path, rest

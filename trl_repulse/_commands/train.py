@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .. import embedded
 from .._errors import describe_error
-from ._fields import read_yaml, with_config
+from ._fields import read_yaml, split_config
 
 
 # Options of the launcher that training has too, or that have no use here
@@ -48,9 +47,9 @@ def launch(command: str, argv: list[str]) -> int:
     """
     prog = f"trl-repulse {command}"
     try:
-        argv = with_config(argv)
-        all_flags = not {"--help-all", "--help_all"}.isdisjoint(argv)
-        if all_flags or not {"-h", "--help"}.isdisjoint(argv):
+        path, rest = split_config(argv)
+        settings = {} if path is None else read_yaml(path)
+        if not {"-h", "--help", "--help-all", "--help_all"}.isdisjoint(rest):
             # transformers (5.23) imports an installed PEFT beside its arguments, half of the time until the help is there
             hidden = "transformers" not in sys.modules and "peft" not in sys.modules
             if hidden:
@@ -62,13 +61,13 @@ def launch(command: str, argv: list[str]) -> int:
                     del sys.modules["peft"]
 
             parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
-            parser.set_defaults_with_config(**_settings(argv))
-            print(parser.format_help(all_flags), end="")
+            parser.set_defaults_with_config(**settings)
+            print(parser.format_help(not {"--help-all", "--help_all"}.isdisjoint(rest)), end="")
             return 0
         logging.getLogger("accelerate.commands.launch").setLevel(
             logging.ERROR
         )  # its notice is about `accelerate launch`
-        launch_command(_parse_launch(prog, [command, *argv]))
+        launch_command(_parse_launch(prog, [command, *argv], settings))
     except (KeyboardInterrupt, SignalException):
         _wait_for_processes()
         return 130
@@ -87,14 +86,14 @@ def _wait_for_processes() -> None:
         process.send_signal(signal.SIGINT)
 
 
-def _parse_launch(prog: str, argv: list[str]) -> argparse.Namespace:
+def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argparse.Namespace:
     """Arguments of `accelerate launch`: those of the line and the file that are its own, this module, and the rest."""
     parser = launch_command_parser()
     parser.prog, parser.usage = prog, "%(prog)s [--config FILE] [--FLAG VALUE ...]"
     parser.add_argument("--accelerate_config", dest="config_file", help="As `--config_file`; the name that `trl` has.")
     options = _options(parser)
     forwarded, rest = [], []
-    for name, value in _settings(argv).items():
+    for name, value in settings.items():
         option = options.get(f"--{name}")
         if option is not None and (option.nargs != 0 or value):
             forwarded += [f"--{name}"] if option.nargs == 0 else [f"--{name}", str(value)]
@@ -112,11 +111,6 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """The launcher's own flags."""
     actions = [action for action in parser._actions if action.dest not in _NOT_FORWARDED]
     return {flag: action for action in actions for flag in action.option_strings if flag.startswith("--")}
-
-
-def _settings(argv: list[str]) -> dict[str, Any]:
-    """What the file of `--config` has."""
-    return read_yaml(Path(argv[argv.index("--config") + 1])) if "--config" in argv else {}
 
 
 if __name__ == "__main__":
