@@ -112,7 +112,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max_request_bytes", default=2**24, help="most bytes of a request (%(default)s)", **limit)
     group.add_argument("--max_connections", default=64, help="most connections at a time (%(default)s)", **limit)
     group.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for a request to arrive (%(default)s)"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="that an idle connection is kept (%(default)s)"
     )
     group.add_argument(
         "--allow_origin",
