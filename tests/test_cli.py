@@ -1,6 +1,6 @@
 """The console command, in a process of its own where it serves."""
 
-import dataclasses
+import json
 import os
 import signal
 import socket
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_repulse import __version__, rewards
-from trl_repulse._commands.serve_reward import _MODEL, KINDS
+from trl_repulse import __version__
 from trl_repulse._errors import EXTRAS, describe_error
 from trl_repulse.cli import COMMANDS, TRAINING, build_parser, main
 from trl_repulse.rewards import RemoteReward, SequencePairReward
@@ -75,12 +74,13 @@ def end(process, number):
 def test_a_reward_served_by_the_command_is_the_reward(launch, tmp_path):
     path, _ = save_model(tmp_path / "judge", "deberta", build_tokenizer("pair"))
     expected = SequencePairReward(path, device="cpu", max_length=9, name="kind")(QUESTIONS, ANSWERS)
-    options = ["--device", "cpu", "--max_length", "9", "--name", "kind", "--max_batch_size", "2"]
-    process, url = launch("pair", path, *options)
+    kwargs = json.dumps({"device": "cpu", "max_length": 9, "name": "kind"})
+    reward = ["--reward_type", "sequence_pair", "--reward_model_path", path, "--reward_kwargs", kwargs]
+    process, url = launch(*reward, "--max_batch_size", "2")
     assert RemoteReward(url, batch_size=2)(QUESTIONS, ANSWERS) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     uncut = SequencePairReward(path, device="cpu")(QUESTIONS, ANSWERS)
     assert expected != pytest.approx(uncut, rel=1e-4, abs=1e-5)  # the control: the option mattered
-    with pytest.raises(ValueError, match="more than the 2 of a request"):
+    with pytest.raises(ValueError, match="more than 2; send fewer"):
         RemoteReward(url)(QUESTIONS, ANSWERS)
     end(process, signal.SIGINT)
     with pytest.raises(ConnectionError):
@@ -96,7 +96,7 @@ def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_pat
         "    time.sleep(1)\n"
         "    return [len(q) + 100 * len(x) for q, x in zip(queries, labels)]\n"
     )
-    process, url = launch("function", f"{file}:slow")
+    process, url = launch("--reward_type", f"{file}:slow")
     results = []
     reward = RemoteReward(url, retries=0, label_column="answer")
     asking = threading.Thread(target=lambda: results.append(reward(["a"], ["bc"], answer=["xx"])))
@@ -118,7 +118,7 @@ def test_a_second_signal_does_not_wait_for_answers(launch, tmp_path):
         f"    pathlib.Path({str(started)!r}).touch()\n"
         "    time.sleep(100)\n"
     )
-    process, url = launch("function", f"{file}:stuck")
+    process, url = launch("--reward_type", f"{file}:stuck")
     asking = threading.Thread(
         target=lambda: pytest.raises(ConnectionError, RemoteReward(url, retries=0), ["a"], ["b"])
     )
@@ -141,7 +141,7 @@ def test_a_second_signal_does_not_wait_for_answers(launch, tmp_path):
 def test_a_server_with_a_token(launch, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def f(completions): return [float(len(c)) for c in completions]")
     monkeypatch.setenv("REWARD_TOKEN", "geheim")
-    process, url = launch("function", f"{tmp_path}/mine.py:f", "--token_variable", "REWARD_TOKEN")
+    process, url = launch("--reward_type", f"{tmp_path}/mine.py:f", "--token_variable", "REWARD_TOKEN")
     assert RemoteReward(url, token_variable="REWARD_TOKEN")(["a"], ["bc"]) == [2.0]
     with pytest.raises(ValueError, match="status 401"):
         RemoteReward(url)(["a"], ["bc"])
@@ -152,36 +152,16 @@ def test_a_port_that_is_taken(capsys, tmp_path):
     (tmp_path / "mine.py").write_text("def f(completions): return [0.0] * len(completions)")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve-reward", "function", f"{tmp_path}/mine.py:f", "--port", port]) == 1
+        assert main(["serve-reward", "--reward_type", f"{tmp_path}/mine.py:f", "--port", port]) == 1
     error = capsys.readouterr().err
     assert error.startswith("trl-repulse serve-reward: ") and "in use" in error and error.count("\n") == 1
 
 
 def test_without_the_extra(capsys, monkeypatch):
     monkeypatch.setattr("trl_repulse.rewards.server.find_spec", lambda name: None)
-    assert main(["serve-reward", "pair", "/no/such/model"]) == 1
+    assert main(["serve-reward", "--reward_type", "chat", "--reward_model_path", "/no/such/model"]) == 1
     error = capsys.readouterr().err
     assert 'pip install "trl-repulse[serve]"' in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_argument_of_a_reward_class_is_an_option(kind):
-    cls, _, options = KINDS[kind]
-    fields = {field.name for field in dataclasses.fields(getattr(rewards, cls)) if field.name != "_"}
-    assert set(options | _MODEL) == fields - {"model"}
-
-
-def parse(*arguments):
-    return build_parser("serve-reward").parse_args(["serve-reward", *arguments])
-
-
-def test_options():
-    args = parse("toxicity", "m", "--label", "toxic", "--negate", "--include_prompt", "false", "--dtype", "float32")
-    assert (args.label, args.negate, args.include_prompt, args.dtype) == ("toxic", True, False, "float32")
-    assert "output" not in args and (args.host, args.port) == ("127.0.0.1", 5000)
-    args = parse("guard", "m", "--leads", "", "\n", "--chat_template_kwargs", '{"a": 1}', "--drop_system")
-    assert (args.leads, args.chat_template_kwargs, args.drop_system) == (["", "\n"], {"a": 1}, True)
-    assert parse("pair", "m", "--label", "1").label == 1
 
 
 @pytest.mark.parametrize(
@@ -189,13 +169,9 @@ def test_options():
     [
         ([], "arguments are required: COMMAND"),
         (["fly"], "there is no command `fly`"),
-        (["serve-reward"], "arguments are required: KIND"),
-        (["serve-reward", "ppl", "m"], "invalid choice: 'ppl'"),
-        (["serve-reward", "chat"], "arguments are required: MODEL"),
-        (["serve-reward", "chat", "m", "--negate"], "`--negate` is no argument"),
-        (["serve-reward", "toxicity", "m", "--negate", "maybe"], "'maybe' is neither true nor false"),
-        (["serve-reward", "chat", "m", "--chat_template_kwargs", "[1]"], "'[1]' is no JSON object"),
-        (["serve-reward", "chat", "m", "--chat_template_kwargs", "{"], "'{' is not JSON"),
+        (["serve-reward", "--negate"], "`--negate` is no argument"),
+        (["serve-reward", "--reward_kwargs", "[1]"], "'[1]' is no JSON object"),
+        (["serve-reward", "--reward_kwargs", "{"], "'{' is not JSON"),
     ],
 )
 def test_wrong_arguments(capsys, arguments, message):
@@ -207,9 +183,10 @@ def test_wrong_arguments(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["function", "none.py:f"], "There is no file `"),
-        (["function", "none"], "named as 'path/to/file.py:function'"),
-        (["pair", "/no/such/model"], "/no/such/model"),
+        ([], "`--reward_type` is needed"),
+        (["--reward_type", "none.py:f"], "There is no file `"),
+        (["--reward_type", "ppl"], "`reward_type='ppl'` is not one of"),
+        (["--reward_type", "sequence_pair", "--reward_model_path", "/no/such/model"], "/no/such/model"),
     ],
 )
 def test_a_reward_that_cannot_be_served(capsys, arguments, message):
@@ -241,7 +218,7 @@ def test_what_is_no_number_is_an_option(capsys):
 def test_help_and_version(capsys):
     for arguments, expected in (
         (["--help"], [*TRAINING, *COMMANDS]),
-        (["serve-reward", "--help"], [*KINDS, "function"]),
+        (["serve-reward", "--help"], ["--reward_type", "--max_batch_size", "--config"]),
         (["--version"], [f"trl-repulse {__version__}"]),
     ):
         with pytest.raises(SystemExit) as exit:
@@ -355,7 +332,7 @@ def test_the_file_is_named_once_and_in_full(tmp_path, capsys):
     assert "`--conf` is no argument; remove it. Did you mean `--config`?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("gcg", "serve-reward")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "gcg"])
 def test_what_is_missing_in_a_file_is_asked_for(tmp_path, capsys, name):
     """An empty file leaves required arguments required."""
     (tmp_path / "a.yaml").write_text("")

@@ -2,8 +2,8 @@
 
 `TRAINING` names the commands that train, which `trl_repulse._commands.train` launches. `COMMANDS` names each of the
 others and its module, which is imported once the command is asked for and has a function `add_arguments(parser)` that
-declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them but
-`serve-reward`, which has sub-commands, takes `--config` as well. The arguments of `gcg` are fields, as those of training are.
+declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them takes
+`--config` as well. The arguments of `gcg` are fields, as those of training are.
 """
 
 import argparse
@@ -66,12 +66,11 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             import_module(module).add_arguments(subparser)
-            if subparser._subparsers is None:
-                subparser.add_argument(
-                    "--config", metavar="FILE", help="YAML file with arguments by name; flags win over it"
-                )
-                if config is not None:
-                    subparser.set_defaults_from(config)
+            subparser.add_argument(
+                "--config", metavar="FILE", help="YAML file with arguments by name; flags win over it"
+            )
+            if config is not None:
+                subparser.set_defaults_from(config)
     return parser
 
 
@@ -103,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 
             return gcg(argv[1:])
         try:
-            config, argv = (None, argv) if command == "serve-reward" else split_config(argv)
+            config, argv = split_config(argv)
             parser = build_parser(command, config)
         except ValueError as error:  # of the file of `--config`
             print(f"trl-repulse {command}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`trl-repulse serve-reward`: one of the reward classes, or a function from a file, behind HTTP."""
+"""`trl-repulse serve-reward`: a reward behind HTTP."""
 
 import argparse
 import logging
@@ -7,75 +7,9 @@ import sys
 import threading
 from typing import Any
 
-from .. import rewards
 from ..rewards.server import RewardServer, check_installed
-from ._fields import parse_boolean, parse_object
+from ._fields import add_reward
 
-
-Options = dict[str, dict[str, Any]]
-
-
-def _label(value: str) -> int | str:
-    return int(value) if value.isdecimal() else value
-
-
-def _switch(text: str) -> dict[str, Any]:
-    return {"type": parse_boolean, "nargs": "?", "const": True, "metavar": "true|false", "help": text}
-
-
-# Options are the arguments of the reward classes, by their names; those not given keep the class's default
-_MODEL: Options = {
-    "batch_size": {"type": int, "help": "texts of one forward pass (16)"},
-    "dtype": {"help": "precision of the weights, e.g. bfloat16 (that of the checkpoint)"},
-    "device": {"help": "where the model runs (the accelerator if there is one)"},
-    "trust_remote_code": _switch("run Python code that comes with the model"),
-    "revision": {"help": "branch, tag or commit on the Hub"},
-    "name": {"help": "name of the reward (the last part of MODEL)"},
-}
-_CLASSIFIER: Options = {"label": {"type": _label, "help": "label whose logit is the reward, a number or a name"}}
-_CHAT: Options = {
-    "chat_template_kwargs": {
-        "type": parse_object,
-        "metavar": "JSON",
-        "help": "further variables of the chat template",
-    },
-    "drop_system": _switch("leave out system messages"),
-}
-_CUT: Options = {"max_length": {"type": int, "help": "tokens of a text; longer ones are cut"}}
-# Kind -> class, what it reads, options
-KINDS: dict[str, tuple[str, str, Options]] = {
-    "pair": (
-        "SequencePairReward",
-        "sequence classifier of a question and its answer",
-        {
-            **_CLASSIFIER,
-            **_CUT,
-            "question": {"choices": ("last", "conversation"), "help": "what is the question in a conversation (last)"},
-        },
-    ),
-    "chat": ("ChatReward", "sequence classifier with a chat template", {**_CLASSIFIER, **_CHAT}),
-    "guard": (
-        "GuardReward",
-        'language model that answers "safe" or "unsafe"',
-        {
-            **_CHAT,
-            "safe": {"help": "the verdict on good texts (safe)"},
-            "unsafe": {"help": "the verdict on bad texts (unsafe)"},
-            "leads": {"nargs": "+", "help": "white space that may come before the verdict"},
-        },
-    ),
-    "toxicity": (
-        "ToxicityReward",
-        "sequence classifier of a whole text",
-        {
-            **_CLASSIFIER,
-            **_CUT,
-            "output": {"choices": ("logit", "log_odds"), "help": "what the reward is (logit)"},
-            "negate": _switch("change the sign, for a label that says what is bad"),
-            "include_prompt": _switch("whether the text begins with the prompt (true)"),
-        },
-    ),
-}
 
 # Arguments of the server
 _SERVER = (
@@ -85,23 +19,8 @@ _SERVER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares a sub-command for each kind of reward, with the arguments of its class and of the server."""
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for kind, (cls, summary, options) in KINDS.items():
-        subparser = kinds.add_parser(kind, help=summary, description=f"Serve `{cls}`: a {summary}.")
-        subparser.add_argument("model", metavar="MODEL", help="path or Hub id of the model and its tokenizer")
-        group = subparser.add_argument_group("reward")
-        for name, settings in (options | _MODEL).items():
-            group.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings)
-        _add_server_arguments(subparser)
-    summary = "function in a Python file"
-    subparser = kinds.add_parser("function", help=summary, description=f"Serve a {summary}, which is run.")
-    subparser.add_argument("function", metavar="FILE:FUNCTION", help="e.g. my_rewards.py:short_answers")
-    _add_server_arguments(subparser)
-    parser.set_defaults(run=run)
-
-
-def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    add_reward(parser.add_argument_group("reward"))
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of them (%(default)s)"
@@ -125,6 +44,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token_variable", metavar="NAME", help="environment variable with a bearer token that requests must have"
     )
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         check_installed()
-        if args.kind == "function":
-            reward = rewards.load_reward_function(args.function, label_column="labels")
-        else:
-            cls, _, options = KINDS[args.kind]
-            given = {name: value for name, value in vars(args).items() if name in options | _MODEL}
-            reward = getattr(rewards, cls)(args.model, **given)
+        if args.reward_type is None:
+            raise ValueError("`--reward_type` is needed; give a kind of reward, or `path/to/file.py:function`.")
+        from ..rewards.loading import load_reward
+
+        labels = {"label_column": "labels"} if ".py:" in args.reward_type else {}
+        reward = load_reward(args.reward_type, args.reward_model_path, **labels, **args.reward_kwargs)
         server = RewardServer(reward, **{name: getattr(args, name) for name in _SERVER})
     except (ValueError, OSError, OverflowError, ImportError) as error:
         print(f"trl-repulse serve-reward: {error}", file=sys.stderr)
