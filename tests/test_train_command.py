@@ -159,7 +159,7 @@ def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
 def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
     """Nor PEFT, which does; and it says what it says where both have been imported."""
     monkeypatch.setenv("COLUMNS", "100")
-    heavy = ("peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
+    heavy = ("datasets", "peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
     code = "import sys; from trl_repulse.cli import main; main(['repulse', '--help']); "
     code += f"sys.exit(', '.join(name for name in {heavy} if sys.modules.get(name)) or None)"
     done = run(sys.executable, "-c", code, cwd=tmp_path)

@@ -5,15 +5,18 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from datasets import Dataset, IterableDataset, Value
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
 logger = logging.get_logger(__name__)
+
 
 # What a template raises: by itself, or where an operation of its own fails. Transformers raises ValueError where there is none
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -131,7 +134,7 @@ def _is_message(message: Any) -> bool:
     return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
-def conversations(dataset: Dataset | IterableDataset | None) -> Iterator[Any]:
+def conversations(dataset: "Dataset | IterableDataset | None") -> Iterator[Any]:
     """
     The prompts of a data set that have to be checked one by one.
 
@@ -143,6 +146,8 @@ def conversations(dataset: Dataset | IterableDataset | None) -> Iterator[Any]:
         `Iterator`: its prompts in order. Nothing for a column of plain text, or where rows are made as they are read (a stream, a
         transform): these are checked batch by batch.
     """
+    from datasets import Dataset, Value  # not for the help of a command
+
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
     feature = dataset.features["prompt"]
