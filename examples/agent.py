@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import shop
 import torch
 from compare import by_method, format_table
 from transformers import PrinterCallback
+from worlds import shop
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.cli import Parser

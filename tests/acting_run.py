@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
-from examples import shop
+from examples.worlds import shop
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 
 from .distributed_support import leave, start

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from examples import shop
+from examples.worlds import shop
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 
 from .conftest import same_parameters

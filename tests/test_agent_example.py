@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import shop
+from examples.worlds import shop
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]

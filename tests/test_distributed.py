@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from transformers.integrations import is_deepspeed_available
 
-from examples import shop
+from examples.worlds import shop
 
 from . import distributed_ppo_run
 from .conftest import build_model

@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from examples import shop
+from examples.worlds import shop
 from trl_repulse import embedded
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.cli import TRAINING, main
