@@ -29,10 +29,10 @@ from safetensors import safe_open
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
+from examples.worlds import shop
 from tests.conftest import build_model, build_tokenizer, build_trainer, word_reward
 from tests.recorded import build_reward_model
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.embedded import shop
 
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers")
