@@ -39,6 +39,7 @@ def test_no_check_takes_the_limit_for_an_answer():
 
 @pytest.mark.slow
 def test_no_architecture_disagrees():
-    results = [line["result"] for line in sweep(NAMES)]
-    assert "**disagrees**" not in results
+    lines = sweep(NAMES)
+    results = [line["result"] for line in lines]
+    assert not [line for line in lines if line["result"] == "**disagrees**"]
     assert sum(result in ("agrees", "guarded") for result in results) > 140
