@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare import by_method, format_table
 from transformers import PrinterCallback
 from worlds import shop
+from worlds.results import by_method, format_table
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 from trl_repulse.cli import Parser

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from examples.worlds import results
 from trl_repulse import embedded
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.evaluation.exact import ExactEvaluator
@@ -23,6 +24,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def load_script():
     spec = importlib.util.spec_from_file_location("compare", EXAMPLES / "compare.py")
     module = importlib.util.module_from_spec(spec)
+    sys.path[:0] = [str(EXAMPLES)] * (str(EXAMPLES) not in sys.path)  # as for a script that is run there
     sys.modules["compare"] = module  # worker processes look its functions up by name
     spec.loader.exec_module(module)
     return module
@@ -35,7 +37,7 @@ def run_of(seed, log_prob_bad, reward=4.0):
 
 def test_intervals_against_a_table():
     # Student's 97.5 % quantiles in any table: 12.706 for one degree of freedom, 2.776 for four
-    mean_and_interval = load_script().mean_and_interval
+    mean_and_interval = results.mean_and_interval
     assert mean_and_interval([0.0, 2.0]) == pytest.approx((1.0, 12.706), abs=1e-3)
     mean, half = mean_and_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, half) == pytest.approx((3.0, 2.776 * math.sqrt(2.5 / 5)), abs=1e-3)
@@ -44,18 +46,18 @@ def test_intervals_against_a_table():
 
 
 def test_table_and_figure(tmp_path):
-    script, paths = load_script(), [tmp_path / f"{i}.json" for i in range(4)]
+    paths = [tmp_path / f"{i}.json" for i in range(4)]
     runs = [*(run_of(seed, -10.0 - 2 * seed) for seed in range(2)), run_of(2, None) | {"method": "B"}]
     for path, run in zip(paths, [*runs, run_of(3, -5.0, 4.1) | {"method": "C"}], strict=True):
         path.write_text(json.dumps(run))
-    methods = script.by_method(paths)
-    lines = script.format_table(methods).splitlines()
+    methods = results.by_method(paths)
+    lines = results.format_table(methods).splitlines()
     assert lines[2:] == [
         "| A | 1,000 | 4.00 | -11.00 ± 12.71 | – | 4.00 / -10.0, 4.00 / -12.0 |",
         "| B | 1,000 | 4.00 | – | – | 4.00 / – |",
         "| C | 1,000 | 4.10 | -5.00 | – | 4.10 / -5.0 |",
     ]
-    script.draw(methods, 4.04, tmp_path / "figure.png")
+    results.draw(methods, 4.04, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
