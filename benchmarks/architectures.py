@@ -91,7 +91,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": _LINEAR},
-    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # with more, its loops enlarge rounding a thousand times
+    "hrm_text": {
+        "num_layers_per_stack": 1,
+        "num_hidden_layers": 8,
+    },  # with more, its loops enlarge rounding a thousand times
     "kimi_linear": {"layer_types": _LINEAR, **_AS_MANY},
     "lfm2": {"layer_types": _CONV},
     "lfm2_moe": {"layer_types": _CONV},
