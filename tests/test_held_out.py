@@ -15,12 +15,9 @@ from transformers import DynamicCache, GPT2Config
 
 from benchmarks.held_out import build, evaluate, offline, run, table
 from benchmarks.held_out.build import TRAINING_PROMPTS, UNSEEN_PROMPTS, build_tokenizer, draw_prompts
-from benchmarks.held_out.candidates import CANDIDATES, with_candidate
 from benchmarks.held_out.grammar import split_tokens
 from benchmarks.held_out.widen import HOT_TEMPERATURE, names, widen
 from benchmarks.held_out.worlds import WORLDS
-from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 from trl_repulse.preferences import RewardedCompletion
 
 from .conftest import build_model
@@ -312,107 +309,3 @@ def test_factor_of_two_methods_is_welchs():
     # What both methods have in a world does not count
     shifted = table.factor([(a, b), (a + 3.0, b + 3.0)])
     assert shifted[0] == pytest.approx(value) and low < shifted[1] < shifted[2] < high
-
-
-def train_with(candidate, folder, **changes):
-    fields = {"proposal": "learned", "potential": "indicator", "alpha": 1.0, "alpha_normalization": "none"}
-    args = RePULSeConfig(
-        output_dir=str(folder),
-        bad_reward_threshold=-2.0,
-        max_completion_length=2,
-        **{"per_device_train_batch_size": 40, "num_generations": 10} | changes,
-        max_steps=4,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        **(fields if candidate in ("beside", "learned", "beside, ending") else {}),
-    )
-    trainer_class = RePULSeTrainer if candidate is None else with_candidate(RePULSeTrainer, candidate)
-    trainer = trainer_class(
-        model=policy_path(), reward_funcs=reward_model_path(), args=args, train_dataset=load_prompts()
-    )
-    trainer.train()
-    return trainer
-
-
-# Prompts whose samples are cut into units of one, and two updates a batch
-CUT = {"num_generations": 8, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "num_iterations": 2}
-
-
-@pytest.mark.parametrize("changes", [{}, CUT])
-def test_candidates_begin_with_the_packages_weights(tmp_path, changes):
-    ours, candidates = (train_with(name, tmp_path, **changes) for name in (None, "weights as in the package"))
-    for a, b in zip(ours.model.parameters(), candidates.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)  # rounding, which Adam enlarges
-
-
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_candidates_train(tmp_path, name):
-    trainer = train_with(name, tmp_path)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert len(logs) == 4 and max(log["negative/bad"] for log in logs) > 0
-    if name.startswith("memory"):
-        assert logs[-1]["memory/kept"] > 0
-    if name in ("beside", "learned", "beside, ending"):
-        assert logs[-1]["proposal/grad_norm"] > 0
-
-
-def test_the_memory_recalls_where_prompts_are_cut(tmp_path):
-    trainer = train_with("memory", tmp_path, **CUT)
-    kept = [len(known) for known in trainer._negative.found.values()]
-    assert max(kept) > 0 and max(kept) <= trainer._negative.slots
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-
-
-def test_candidates_push_the_same_weight():
-    bad = torch.tensor([[True, False, False, True, False], [False] * 5])
-    weights = torch.tensor([[0.75, 0.0, 0.0, 0.25, 0.0], [0.0] * 5])
-    log_w = torch.tensor([[-1.0, -torch.inf, -torch.inf, -2.0, -torch.inf], [-torch.inf] * 5])
-    for name, places in {"other hot samples": [2, 4], "other own samples": [1]}.items():
-        pushed = CANDIDATES[name].pushed(CANDIDATES[name].__new__(CANDIDATES[name]), weights, log_w, bad, 2)
-        assert pushed.sum(dim=1).tolist() == pytest.approx([1.0, 0.0])
-        assert pushed[0].nonzero().flatten().tolist() == places
-    centered = CANDIDATES["centered"].pushed(None, weights, log_w, bad, 2)
-    assert centered[0].tolist() == pytest.approx([0.25, -0.5, 0.0, 0.25, 0.0])
-    p_bad = (math.exp(-1) + math.exp(-2)) / 5
-    ending = CANDIDATES["ending"].pushed(CANDIDATES["ending"], weights, log_w, bad, 2)
-    assert ending.sum(dim=1).tolist() == pytest.approx([p_bad / (p_bad + 1e-4), 0.0])
-
-
-def test_memory_weighs_by_today_over_then():
-    memory = CANDIDATES["memory"].__new__(CANDIDATES["memory"])
-    memory.trainer = SimpleNamespace(model=SimpleNamespace(training=True), _log_mean=lambda *_: None)
-    memory.found = {}
-    batch = {
-        "prompt_ids": torch.tensor([[0, 7]]),
-        "prompt_mask": torch.tensor([[0, 1]]),
-        "completion_ids": torch.tensor([[[3, 4]]]),
-        "completion_mask": torch.tensor([[[1, 1]]]),
-        "rewards": torch.tensor([[0.0]]),
-        "proposal_completion_ids": torch.tensor([[[5, 6]]]),
-        "proposal_completion_mask": torch.tensor([[[1, 1]]]),
-        "proposal_rewards": torch.tensor([[-9.0]]),
-    }
-    now, hot, bad = torch.tensor([[-1.0, -6.0]]), torch.tensor([[-2.0, -3.0]]), torch.tensor([[False, True]])
-    log_m = math.log((math.exp(-6) + math.exp(-3)) / 2)
-    log_w = memory.log_weights(batch, now, hot, bad)
-    assert log_w[0].tolist() == pytest.approx([-math.inf, -6 - log_m])
-    (found,) = memory.found[7,].values()
-    assert found.ids.tolist() == [5, 6] and found.log_inverse_m == pytest.approx(-log_m)
-
-    # Found before, and nothing new: the policy makes it e times more rarely, then e^7 times, and it is forgotten
-    again = batch | {
-        "proposal_rewards": torch.tensor([[0.0, -9.0]]),
-        "recalled": torch.tensor([[math.nan, found.log_inverse_m]]),
-    }
-    for name in ("ids", "mask"):
-        again[f"proposal_completion_{name}"] = batch[f"proposal_completion_{name}"].repeat(1, 2, 1)
-    bad = torch.tensor([[False, False, True]])
-    for log_p, kept in ((-7.0, 1), (-14.0, 0)):
-        log_w = memory.log_weights(again, torch.tensor([[-1.0, -2.0, log_p]]), torch.zeros(1, 3), bad)
-        assert log_w[0].tolist() == pytest.approx([-math.inf, -math.inf, log_p - log_m])
-        assert len(memory.found[7,]) == kept

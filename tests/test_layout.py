@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPTNeoConfig, GPTNeoForCausalLM, set_seed
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.architectures import build
+from trl_repulse.generation._samplers import Sampler
 from trl_repulse.models._layout import Layout, longest_row
 from trl_repulse.trainers import _trl_bridge as bridge
 from trl_repulse.trainers._scoring import prepare_scoring, token_log_probs
@@ -34,7 +35,8 @@ def scores(model, count, gradient=True, temperature=None):
     rows = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
     with torch.set_grad_enabled(gradient):
         if temperature is not None:
-            found = token_log_probs(model, build_accelerator(), *rows, layout, temperature=temperature).tempered
+            samplers = [Sampler(temperature)]
+            found = token_log_probs(model, build_accelerator(), *rows, layout, samplers=samplers).by_samplers
             return found.view(UNITS, N, T)
         return token_log_probs(model, build_accelerator(), *rows, layout).log_p.view(UNITS, N, T)
 

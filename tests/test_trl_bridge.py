@@ -11,9 +11,10 @@ import transformers.trainer
 from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
+from trl_repulse.generation._samplers import Sampler
 from trl_repulse.models._layout import Layout
 from trl_repulse.trainers import _trl_bridge as bridge
-from trl_repulse.trainers._scoring import prepare_scoring, tempered_log_probs, token_log_probs
+from trl_repulse.trainers._scoring import prepare_scoring, sampler_log_probs, takes_bias, token_log_probs
 
 from .conftest import DEVICE, build_accelerator, build_model
 
@@ -149,21 +150,23 @@ def test_withheld_from_uploads(monkeypatch):
     assert list(kept) == ["config.json"]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_scores_at_another_temperature(tokenizer, architecture, temperature):
+def test_scores_by_other_samplers(tokenizer, architecture):
     model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
+    bias = torch.linspace(-2, 3, model.config.get_text_config().vocab_size, device=DEVICE)
+    samplers = [Sampler(), Sampler(1.7)] + [Sampler(bias=bias), Sampler(1.7, bias)] * takes_bias(model)
     bridge.add_fused_lm_head(model)
     prepare_scoring(model)
     ids = torch.randint(3, len(tokenizer), (2, 5), device=DEVICE)
     input_ids = torch.cat([ids.new_zeros(2, 3), ids, ids.new_zeros(2, 1)], dim=1)
     mask = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 0], device=DEVICE).expand(2, -1)
     with torch.no_grad():
-        logits = model(input_ids=ids).logits[:, :-1] / temperature
-    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -3:]
-    expected = torch.cat([expected, expected.new_zeros(2, 1)], dim=1)
+        logits = model(input_ids=ids).logits[:, :-1]
+    each = [logits, logits / 1.7, logits + bias, logits / 1.7 + bias][: len(samplers)]
+    log_p = [x.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -3:] for x in each]
+    expected = torch.cat([torch.stack(log_p, dim=-1), logits.new_zeros(2, 1, len(samplers))], dim=1)
     inputs = model, build_accelerator(), input_ids, mask, Layout(5, 4, 1)
-    one_pass = token_log_probs(*inputs, temperature=temperature)
-    for found in (one_pass.tempered, tempered_log_probs(*inputs, temperature)):
+    one_pass = token_log_probs(*inputs, samplers=samplers)
+    for found in (one_pass.by_samplers, sampler_log_probs(*inputs, samplers)):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert not found.requires_grad
-    assert one_pass.log_p.requires_grad and token_log_probs(*inputs).tempered is None
+    assert one_pass.log_p.requires_grad and token_log_probs(*inputs).by_samplers is None

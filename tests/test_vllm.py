@@ -22,6 +22,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import VLLMGenerator
+from trl_repulse.generation._samplers import Sampler
 
 from .conftest import BAD, word_reward
 from .distributed_support import free_port, launcher, run
@@ -209,24 +210,25 @@ def test_prompts_are_read_once(tokenizer, tmp_path, adapters):
     assert len(seen) > 5
 
 
-def test_one_call_draws_at_two_temperatures(tokenizer, tmp_path):
-    """The frequencies of first tokens are the model's, at each temperature."""
+def test_one_call_draws_by_two_samplers(tokenizer, tmp_path):
+    """The frequencies of first tokens are the model's, by each sampler."""
     accelerator = Accelerator(cpu=CPU)
     model = build("llama", tokenizer, tmp_path).to(accelerator.device)
     generator = VLLMGenerator({"policy": model}, tokenizer, accelerator, **OPTIONS | {"max_completion_length": 1})
     n = 4000
-    with generator.together("policy", (n, n), temperature=2.0):
-        own = generator.generate([PROMPTS[0]] * n)[1]
-    with generator.using("policy", temperature=2.0):
-        hot = generator.generate([PROMPTS[0]] * n)[1]
-    assert generator._ahead is None
     logits = model(torch.tensor([PROMPTS[0]], device=model.device)).logits[0, -1].detach().cpu()
-    for drawn, temperature in ((own, 1.0), (hot, 2.0)):
-        counts = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=len(logits))
-        probs = (logits / temperature).softmax(dim=-1)
-        z = (counts - n * probs) / (n * probs * (1 - probs)).sqrt()
-        assert z.abs().max() < 4.5, temperature
-        assert (counts / n - (logits / (3.0 - temperature)).softmax(dim=-1)).abs().max() > 0.02  # not the other one's
+    for other in (Sampler(2.0), Sampler(bias=torch.linspace(-2, 3, len(logits)))):
+        with generator.together("policy", (n, n), other):
+            own = generator.generate([PROMPTS[0]] * n)[1]
+        with generator.using("policy", sampler=other):
+            hot = generator.generate([PROMPTS[0]] * n)[1]
+        assert generator._ahead is None
+        for drawn, sampler, wrong in ((own, Sampler(), other), (hot, other, Sampler())):
+            counts = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=len(logits))
+            probs = sampler(logits).softmax(dim=-1)
+            z = (counts - n * probs) / (n * probs * (1 - probs)).sqrt()
+            assert z.abs().max() < 4.5
+            assert (counts / n - wrong(logits).softmax(dim=-1)).abs().max() > 0.02
 
 
 @pytest.mark.parametrize("kind", ["scales", "ranks", "gpt2", "checkpointed", "copies", "vocabulary"])

@@ -6,7 +6,7 @@ Trains and evaluates many runs in a held-out world, several at a time, and keeps
 
 A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
 completions, of the same number of prompts an update. With `bare: true` a method has its configuration's own defaults
-instead, and with `adapter: true` it trains a LoRA adapter. With `candidate` its negative term is one of `candidates.py`. Finished
+instead, and with `adapter: true` it trains a LoRA adapter. Finished
 runs are not repeated.
 """
 
@@ -93,10 +93,6 @@ def train(
     if method["trainer"] in offline.TRAINERS:
         return offline.train(world, method, seed, completions, folder)
     trainer_class, config_class = trainer_of(method["trainer"])
-    if "candidate" in method:
-        from .candidates import with_candidate
-
-        trainer_class = with_candidate(trainer_class, method["candidate"])
     drawn_by = 2 if method.get("draws_twice") else 1  # from a proposal too
     size = COMPLETIONS_PER_PROMPT // drawn_by
     fields = COMMON | {

@@ -352,11 +352,12 @@ def _check_no_proposal(args: Any) -> None:
 
 
 def _check_hot_policy(args: Any) -> None:
-    remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
-    require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
-    fits = not args.use_vllm or args.temperature * args.proposal_temperature <= 2.0
-    remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
-    require(args, fits, "proposal_temperature", remedy)
+    if args.proposal_temperature is not None:
+        remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
+        require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
+        fits = not args.use_vllm or args.proposal_temperature <= 2.0
+        remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
+        require(args, fits, "proposal_temperature", remedy)
     remedy = "does not go with `proposal='hot_policy'`; leave it at "
     require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
     require(args, not args.uniform_weights, "uniform_weights", f"{remedy}False")

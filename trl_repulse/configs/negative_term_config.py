@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .._rules_of_thumb import TEMPERATURE
 from ._checks import check_target_is_used
 from ._fields import KnownFields
 
@@ -14,7 +13,7 @@ _HOT_DEFAULTS = {
     "target_dist_beta": -10.0,
     "alpha": 1.0,
     "alpha_normalization": "none",
-    "proposal_temperature": TEMPERATURE,
+    "proposal_temperature": None,
 }
 _PAPERS_DEFAULTS = _HOT_DEFAULTS | {
     "potential": "tilted",
@@ -72,14 +71,15 @@ class NegativeTermConfig(KnownFields):
 
         proposal (`str`, *optional*, defaults to `"hot_policy"`):
             What finds the policy's bad outputs. `"hot_policy"`: the policy draws `num_proposal_generations` more completions a
-            prompt at `proposal_temperature`; these *hot* samples and its own serve the negative term together, weighed against
+            prompt, of which more are bad; these *hot* samples and its own serve the negative term together, weighed against
             their mixture, and only samples with a reward under `bad_reward_threshold` are pushed down.
             `"learned"`: a second model that learns to draw them, as in the paper. `"policy"`: the policy's own samples,
             weighted by the potential alone: no second sampling. The defaults of `alpha`, `alpha_normalization` and `potential`
             depend on it.
         proposal_temperature (`float`, *optional*):
-            Temperature of the hot samples, above 1; vLLM draws at temperatures up to 2. If `None`, 2 with
-            `proposal="hot_policy"`.
+            One temperature, above 1, at which hot samples are drawn; vLLM draws at temperatures up to 2. If `None`, they are drawn by
+            what helps most: the policy at temperature 1, 1.3, 1.6 or 2, or the policy with the logits of tokens raised that lower the
+            reward. The gain of each is measured as training goes by (`proposal/gain`).
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
@@ -162,13 +162,13 @@ class NegativeTermConfig(KnownFields):
     proposal: Literal["hot_policy", "learned", "policy"] = field(
         default="hot_policy",
         metadata={
-            "help": "What finds the policy's bad outputs: the policy at a higher temperature (`hot_policy`), a second model that "
+            "help": "What finds the policy's bad outputs: the policy, drawn so that more of them come (`hot_policy`), a second model that "
             "learns to (`learned`, as in the paper), or the policy's own samples, reweighted (`policy`)."
         },
     )
     proposal_temperature: float | None = field(
         default=None,
-        metadata={"help": "Temperature of the hot policy's extra samples, above 1. If unset, 2."},
+        metadata={"help": "One temperature, above 1, for the hot policy's extra samples. If unset, the run chooses."},
     )
     proposal_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the proposal. If `None`, `learning_rate`."}
@@ -223,10 +223,10 @@ class NegativeTermConfig(KnownFields):
 
     @property
     def draws_hot(self) -> bool:
-        """Whether the policy is drawn at a higher temperature in the place of a proposal."""
+        """Whether the policy itself is drawn in the place of a proposal, so that more of its samples are bad."""
         return bool(self.alpha) and self.proposal == "hot_policy"
 
     @property
     def draws_twice(self) -> bool:
-        """Whether a second set of completions is drawn, from a proposal or from the policy drawn hotter."""
+        """Whether a second set of completions is drawn, from a proposal or from the policy."""
         return self.has_proposal or self.draws_hot

@@ -1,76 +1,32 @@
-"""Two sets of completions in one call of `generate`: a model's own, and the same model's at another temperature."""
+"""Two sets of completions in one call of `generate`: a model's own, and others of the same model by another sampler."""
 
-import contextlib
-from collections.abc import Iterator
 from itertools import compress
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
-
-from .._adapters import base_of
-from ._prefill import generating_by
-
-
-class RowTemperatures(LogitsProcessor):
-    """
-    Divides each row's logits by a temperature of its own.
-
-    Args:
-        temperatures (`list[float]`):
-            One for each row of the batch.
-    """
-
-    def __init__(self, temperatures: list[float]):
-        self.temperatures = torch.tensor(temperatures).unsqueeze(1)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores / self.temperatures.to(scores)
-
-
-@contextlib.contextmanager
-def rows_at(model: nn.Module, temperatures: list[float]) -> Iterator[None]:
-    """
-    Context in which `model.generate` draws each row at a temperature of its own, on top of the configured one.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Model that is sampled from.
-        temperatures (`list[float]`):
-            One for each row of the batches that are drawn inside.
-    """
-    base = base_of(model)
-    generate = base.generate
-
-    def generate_at(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([RowTemperatures(temperatures)]))
-
-    with generating_by(base, generate_at):
-        yield
+from ._samplers import Sampler
 
 
 class Ahead:
     """
-    What is drawn at another temperature in the call that draws a trainer's own completions, kept until it is asked for.
+    What is drawn by another sampler in the call that draws a trainer's own completions, kept until it is asked for.
 
     Args:
         own, others (`int`):
             Neighbouring rows of a prompt that are the trainer's own, and how many of it are drawn beside them.
-        temperature (`float`):
-            Temperature of the others, relative to the trainer's.
+        sampler ([`Sampler`]):
+            What draws the others.
     """
 
-    def __init__(self, own: int, others: int, temperature: float):
-        self.own, self.others, self.temperature = own, others, temperature
+    def __init__(self, own: int, others: int, sampler: Sampler):
+        self.own, self.others, self.sampler = own, others, sampler
         self.prompts: list[list[int]] | None = None  # those of the others
         self.completions: Any = None
 
-    def widened(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
-        """The rows to draw, each prompt's own before its others, and their temperatures."""
+    def widened(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
+        """The rows to draw, each prompt's own before its others, and which are others."""
         blocks = [prompts[i : i + self.own] for i in range(0, len(prompts), self.own)]
         rows = [row for block in blocks for row in [*block, *[block[0]] * self.others]]
-        return rows, ([1.0] * self.own + [self.temperature] * self.others) * len(blocks)
+        return rows, ([False] * self.own + [True] * self.others) * len(blocks)
 
     def keep(self, prompts: list[list[int]], drawn: Any) -> Any:
         """Takes the others out of what TRL drew for [`widened`] rows; the trainer's own, as TRL returns them."""

@@ -20,6 +20,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
+from ._samplers import POLICY, Sampler
+
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -290,11 +292,34 @@ def context_length(engine: VLLMGeneration) -> int:
     return engine.llm.llm_engine.vllm_config.model_config.max_model_len
 
 
+def sampler_params(params: Any, sampler: Sampler) -> Any:
+    """
+    Sampling parameters with which vLLM draws by a sampler.
+
+    Args:
+        params (`vllm.SamplingParams`):
+            Parameters of the model as it is.
+        sampler ([`Sampler`]):
+            Sampler. Its bias becomes `logit_bias`, which vLLM adds before it divides by the temperature; 0 takes no room.
+
+    Returns:
+        `vllm.SamplingParams`: `params` itself for the model as it is.
+    """
+    if sampler is POLICY:
+        return params
+    params = copy.copy(params)
+    params.temperature = params.temperature * sampler.temperature
+    if sampler.bias is not None:
+        bias = sampler.bias * params.temperature
+        params.logit_bias = {token: bias[token].item() for token in bias.nonzero().flatten().tolist()}
+    return params
+
+
 class EngineView:
     """
-    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, temperatures and a sleep level that TRL has no words for.
+    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, samplers and a sleep level that TRL has no words for.
 
-    Way out: a `lora_request` and a temperature for each row, and a sleep level, in `VLLMGeneration`.
+    Way out: a `lora_request` and sampling parameters for each row, and a sleep level, in `VLLMGeneration`.
 
     Args:
         llm (`vllm.LLM`):
@@ -306,21 +331,19 @@ class EngineView:
     def __init__(self, llm: Any, sleep_level: int):
         self.llm = llm
         self.sleep_level = sleep_level
-        # Of each row of a process's prompts, or of all: the request for its adapter, and what its temperature is multiplied with
-        self.rows: list[tuple[Any, float]] = [(None, 1.0)]
+        # Of each row of a process's prompts, or of all: the request for its adapter, and its sampler
+        self.rows: list[tuple[Any, Sampler]] = [(None, POLICY)]
 
     def generate(self, prompts: list[Any], sampling_params: Any, **kwargs: Any) -> Any:
-        """Samples each row with its adapter, if any, and at its temperature."""
+        """Samples each row with its adapter, if any, and by its sampler."""
+        options = {sampler: sampler_params(sampling_params, sampler) for _, sampler in self.rows}
         if len(self.rows) == 1:
-            return self.llm.generate(prompts, sampling_params=sampling_params, lora_request=self.rows[0][0], **kwargs)
+            request, sampler = self.rows[0]
+            return self.llm.generate(prompts, sampling_params=options[sampler], lora_request=request, **kwargs)
         rows = self.rows * (len(prompts) // len(self.rows))  # processes that share an engine have as many each
-        by_factor = {1.0: sampling_params}
-        for factor in {factor for _, factor in rows} - {1.0}:
-            by_factor[factor] = copy.copy(sampling_params)
-            by_factor[factor].temperature = sampling_params.temperature * factor
         return self.llm.generate(
             prompts,
-            sampling_params=[by_factor[factor] for _, factor in rows],
+            sampling_params=[options[sampler] for _, sampler in rows],
             lora_request=[request for request, _ in rows],
             **kwargs,
         )

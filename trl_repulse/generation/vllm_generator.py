@@ -20,6 +20,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._defaults import end_tokens
+from ._samplers import POLICY, Sampler
 from .completions import Completion, check_one_family, group_completions, tokenize
 
 
@@ -45,7 +46,7 @@ class _Served:
 class _Ahead:
     """What was drawn from a model beside another, for the call that will ask for it."""
 
-    wanted: tuple[str, int, float]  # name, version, temperature
+    wanted: tuple[str, int, Sampler]  # name, version, sampler
     prompts: list[list[int]]
     result: tuple
 
@@ -124,8 +125,8 @@ class VLLMGenerator:
         self._requests = itertools.count(1)
         self._current = next(iter(models))
         self._num_generations: int | None = None
-        self._temperature = 1.0
-        self._beside: tuple[str, float, int, int] | None = None  # name, temperature, rows of both for each prompt
+        self._sampler = POLICY
+        self._beside: tuple[str, Sampler, int, int] | None = None  # name, sampler, rows of both for each prompt
         self._ahead: _Ahead | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="trl-repulse-adapters-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -181,32 +182,32 @@ class VLLMGenerator:
             self._served[name].version += 1
 
     @contextlib.contextmanager
-    def using(self, name: str, num_generations: int | None = None, temperature: float = 1.0) -> Iterator[None]:
+    def using(self, name: str, num_generations: int | None = None, sampler: Sampler = POLICY) -> Iterator[None]:
         """
-        Context in which [`generate`] samples from another model, or at another temperature.
+        Context in which [`generate`] samples from another model, or by another sampler.
 
         Args:
             name (`str`):
                 Name of the model.
             num_generations (`int`, *optional*):
                 Completions a prompt, where [`generate`] is told another number by a trainer that does not know better.
-            temperature (`float`, *optional*, defaults to `1.0`):
-                What the engine's own temperature is multiplied with.
+            sampler ([`Sampler`], *optional*):
+                What draws from the model's logits. In server mode it may have a temperature alone.
         """
-        before = self._current, self._num_generations, self._temperature
-        self._current, self._num_generations, self._temperature = name, num_generations, temperature
+        before = self._current, self._num_generations, self._sampler
+        self._current, self._num_generations, self._sampler = name, num_generations, sampler
         try:
             yield
         finally:
-            self._current, self._num_generations, self._temperature = before
+            self._current, self._num_generations, self._sampler = before
 
     @contextlib.contextmanager
-    def together(self, name: str, rows: tuple[int, int] = (1, 1), temperature: float = 1.0) -> Iterator[None]:
+    def together(self, name: str, rows: tuple[int, int] = (1, 1), sampler: Sampler = POLICY) -> Iterator[None]:
         """
         Context in which [`generate`] draws for a second model too, in the same call of the engine, if one can serve both.
 
-        One can where both are adapters over one base that are pushed as adapters, or where the second is the first, at
-        another temperature. What is drawn for the second is kept for the next [`generate`] that asks for it with the same
+        One can where both are adapters over one base that are pushed as adapters, or where the second is the first, drawn by
+        another sampler. What is drawn for the second is kept for the next [`generate`] that asks for it with the same
         prompts; it is dropped if the model's weights are declared changed before. Elsewhere the context does nothing.
 
         Args:
@@ -214,10 +215,10 @@ class VLLMGenerator:
                 Name of the second model.
             rows (`tuple[int, int]`, *optional*, defaults to `(1, 1)`):
                 Neighbouring rows of a prompt that are drawn for the first model, and for the second.
-            temperature (`float`, *optional*, defaults to `1.0`):
-                What the engine's own temperature is multiplied with for the second.
+            sampler ([`Sampler`], *optional*):
+                What draws from the second model's logits.
         """
-        self._ahead, self._beside = None, (name, temperature, *rows)
+        self._ahead, self._beside = None, (name, sampler, *rows)
         try:
             yield
         finally:
@@ -248,7 +249,7 @@ class VLLMGenerator:
             self.pushes[wanted[0]] += 1
         engine.model = model
         if engine.mode == "colocate":
-            engine.llm.rows = [(self._adapter_request(self._current), 1.0)]
+            engine.llm.rows = [(self._adapter_request(self._current), self._sampler)]
 
     def generate(
         self, prompts: list[list[int]], images: list | None = None, num_generations: int = 1, profiler: Any = None
@@ -270,14 +271,16 @@ class VLLMGenerator:
         Returns:
             `tuple`: Prompt ids, completion ids, and the engine's log-probabilities with their token ids.
         """
-        ahead, wanted = self._ahead, (self._current, self.version, self._temperature)
+        ahead, wanted = self._ahead, (self._current, self.version, self._sampler)
         if ahead is not None and (ahead.wanted, ahead.prompts, images) == (wanted, prompts, None):
             result, self._ahead = ahead.result, None
         else:
             self.sync_weights()
             beside = None if images else self._rows_beside(prompts)
             engine = self._served[self._current].engine
-            own, engine.temperature = engine.temperature, engine.temperature * self._temperature
+            own = engine.temperature
+            if engine.mode != "colocate":
+                engine.temperature = own * self._sampler.temperature
             try:
                 # In the turns after the first each row has a history of its own, and TRL says so
                 generations = 1 if num_generations == 1 else self._num_generations or num_generations
@@ -287,10 +290,10 @@ class VLLMGenerator:
             if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
                 self._resident[id(engine)] = None
             if beside is not None:
-                name, temperature = self._beside[:2]  # of this call alone
+                name, sampler = self._beside[:2]  # of this call alone
                 result, other = zip(*(_split(part, len(prompts)) for part in result), strict=True)
                 self._beside = None
-                self._ahead = _Ahead((name, self._served[name].version, temperature), beside, other)
+                self._ahead = _Ahead((name, self._served[name].version, sampler), beside, other)
         self.log_probs = _of_the_drawn(*result[1:4])
         return result
 
@@ -298,16 +301,16 @@ class VLLMGenerator:
         """The rows of the second model of [`together`], once the engine knows whose each row is; `None` if it serves none."""
         if self._beside is None:
             return None
-        name, temperature, n, m = self._beside
+        name, sampler, n, m = self._beside
         served, other = self._served[self._current], self._served[name]
         one_base = served.separate and other.separate and served.model.get_base_model() is other.model.get_base_model()
         if served.engine is not other.engine or served.engine.mode != "colocate":
             return None
-        if self._temperature != 1.0 or not (one_base or served is other):
+        if self._sampler is not POLICY or not (one_base or served is other):
             return None
         beside = [ids for ids in prompts[::n] for _ in range(m)]
         engine_view = served.engine.llm
-        engine_view.rows = engine_view.rows * len(prompts) + [(self._adapter_request(name), temperature)] * len(beside)
+        engine_view.rows = engine_view.rows * len(prompts) + [(self._adapter_request(name), sampler)] * len(beside)
         return beside
 
     def complete(

@@ -21,10 +21,10 @@ from .._checks import by_name, check_dataset_size, check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, as_templates_read, conversations, one_of_each, render, rendering, warn_of_date
 from .._texts import check_added_tokens
-from ..generation._ahead import rows_at
 from ..generation._defaults import without_generation_defaults
 from ..generation._padding import batches
 from ..generation._prefill import prompts_read_once
+from ..generation._samplers import Sampler, rows_drawn_by
 from ..models import _fsdp
 from ..models._deepspeed import gathered_by_layer
 from ..models._peft_bridge import adapters_kept, keep_gradients
@@ -394,16 +394,20 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
 
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], *args: Any, temperatures: list[float] | None = None, **kwargs: Any
+        self,
+        prompt_ids: list[list[int]],
+        *args: Any,
+        drawn_by: tuple[list[bool], Sampler] | None = None,
+        **kwargs: Any,
     ):
-        """As TRL's, each row at a temperature of its own on top of the configured one if there are `temperatures`."""
+        """As TRL's; `drawn_by` says which rows another sampler draws, and which sampler."""
         sampled = self.model_wrapped
         if sampled is not self.model or hasattr(sampled, "_orig_mod"):  # accelerate takes 2 ms to find nothing
             sampled = self.accelerator.unwrap_model(sampled, keep_torch_compile=False)
         once = contextlib.nullcontext()
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if self._passes_together else bool)
-        each = contextlib.nullcontext() if temperatures is None else rows_at(sampled, temperatures)
+        each = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
         with without_generation_defaults(sampled), without_lasting_changes(self, sampled), each, once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""The policy drawn hotter, in the place of a proposal.
+"""The policy drawn by another sampler of its own logits, in the place of a proposal.
 
 Axis letters: U units of n policy samples and m hot ones, P prompts, N policy samples and K hot ones of a prompt, T
-completion tokens.
+completion tokens, S samplers.
 """
 
 import contextlib
@@ -11,34 +11,47 @@ from typing import Any
 
 import torch
 
+from .._adapters import base_of
 from ..generation._ahead import Ahead
+from ..generation._samplers import Sampler
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._bad_threshold import MeasuredThreshold
 from ._beside import PROPOSAL_FOLDER
 from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
 from ._records import log_importance
+from ._sampler_choice import SamplerChoice
+from ._scoring import takes_bias
 from ._units import UnitSampling
+
+
+_FORGETTING = 0.1  # of the usual P(bad), a batch of generations
+_LITTLE = 0.1  # of it: prompts with less are pushed less
 
 
 class HotPolicy(DrawnTerm):
     """
-    Finds the policy's bad outputs by drawing from the policy itself at a higher temperature, and weighs them.
+    Finds the policy's bad outputs by drawing from the policy itself by another sampler, and weighs them.
 
-    A hot sample's probability is known exactly, at both temperatures: a prompt's N samples and its K hot ones are weighed
+    A hot sample's probability is known exactly, under the policy and by its sampler: a prompt's N samples and its K hot ones are weighed
     together against their mixture ([`~trl_repulse.importance.log_mixture_weights`]). Only what is bad has a weight, so that a
-    prompt for which nothing bad was drawn is not pushed at all.
+    prompt for which nothing bad was drawn is not pushed at all, and one whose finds the policy hardly ever draws nearly not.
 
     Args:
         trainer ([`UnitSampling`]):
             Trainer of the policy.
     """
 
-    drawn_log_p = f"{NEGATIVE}_tempered"
+    drawn_log_p = "proposal_drawn_log_p"
 
     def __init__(self, trainer: UnitSampling):
         super().__init__(trainer)
-        self.temperature = trainer.args.proposal_temperature
+        args, base = trainer.args, base_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+        served = args.use_transformers_continuous_batching or (args.use_vllm and args.vllm_mode == "server")
+        tilts = not served and (takes_bias(base) or not trainer._guard.fused_head)
+        self.choice = SamplerChoice(trainer, args.proposal_temperature, tilts)
+        self._usual = 0.0  # P(bad) of the latest prompts
+        self._seen: list[torch.Tensor] = []
         self.measured = MeasuredThreshold(trainer) if trainer.args.bad_reward_threshold is None else None
         self._ahead: Ahead | None = None
         self._watch = CollapseWatch(self)
@@ -47,11 +60,14 @@ class HotPolicy(DrawnTerm):
     def drawing(self) -> Iterator[None]:
         """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
         trainer = self.trainer
+        if self.mode == "train":
+            self.choice.update()
+            self._update_usual()
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
         apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
         # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
         apart = apart or trainer.environment_factories is not None
-        self._ahead = None if trainer.use_vllm or apart else Ahead(*self.unit_sizes, self.temperature)
+        self._ahead = None if trainer.use_vllm or apart else Ahead(*self.unit_sizes, self.sampler)
         trainer._ahead = self._ahead
         try:
             with super().drawing():
@@ -65,6 +81,9 @@ class HotPolicy(DrawnTerm):
             self.measured.observe(batch["rewards"])
         self.trainer._kept, self._ahead = self._ahead, None
         drawn = super().draw(rows, batch)
+        if self.mode == "train":
+            sets = ((batch, "completion", "rewards"), (drawn, NEGATIVE, "proposal_rewards"))
+            self.choice.observe(*((x[f"{name}_ids"], x[f"{name}_mask"], x[rewards]) for x, name, rewards in sets))
         said = f"{NEGATIVE}_engine_log_p"
         if said in drawn:  # what is not scored is not compared
             drawn[said] = drawn[said].masked_fill(~self.needed(drawn)[NEGATIVE].unsqueeze(2), torch.nan)
@@ -79,29 +98,43 @@ class HotPolicy(DrawnTerm):
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
         return ~(rewards >= self._threshold)  # without a reward too
 
-    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad."""
-        return super().needed(batch) or {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
+    @property
+    def sampler(self) -> Sampler:
+        """What draws hot samples."""
+        return self.choice.sampler
 
-    def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
-        """As [`NegativeTerm.tempered`]: the higher one, until samples are weighed, of what may be bad: nothing else has a weight."""
+    def _is_elite(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Which samples tell of gains, or have a weight: all that may be bad are among them."""
+        return ~(rewards >= self.choice.elite_below(self._threshold))  # without a reward too
+
+    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad, and what tells of gains."""
+        return super().needed(batch) or {NEGATIVE: self._is_elite(batch["proposal_rewards"])}
+
+    def by_samplers(self, batch: dict[str, torch.Tensor]) -> tuple[list[Sampler], dict[str, torch.Tensor]] | None:
+        """As [`NegativeTerm.by_samplers`]: all but the policy, until samples are weighed, of what is scored of the hot samples."""
         if COEFFICIENTS[NEGATIVE] in batch:
             return None
         rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
-        return self.temperature, {name: self._may_be_bad(x) for name, x in rewards.items()}
+        return self.choice.samplers[1:], {name: self._is_elite(x) for name, x in rewards.items()}
 
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """As [`DrawnTerm.weigh_early`]."""
-        return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: batch[self.drawn_log_p]}
+        return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: self._drawn_by(batch, log_p_negative)}
+
+    def _drawn_by(self, batch: dict[str, torch.Tensor], log_p_hot: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (U, m, T) of hot samples by what drew them."""
+        index = self.choice.index
+        return log_p_hot if index == 0 else batch[f"{NEGATIVE}_by_samplers"][..., index - 1]
 
     def weigh(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
         What the policy makes of the bad ones among its samples and the hot ones, `log_p` and `log_p_hot` being their log-probabilities
-        (nats) under the sampling-time policy, detached, and those at the higher temperature in the batch.
+        (nats) under the sampling-time policy, detached, and those by the samplers in the batch.
 
         Returns:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape
@@ -114,17 +147,25 @@ class HotPolicy(DrawnTerm):
             return torch.cat([trainer._to_prompts(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
 
         rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
-        at_1 = [sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in ((log_p, OWN), (log_p_hot, NEGATIVE))]
-        hot = [sequence_log_prob(batch[f"{name}_tempered"], batch[f"{name}_mask"]) for name in (OWN, NEGATIVE)]
+        sequences = []
+        for x, name in ((log_p, OWN), (log_p_hot, NEGATIVE)):
+            each = torch.cat([x.unsqueeze(-1), batch[f"{name}_by_samplers"]], dim=-1).unbind(-1)
+            sequences.append(torch.stack([sequence_log_prob(y, batch[f"{name}_mask"]) for y in each], dim=-1))
+        by_sampler = whole(*sequences)  # (P, N + K, S)
+        densities = by_sampler[..., 0], by_sampler[..., self.choice.index]
         log_potential = self.log_potential(rewards, args.reweighting_beta)
         log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
-        log_w = log_mixture_weights(whole(*at_1), whole(*hot), log_potential, *sizes)  # (P, N + K)
+        log_w = log_mixture_weights(*densities, log_potential, *sizes)  # (P, N + K)
+        if self.mode == "train":
+            finds = torch.where(self._is_elite(rewards) & ~rewards.isnan(), 0.0, -torch.inf)
+            self.choice.judge(densities[0], by_sampler, log_mixture_weights(*densities, finds, *sizes))
 
         self._watch.look(batch, log_p, log_p_hot, self._may_be_bad(batch["proposal_rewards"]))
         scored = ~rewards.isnan()
         found = (log_w > -torch.inf).any(dim=1)
-        p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
-        p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
+        in_policy = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
+        in_policy = in_policy.sum(dim=1) / scored.sum(dim=1)  # estimates of P(bad), (P,)
+        p_bad = in_policy[scored.any(dim=1)]
         if trainer.bad_reward_threshold is not None:
             log_importance(trainer, "negative", log_w[found], scored[found])
             trainer._log_mean("negative/p_bad", p_bad)
@@ -132,15 +173,54 @@ class HotPolicy(DrawnTerm):
             trainer._constraint.observe(p_bad, resolution=0.0)
         alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
         # The policy loss divides by the number of each kind
-        own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
+        shares = normalize_weights(log_w) * self._worth(in_policy).unsqueeze(1)
+        own, hot = (-alpha * w * w.size(1) for w in shares.split(sizes, dim=1))
         return {
             COEFFICIENTS[OWN]: trainer._to_units(own, batch["rewards"]),
             COEFFICIENTS[NEGATIVE]: trainer._to_units(hot, batch["proposal_rewards"]),
         }
 
+    def _worth(self, p_bad: torch.Tensor) -> torch.Tensor:
+        """
+        How much of its push each prompt gets, (P,) in [0, 1], by its estimate of P(bad): all of it, or in proportion where that is below a
+        tenth of the usual one. What the policy hardly ever draws matters little, and is often noise.
+        """
+        if self.mode == "train":
+            self._seen.append(p_bad.detach()[p_bad.isfinite()])
+        usual = self._usual or p_bad.nanmean()
+        return (p_bad / (_LITTLE * usual)).clamp(max=1.0).nan_to_num()
+
+    def _update_usual(self) -> None:
+        """Moves the usual P(bad) towards what was seen since the last update. All processes must call it."""
+        if self._seen:
+            seen = self.trainer.accelerator.gather(torch.cat(self._seen))
+            new = seen.double().mean().item() if len(seen) else 0.0
+            self._usual = self._usual + _FORGETTING * (new - self._usual) if self._usual else new
+        self._seen = []
+
+    def state(self) -> dict[str, Any]:
+        """As [`NegativeTerm.state`]."""
+        measured = None if self.measured is None else self.measured.state()
+        return {"threshold": measured, "choice": self.choice.state(), "usual": self._usual}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.tensors`]."""
+        seen = {"seen": torch.cat(self._seen)} if self._seen else {}
+        return {"effects": self.choice.effects.sums} | seen
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """As [`NegativeTerm.load_state`]."""
+        if self.measured is not None and state["threshold"] is not None:
+            self.measured.load_state(state["threshold"])
+        self.choice.load_state(state["choice"], tensors["effects"])
+        self._usual = state["usual"]
+        self._seen = [tensors["seen"].to(self.trainer.accelerator.device)] if "seen" in tensors else []
+
     def learn(
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.learn`]."""
-        self.trainer._log_engine(inputs, NEGATIVE, inputs[self.drawn_log_p], f"{PROPOSAL_FOLDER}/")
+        if f"{NEGATIVE}_engine_log_p" in inputs:
+            drawn = inputs[self.drawn_log_p] if self.drawn_log_p in inputs else self._drawn_by(inputs, log_p_negative)
+            self.trainer._log_engine(inputs, NEGATIVE, drawn, f"{PROPOSAL_FOLDER}/")
         return super().learn(inputs, log_p, log_p_negative)

@@ -5,8 +5,8 @@ It is a part that a trainer of units *has*, whatever the rest of the trainer's l
 - `drawing()`, a context around the policy's own sampling, in which vLLM can draw for both;
 - `sample(rows, batch)` for each generation batch: what joins it. Samples are drawn here, and weighed where that cannot wait;
 - `learn(inputs, log_p, log_p_negative)` for each micro-batch: what its loss still lacks. A proposal learns here;
-- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, with what else `tempered`
-  asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
+- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, with what else
+  `by_samplers` asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
   adds them to its loss;
 - `end_of_micro_batch()` once the gradient is there.
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..generation._samplers import POLICY, Sampler
 from ..importance import normalize_weights
 from ..losses import negative_coefficients, negative_reinforce_coefficients
 from ..rewards.transforms import (
@@ -67,7 +68,7 @@ class NegativeTerm:
 
     completions: tuple[str, ...] = (OWN,)
     engine: Any = None  # what the others are drawn from; the policy if `None`
-    temperature = 1.0
+    sampler = POLICY  # what draws from the logits
 
     def __init__(self, trainer: UnitSampling):
         self.trainer = trainer
@@ -118,13 +119,24 @@ class NegativeTerm:
     def end_of_micro_batch(self) -> None:
         """Updates what learns, once the gradient of an update is complete."""
 
-    def tempered(self, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]] | None:
-        """At which other temperature, and of which samples, the policy's pass over these units gives log-probabilities as well."""
+    def by_samplers(self, batch: dict[str, torch.Tensor]) -> tuple[list[Sampler], dict[str, torch.Tensor]] | None:
+        """By which other samplers, and of which samples, the policy's pass over these units gives log-probabilities as well."""
         return None
 
     def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Which completions of a set the policy's pass over these units has to score, where not all: those that have a weight."""
         return {NEGATIVE: batch[COEFFICIENTS[NEGATIVE]] != 0} if COEFFICIENTS[NEGATIVE] in batch else {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON takes it to the bit."""
+        return {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a checkpoint keeps as well."""
+        return {}
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Takes up what [`state`] and [`tensors`] gave."""
 
     # Sampling
 
@@ -149,7 +161,7 @@ class NegativeTerm:
         n, m = self.unit_sizes
         if m != n:
             rows = [row for row in rows[::n] for _ in range(m)]
-        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(self.mode), self.temperature):
+        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(self.mode), self.sampler):
             with trainer._acting(rows) as rows:
                 samples = trainer._draw(rows)
         record_samples(trainer, samples, self.logs, "proposal")
@@ -243,7 +255,7 @@ class DrawnTerm(NegativeTerm):
         if not self.trainer.use_vllm:
             return contextlib.nullcontext()
         name = "policy" if self.engine is None else PROPOSAL_FOLDER
-        return self.trainer.vllm_generation.together(name, self.unit_sizes, self.temperature)
+        return self.trainer.vllm_generation.together(name, self.unit_sizes, self.sampler)
 
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.sample`]."""
@@ -251,14 +263,14 @@ class DrawnTerm(NegativeTerm):
         if not trainer._weighs_early(self.mode):
             return drawn
         batch = batch | drawn
-        tempered, needed = self.tempered(batch), self.needed(batch)
-        names = (NEGATIVE,) if "old_log_p" in batch and tempered is None else (NEGATIVE, OWN)
-        if "old_log_p" in batch and tempered is not None:
-            needed[OWN] = tempered[1][OWN]
-        scores = trainer._score(trainer.model, batch, names, gradient=False, tempered=tempered, needed=needed)
+        by_samplers, needed = self.by_samplers(batch), self.needed(batch)
+        names = (NEGATIVE,) if "old_log_p" in batch and by_samplers is None else (NEGATIVE, OWN)
+        if "old_log_p" in batch and by_samplers is not None:
+            needed[OWN] = by_samplers[1][OWN]
+        scores = trainer._score(trainer.model, batch, names, gradient=False, by_samplers=by_samplers, needed=needed)
         log_p = dict(zip(names, scores.log_p, strict=True))
         own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
-        early = self.weigh_early(batch | scores.tempered, own_log_p, log_p[NEGATIVE])
+        early = self.weigh_early(batch | scores.by_samplers, own_log_p, log_p[NEGATIVE])
         return drawn | {"proposal_old_log_p": log_p[NEGATIVE]} | early  # (U, m, T)
 
     def weigh_early(

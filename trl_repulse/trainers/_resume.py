@@ -68,6 +68,7 @@ _CONSEQUENCES = _REPORTED_OF_MODELS | dict.fromkeys(
     "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; set it to that "
     "for a run like one that was not interrupted",
 )
+_NEGATIVE_TERM = "negative_term"
 _ADAPTERS = ("adapter", "second adapter", "third adapter")
 # Of an adapter's configuration: where it came from and how it began, not what it computes.
 _IGNORED_ADAPTER_FIELDS = """
@@ -217,14 +218,16 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
             tensors |= {f"{i}.{name}": batch[name].detach().cpu().clone() for name in batch if is_tensor[name]}
             rest.append({name: value for name, value in batch.items() if not is_tensor[name]})
     negatives = Path(trainer.args.output_dir) / NEGATIVES
-    measured = _measured_threshold(trainer)
+    negative = getattr(trainer, "_negative", None)
+    if negative is not None:
+        tensors |= {f"{_NEGATIVE_TERM}.{name}": x.cpu() for name, x in negative.tensors().items()}
     position = {
         "num_processes": trainer.accelerator.num_processes,
         "step": trainer._step,
         "buffer": rest,
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
         "negatives_begin": _first_row(negatives),
-        "bad_reward_threshold": None if measured is None else measured.state(),
+        _NEGATIVE_TERM: None if negative is None else negative.state(),
         "constraint": None if trainer._constraint is None else trainer._constraint.state(),
         "settings": _settings(trainer),
         "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
@@ -247,15 +250,19 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
     trainer._conversation = (position.get("prompt") or {}).get("messages")
     if trainer._constraint is not None and position.get("constraint") is not None:
         trainer._constraint.load_state(position["constraint"])
-    measured = _measured_threshold(trainer)
-    if measured is not None and position.get("bad_reward_threshold") is not None:
-        measured.load_state(position["bad_reward_threshold"])
+    batches = [dict(batch) for batch in position["buffer"] or ()]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
+        where, name = key.split(".", 1)
+        if where == _NEGATIVE_TERM:
+            tensors[name] = value
+        else:
+            batches[int(where)][name] = value.to(trainer.accelerator.device)
     if position["buffer"] is not None:
-        batches = [dict(batch) for batch in position["buffer"]]
-        for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
-            i, name = key.split(".", 1)
-            batches[int(i)][name] = value.to(trainer.accelerator.device)
         trainer._buffered_inputs = batches
+    negative = getattr(trainer, "_negative", None)
+    if negative is not None and position.get(_NEGATIVE_TERM) is not None:
+        negative.load_state(position[_NEGATIVE_TERM], tensors)
     negatives = Path(trainer.args.output_dir) / NEGATIVES
     if trainer.accelerator.is_main_process:
         size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
@@ -271,11 +278,6 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
                 *(negatives, size, expected, checkpoint, EARLIER_NEGATIVES),
             )
     trainer.accelerator.wait_for_everyone()
-
-
-def _measured_threshold(trainer: Any) -> Any:
-    """What measures the reward under which an output is bad, where a run was not told."""
-    return getattr(getattr(trainer, "_negative", None), "measured", None)
 
 
 def _first_row(path: Path) -> str:

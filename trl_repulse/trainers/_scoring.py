@@ -3,7 +3,8 @@
 It stands on TRL's fused head; other dependencies on TRL are in `_trl_bridge.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from .._adapters import takes
+from ..generation._samplers import Sampler
 from ..models._layout import Layout
 from ._trl_bridge import add_fused_lm_head
 
@@ -23,42 +25,50 @@ class Scores(NamedTuple):
     log_p: torch.Tensor  # (R·k, T)
     entropy: torch.Tensor | None = None  # (R·k, T)
     aux_loss: torch.Tensor | None = None
-    tempered: torch.Tensor | None = None  # (R·k, T), log-probabilities at another temperature
+    by_samplers: torch.Tensor | None = None  # (R·k, T, S), log-probabilities by S other samplers
 
 
-class Tempered:
+class BySamplers:
     """
-    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) at another temperature as well, and holds them
+    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) by other `samplers` as well, and holds them
     afterwards. `labels` (R·k, T + 1) are their tokens, −100 where they do not count.
 
     DDP, FSDP and DeepSpeed pass an object of a plain class on to the model unchanged; FSDP copies a dataclass.
     """
 
-    def __init__(self, temperature: float, labels: torch.Tensor, wanted: torch.Tensor):
-        self.temperature, self.labels, self.wanted = temperature, labels, wanted.clone()
+    def __init__(self, samplers: Sequence[Sampler], labels: torch.Tensor, wanted: torch.Tensor):
+        self.samplers, self.labels, self.wanted = samplers, labels, wanted.clone()
         # All processes run the head, whose weights they may share: never of nothing
         self.wanted[0] = True
-        self.log_p = torch.zeros(labels[:, 1:].shape, device=labels.device)  # (R·k, T)
+        self.log_p = torch.zeros(*labels[:, 1:].shape, len(samplers), device=labels.device)  # (R·k, T, S)
 
-    def take(self, head: "_FusedHead", hidden_states: torch.Tensor) -> None:
-        """Fills in what the head makes of hidden states (R·k, T + 1, d)."""
+    def take(self, heads: Sequence["_FusedHead"], hidden_states: torch.Tensor) -> None:
+        """Fills in what the heads, one a sampler, make of hidden states (R·k, T + 1, d)."""
         states = hidden_states[self.wanted.to(hidden_states.device)]
-        scored = head.forward(states, fused_lm_head=True, labels=self.labels[self.wanted])
-        self.log_p[self.wanted] = scored.log_probs.to(self.log_p)
+        for i, head in enumerate(heads):
+            scored = head.forward(states, fused_lm_head=True, labels=self.labels[self.wanted])
+            self.log_p[self.wanted, :, i] = scored.log_probs.to(self.log_p)
 
 
 class _FusedHead:
     """
-    TRL's fused head at another temperature, for hidden states that are already computed.
+    TRL's fused head as another sampler has it, for hidden states that are already computed.
 
     TRL (1.16) adds a head to a model with one fixed temperature. This object takes the model's place, so that a second head can be
-    added. Way out: a `temperature` argument on the fused head's forward.
+    added. Way out: arguments `temperature` and `bias` on the fused head's forward.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool):
+    def __init__(self, model: PreTrainedModel, sampler: Sampler, cast_lm_head_to_fp32: bool):
         self.config: PreTrainedConfig = model.config
-        self.get_output_embeddings = model.get_output_embeddings
-        add_fused_lm_head(self, temperature, cast_lm_head_to_fp32)
+        self._embeddings, self._bias = model.get_output_embeddings, sampler.head_bias
+        add_fused_lm_head(self, sampler.temperature, cast_lm_head_to_fp32)
+
+    def get_output_embeddings(self) -> Any:
+        """The model's head, or its weights with the sampler's bias; [`takes_bias`] says where that is the same as biased logits."""
+        head = self._embeddings()
+        if self._bias is None:
+            return head
+        return SimpleNamespace(weight=head.weight, bias=self._bias.to(head.weight.device))
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
         """Replaced by TRL."""
@@ -66,6 +76,13 @@ class _FusedHead:
     def base_model(self, hidden_states: torch.Tensor, **options: Any) -> MoeModelOutputWithPast:
         """What the head reads, in the place of a backbone."""
         return MoeModelOutputWithPast(last_hidden_state=hidden_states)
+
+
+def takes_bias(model: PreTrainedModel) -> bool:
+    """Whether a bias of the head is one of the logits: where they are neither capped nor scaled, and the head has none of its own."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    names = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+    return getattr(head, "bias", None) is None and all(getattr(config, name, None) in (None, 1) for name in names)
 
 
 def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) -> None:
@@ -88,11 +105,11 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
     takes_positions, takes_last, caches = (
         takes(model, name) for name in ("position_ids", "logits_to_keep", "use_cache")
     )
-    now: dict[str, Any] = {"layout": None, "tempered": None}
+    now: dict[str, Any] = {"layout": None, "by_samplers": None}
 
     def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         layout = now["layout"] = kwargs.pop("layout", None)
-        now["tempered"] = kwargs.pop("tempered", None)
+        now["by_samplers"] = kwargs.pop("by_samplers", None)
         if layout is None and not kwargs.get("fused_lm_head"):
             return args, kwargs
         mask = kwargs["attention_mask"]
@@ -111,17 +128,18 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
         return args, kwargs | {"attention_mask": layout.masks(module.config, module.dtype, kwargs["attention_mask"])}
 
     def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
-        layout, tempered = now["layout"], now["tempered"]
+        layout, by_samplers = now["layout"], now["by_samplers"]
         if layout is not None:
             output.last_hidden_state = layout.predicting(output.last_hidden_state)
-        if tempered is not None:
+        if by_samplers is not None:
             with torch.no_grad():
-                head = _FusedHead(model, tempered.temperature, cast_lm_head_to_fp32)
-                tempered.take(head, output.last_hidden_state)
+                each = by_samplers.samplers
+                heads = [_FusedHead(model, sampler, cast_lm_head_to_fp32) for sampler in each]
+                by_samplers.take(heads, output.last_hidden_state)
         return output
 
     def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-        now["layout"] = now["tempered"] = None  # the backbone may be called by itself
+        now["layout"] = now["by_samplers"] = None  # the backbone may be called by itself
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
     model.register_forward_hook(after_model, always_call=True)
@@ -144,7 +162,7 @@ def token_log_probs(
     attention_mask: torch.Tensor,
     layout: Layout,
     compute_aux_loss: bool = False,
-    temperature: float | None = None,
+    samplers: Sequence[Sampler] = (),
     wanted: torch.Tensor | None = None,
 ) -> Scores:
     """
@@ -157,8 +175,8 @@ def token_log_probs(
             Gives the autocast context.
         input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
             Left-padded prompts followed by right-padded completions, as `layout` says.
-        temperature (`float`, *optional*):
-            Another temperature at which to have log-probabilities as well, without gradient.
+        samplers (`Sequence[Sampler]`, *optional*):
+            Other samplers by which to have log-probabilities as well, without gradient.
         wanted (`torch.Tensor` of shape `(R·k,)`, *optional*):
             Of which completions to have them, by default of all; of others they are 0, or right.
 
@@ -168,10 +186,9 @@ def token_log_probs(
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     labels = nn.functional.pad(ids.masked_fill(mask == 0, -100), (1, 0), value=-100)  # the prompt's last token
     extra: dict[str, Any] = {"output_router_logits": True} if compute_aux_loss else {}
-    tempered = None
-    if temperature is not None:
+    if samplers:
         wanted = torch.ones_like(labels[:, 0], dtype=torch.bool) if wanted is None else wanted
-        tempered = Tempered(temperature, labels, wanted)
+        extra["by_samplers"] = BySamplers(samplers, labels, wanted)
     with accelerator.autocast():
         outputs = model(
             input_ids=input_ids,
@@ -179,9 +196,10 @@ def token_log_probs(
             labels=labels,
             fused_lm_head=True,
             layout=layout,
-            **extra if tempered is None else extra | {"tempered": tempered},
+            **extra,
         )
-    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, tempered and tempered.log_p)
+    others = extra["by_samplers"].log_p if samplers else None
+    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, others)
 
 
 def in_chunks(
@@ -212,24 +230,26 @@ def needed_rows(
 
 
 @torch.no_grad()
-def tempered_log_probs(
+def sampler_log_probs(
     model: nn.Module,
     accelerator: Accelerator,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     layout: Layout,
-    temperature: float,
+    samplers: Sequence[Sampler],
 ) -> torch.Tensor:
     """
-    Log-probabilities at another temperature, (R·k, T) and 0 where masked, from the logits of a model that TRL's fused head does not
-    fit; arguments as for [`token_log_probs`].
+    Log-probabilities by other samplers, (R·k, T, S) and 0 where masked, from the logits of a model that TRL's fused head does not fit;
+    arguments as for [`token_log_probs`].
     """
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits
     logits = logits[:, -layout.width - 1 : -1]
     log_p = [  # one completion after the other: a copy in float32 of all is larger than the logits
-        (row.float() / temperature).log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        sampler(row.float()).log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         for row, chosen in zip(logits, ids, strict=True)
+        for sampler in samplers
     ]
-    return torch.stack(log_p).masked_fill(mask == 0, 0.0)
+    log_p = torch.stack(log_p).view(*ids.shape[:1], len(samplers), -1).transpose(1, 2)
+    return log_p.masked_fill(mask.unsqueeze(2) == 0, 0.0)

@@ -38,6 +38,7 @@ from trl.trainer.utils import (
     use_adapter,
 )
 
+from ..generation._samplers import POLICY, Sampler, rows_drawn_by
 from ..models._deepspeed import gathered
 from ..models._peft_bridge import AdapterView, trainable_kept
 
@@ -208,15 +209,15 @@ def logged_apart(
 
 @contextlib.contextmanager
 def sampling_from(
-    trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, temperature: float = 1.0
+    trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, sampler: Sampler = POLICY
 ) -> Iterator[None]:
     """
     Lets TRL's generation and reward hooks work on another model, with its `name` before their metrics: `"proposal/..."`.
 
     TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
     `trainer._metrics[mode]`. All are swapped inside the context and restored whatever happens; an adapter of the trainer's
-    own model is made the active one instead, and a vLLM engine is told name and temperature. Way out: arguments `model` and
-    `temperature` on TRL's generation hook.
+    own model is made the active one instead, and a vLLM engine is told name and sampler. Way out: arguments `model` and
+    `logits_processor` on TRL's generation hook.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -225,8 +226,8 @@ def sampling_from(
             Model to sample from, wrapped as it was prepared. If `None`, the policy.
         num_generations (`int`):
             Completions a prompt that are drawn inside.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            What the trainer's own temperature is multiplied with.
+        sampler ([`Sampler`], *optional*):
+            What draws from the model's logits.
     """
     mode = "train" if trainer.model.training else "eval"
     policy = trainer.model_wrapped
@@ -242,9 +243,12 @@ def sampling_from(
                 stack.enter_context(engine.active())
             if config is None:
                 served = "policy" if engine is None else name
-                stack.enter_context(trainer.vllm_generation.using(served, num_generations, temperature))
+                stack.enter_context(trainer.vllm_generation.using(served, num_generations, sampler))
             else:
-                config.temperature = own_temperature * temperature
+                config.temperature = own_temperature * sampler.temperature
+                if sampler.bias is not None:
+                    sampled = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+                    stack.enter_context(rows_drawn_by(sampled, [True], Sampler(bias=sampler.bias)))
             yield
     finally:
         if config is not None:

@@ -1,0 +1,81 @@
+"""Ways of drawing from a language model whose log-probabilities follow from its logits."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from .._adapters import base_of
+from ._prefill import generating_by
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """
+    Draws each token from softmax(z / `temperature` + `bias`), z being the logits of the model.
+
+    Args:
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature.
+        bias (`torch.Tensor` of shape `(V,)`, *optional*):
+            What is added to the logits of each token, nats.
+    """
+
+    temperature: float = 1.0
+    bias: torch.Tensor | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., V)` as this sampler has them."""
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        return logits if self.bias is None else logits + self.bias.to(logits)
+
+    @property
+    def head_bias(self) -> torch.Tensor | None:
+        """The bias of logits that are divided by `temperature` afterwards."""
+        return None if self.bias is None else self.bias * self.temperature
+
+
+POLICY = Sampler()  # a model as it is
+
+
+class RowSamplers(LogitsProcessor):
+    """
+    Draws some rows of a batch by another sampler.
+
+    Args:
+        others (`list[bool]`):
+            For each row of the batch, whether `sampler` draws it.
+        sampler ([`Sampler`]):
+            The other sampler.
+    """
+
+    def __init__(self, others: list[bool], sampler: Sampler):
+        self.others, self.sampler = torch.tensor(others).unsqueeze(1), sampler
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.others.to(scores.device), self.sampler(scores), scores)
+
+
+@contextlib.contextmanager
+def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Iterator[None]:
+    """
+    Context in which `model.generate` draws the `others` among the rows of its batches by another sampler.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
+            Model that is sampled from.
+        others, sampler:
+            As for [`RowSamplers`].
+    """
+    base = base_of(model)
+    generate = base.generate
+
+    def generate_by(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([RowSamplers(others, sampler)]))
+
+    with generating_by(base, generate_by):
+        yield
