@@ -29,12 +29,8 @@ def test_defaults(make):
     """A field that is set alone gives the paper's method; without it, the one that does best on unseen prompts."""
     hot = make(proposal="hot_policy", bad_reward_threshold=-4.0)
     assert hot.draws_hot and not hot.has_proposal
-    assert (hot.alpha, hot.alpha_normalization, hot.potential, hot.proposal_temperature) == (
-        1,
-        "none",
-        "indicator",
-        2.0,
-    )
+    assert (hot.alpha, hot.alpha_normalization, hot.potential) == (1, "none", "indicator")
+    assert hot.proposal_temperature is None  # chosen by the gain
     assert RePULSeConfig.__dataclass_fields__["proposal"].default == "hot_policy"
     assert make(proposal="hot_policy", bad_reward_threshold=-4.0, alpha=0.3, potential="tilted").alpha == 0.3
 

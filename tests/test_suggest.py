@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from trl_repulse import RePULSeConfig, embedded
+from trl_repulse import embedded
 from trl_repulse._commands import train as train_command
 from trl_repulse._commands._suggestion import (
     ALPHA,
@@ -23,7 +23,7 @@ from trl_repulse._commands._suggestion import (
     Measured,
     suggest_settings,
 )
-from trl_repulse._rules_of_thumb import RATES, TEMPERATURE
+from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.arguments import ARGUMENTS, parse
 from trl_repulse.cli import main
 from trl_repulse.methods import train
@@ -49,25 +49,24 @@ MACHINE = Machine(
 )
 
 
-def samples(rewards, surprise=2.0, lengths=17, ended=True):
+def samples(rewards, lengths=17, ended=True):
     rewards = np.asarray(rewards, dtype=float)
     return DrawnSamples(
         rewards,
         np.broadcast_to(lengths, rewards.shape),
         np.broadcast_to(ended, rewards.shape),
-        surprise,
         [""] * rewards.size,
         seconds=0.01,
     )
 
 
-def measured(rewards=None, hot=0.1, surprise=5.5, empty=0.5, machine=MACHINE, **options):
-    """Normal rewards of spread 1.4 by default; of the hot samples this share has a reward of -999."""
+def measured(rewards=None, gains=(1.5, 0.8, 0.5), empty=0.5, machine=MACHINE, **options):
+    """Normal rewards of spread 1.4 by default."""
     if rewards is None:
         rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
-    hotter = samples(np.where(np.arange(100) < 100 * hot, -999.0, 1.0)[:, None], surprise)
+    gains = dict(zip((1.3, 1.6, 2.0), gains, strict=True))
     empty = None if empty is None else np.array([empty])
-    return Measured(samples(rewards, **options), hotter, empty, 200, 12, 0.002, 0.001, machine)
+    return Measured(samples(rewards, **options), gains, empty, 200, 12, 0.002, 0.001, machine)
 
 
 def suggest(given=None, **options):
@@ -158,30 +157,26 @@ def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, 
     assert f"{full:g} for all weights, {adapter:g} for an adapter" in suggest(given).reasons["learning_rate"]
 
 
-def test_the_temperature_is_the_trainers_and_what_it_finds_is_told():
-    found = suggest(measured(hot=0.04, surprise=5.5))
+@pytest.mark.parametrize(
+    ("gains", "words"), [((1.5, 0.8, 0.5), "helps from the start"), ((0.7, 0.5, 0.5), "does not help")]
+)
+def test_gains_of_temperatures_are_told_and_the_run_chooses(gains, words):
+    found = suggest(measured(gains=gains))
+    assert "proposal_temperature" not in found.values and words in found.reasons["proposal"]
     assert (
-        found.values["proposal_temperature"]
-        == RePULSeConfig(output_dir="out", use_cpu=True, bf16=False).proposal_temperature
+        f"{gains[0]:g} at temperature 1.3, {gains[1]:g} at temperature 1.6, 0.5 at temperature 2"
+        in found.reasons["proposal"]
     )
-    reason = found.reasons["proposal_temperature"]
-    assert "4.0% of 100 hot ones" in reason and "3.5 nats less probable" in reason
-    assert "5.2 forward passes" in found.notes["time"]  # 4 · 1.04 + 1
-
-
-def test_hot_samples_that_are_mostly_bad_are_pointed_out():
-    (text,) = suggest(measured(hot=0.88)).warnings
-    assert text.startswith("88% of the hot samples are bad") and "`proposal_temperature`, to 1.6 or 1.2" in text
-    assert not suggest(measured(hot=0.28)).warnings and not suggest(measured(hot=0.0)).warnings
 
 
 def test_the_learning_rate_warms_up():
     assert suggest().values["warmup_steps"] == 20 and suggest(max_steps=80).values["warmup_steps"] == 10
 
 
-@pytest.mark.parametrize(("hot", "prompts"), [(0.5, 10), (0.1, 20), (0.04, 40), (0.01, 50)])
-def test_an_update_has_prompts_enough_for_ten_bad_samples(hot, prompts):
-    found = suggest(measured(hot=hot))
+@pytest.mark.parametrize(("share", "prompts"), [(0.1, 10), (0.05, 20), (0.02, 50), (0.002, 50)])
+def test_an_update_has_prompts_enough_for_ten_bad_samples(share, prompts):
+    rewards = np.where(np.arange(500) < 500 * share, -9.0, np.random.default_rng(0).normal(1.0, 1.4, 500))
+    found = suggest(measured(rewards.reshape(100, 5)), bad_reward_threshold=-8.0)
     assert (found.values["num_generations"], found.values["train_batch_size"]) == (5, 5 * prompts)
 
 
@@ -214,10 +209,11 @@ def test_memory_counts_weights_and_decides_the_passes():
 
 def test_hours_grow_with_the_updates():
     one, two = (suggest(max_steps=steps).notes["time"] for steps in (800, 8000))
-    # 100 completions of each kind: 0.01 s to draw, 0.002 to reward, and 5.4 passes of 0.001 s for a pair, since a tenth of the hot ones is bad
-    completions = suggest().values["train_batch_size"]
-    seconds = completions * (2 * 0.01 + 2 * 0.002 + 5.4 * 0.001)
-    assert one.startswith(f"{800 * seconds / 60:.2g} minutes for 800") and two.startswith(
+    # 0.01 s to draw, 0.002 to reward, and a little more than 5 passes of 0.001 s for a pair, since few of the extra ones are bad
+    given = measured()
+    share = (given.own.rewards < suggest(given).values["bad_reward_threshold"]).mean()
+    seconds = suggest().values["train_batch_size"] * (2 * 0.01 + 2 * 0.002 + (5 + 4 * share) * 0.001)
+    assert one.startswith(f"{800 * seconds / 3600:.2g} hours for 800") and two.startswith(
         f"{800 * seconds / 360:.2g} hours"
     )
 
@@ -292,10 +288,10 @@ def test_the_file_trains_as_it_is(command, capsys):
     assert "trl-repulse repulse --config repulse.yaml" in printed
     written = yaml.safe_load(Path("repulse.yaml").read_text())
     _, args, _ = parse(["--config", "repulse.yaml"], ARGUMENTS["repulse"], embedded.settings_path("repulse"))
-    for name in ("bad_reward_threshold", "beta", "alpha", "learning_rate", "num_generations", "proposal_temperature"):
+    for name in ("bad_reward_threshold", "beta", "alpha", "learning_rate", "num_generations"):
         assert getattr(args, name) == written[name]
         assert re.search(rf"^{name} +{written[name]:g} ", printed, re.MULTILINE)
-    assert args.proposal == "hot_policy" and args.max_steps == 2
+    assert args.proposal == "hot_policy" and args.proposal_temperature is None and args.max_steps == 2
     assert written["num_generations"] * 4 == args.generation_batch_size  # all four prompts
     for method, more in (("repulse-ppo", []), ("repulse-grpo", ["--scale_rewards", "none"])):  # as a note says
         _, other, _ = parse(["--config", "repulse.yaml", *more], ARGUMENTS[method], embedded.settings_path(method))
@@ -438,7 +434,7 @@ def test_the_guide_has_the_rules_of_the_command():
     for value in (KL_COEFFICIENT / SPREAD, round(ALPHA / SPREAD, 1)):
         assert f"{value:.2g} times" in text
     assert f"{KL_COEFFICIENT:g} at {SPREAD:g}" in text and f"{ALPHA:g} at {SPREAD:g}" in text
-    assert f"`proposal_temperature` | {TEMPERATURE:g} |" in text and f"`max_steps` | {UPDATES} |" in text
+    assert f"`max_steps` | {UPDATES} |" in text
     assert f"−{TARGET_NATS:g} nats" in text
     for size, rate in RATES:
         mantissa, exponent = f"{rate:.0e}".split("e-")

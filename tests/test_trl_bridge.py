@@ -118,7 +118,7 @@ def test_sampling_from_restores_after_an_error():
     )
     with bridge.sampling_from(trainer, None, "proposal", 4):
         assert trainer.model_wrapped == "policy" and config.temperature == 1.0
-    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "engine", "proposal", 4, temperature=1.7):
+    with pytest.raises(RuntimeError), bridge.sampling_from(trainer, "engine", "proposal", 4, Sampler(1.7)):
         assert trainer.model_wrapped == "engine" and config.temperature == 1.7
         trainer._metrics["train"]["reward"].append(-5.0)
         trainer._metrics["train"]["num_tokens"] = [7]

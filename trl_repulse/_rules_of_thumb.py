@@ -1,4 +1,4 @@
-"""Values for what a user has not set: learning rate for a model's size, temperature of hot samples, reward under which an output is bad."""
+"""Values for what a user has not set: learning rate for a model's size, reward under which an output is bad."""
 
 import math
 
@@ -8,8 +8,6 @@ import numpy as np
 # Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
 RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
 ADAPTER_RATE = 5.0  # times that of all weights; chosen in held-out worlds (docs/held_out.md)
-# Of hot samples; chosen in held-out worlds, and it held in one with a long tail of words (docs/held_out.md)
-TEMPERATURE = 2.0
 LOW = 0.02  # the quantile of the first samples' rewards under which an output is bad
 _NEAR = 0.005, 0.1  # shares of the samples under a gap that is taken in its place
 

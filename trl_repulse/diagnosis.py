@@ -141,9 +141,15 @@ SYMPTOMS = {
     ),
     "nothing_bad": Symptom(
         "Nothing bad is found",
-        "{bad_reward_threshold} is below every reward that is drawn, or the samples are not hot enough",
-        ("raise {bad_reward_threshold}", "raise {proposal_temperature}", "raise {num_proposal_generations}"),
+        "{bad_reward_threshold} is below every reward that is drawn, or bad outputs are too rare for so few samples",
+        ("raise {bad_reward_threshold}", "raise {num_proposal_generations}"),
         "nothing-bad-is-found",
+    ),
+    "no_gain": Symptom(
+        "Extra samples gain nothing",
+        "{proposal_temperature} is too high for completions of this length: what it finds the policy hardly ever says",
+        ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
+        "extra-samples-gain-nothing",
     ),
     "turned_target": Symptom(
         "The proposal draws good outputs",
@@ -390,6 +396,11 @@ def _nothing_bad(log: RunLog) -> str | None:
     return f"{said} {'is' if len(names) == 1 else 'are'} 0 over updates {spans[0][0].first} to {spans[0][-1].last}"
 
 
+def _no_gain(log: RunLog) -> str | None:
+    low = log.longest("proposal/gain", lambda mean: mean < 1, after=THRESHOLDS["warm_up"].value)
+    return None if low is None else f"`proposal/gain` is {low.mean:.2f} on average over {low}"
+
+
 def _rising_kl(log: RunLog) -> str | None:
     kl = {(span.first, span.last): span.mean for span in log.spans("kl")}
     rewards = [span for span in log.spans("reward") if span[:2] in kl]
@@ -484,6 +495,7 @@ _SIGNS: dict[str, Callable[[RunLog], str | None]] = {
     "rising_kl": _rising_kl,
     "narrow": _narrow,
     "nothing_bad": _nothing_bad,
+    "no_gain": _no_gain,
     "turned_target": _turned_target,
     "collapse": _collapse,
     "ess": _ess,

@@ -6,8 +6,7 @@ Trains and evaluates many runs in a held-out world, several at a time, and keeps
 
 A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
 completions, of the same number of prompts an update. With `bare: true` a method has its configuration's own defaults
-instead, and with `adapter: true` it trains a LoRA adapter. Finished
-runs are not repeated.
+instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated.
 """
 
 import argparse
@@ -61,6 +60,7 @@ def trainer_of(name: str) -> tuple[type, type]:
         "ppo": (trl_repulse.PPOTrainer, trl_repulse.PPOConfig),
         "repulse_ppo": (trl_repulse.RePULSePPOTrainer, trl_repulse.RePULSePPOConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "repulse_grpo": (trl_repulse.RePULSeGRPOTrainer, trl_repulse.RePULSeGRPOConfig),
     }
     return trainers[name]
 
@@ -90,6 +90,8 @@ def train(
 
     from . import offline
 
+    if "candidate" in method:
+        raise ValueError("`candidate` names code that was removed when it lost; commit 341bd8d has it.")
     if method["trainer"] in offline.TRAINERS:
         return offline.train(world, method, seed, completions, folder)
     trainer_class, config_class = trainer_of(method["trainer"])
@@ -228,7 +230,7 @@ def run(
             }
             if (proposal := getattr(trainer, "proposal", None)) is not None:
                 results["proposal"] = proposed(world, proposal.module, seed, 1.0)
-            elif getattr(trainer.args, "draws_hot", False):
+            elif getattr(trainer.args, "draws_hot", False) and trainer.args.proposal_temperature is not None:
                 results["proposal"] = proposed(world, trainer.model, seed, trainer.args.proposal_temperature)
             if getattr(trainer.args, "draws_hot", False) and trainer.args.bad_reward_threshold is None:
                 results["measured_threshold"] = trainer.bad_reward_threshold

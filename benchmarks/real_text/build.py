@@ -9,7 +9,7 @@ A world is a folder such as `meaning-20`: what `judges.py` thinks of completions
 0.3 % of the initial policy's completions of the training prompts are, its KL coefficient follows the spread of the rewards within a prompt,
 and `bad.txt` holds bad completions to read. Runs, results and tables are those of the held-out worlds:
 
-    python -m benchmarks.held_out.run benchmarks/real_text/plans/first.yaml --world runs/real_text/meaning-20 \
+    python -m benchmarks.held_out.run benchmarks/real_text/plans/training.yaml --world runs/real_text/meaning-20 \
         --output_dir runs/real_text/results-meaning-20
     python -m benchmarks.held_out.table runs/real_text/results-meaning-20
     python -m benchmarks.real_text.gains runs/real_text/policy runs/real_text/meaning-20

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from .._rules_of_thumb import LOW, TEMPERATURE, bad_threshold_for, learning_rate_for, rounded
+from .._rules_of_thumb import LOW, bad_threshold_for, learning_rate_for, rounded
 from ..evaluation.tails import prob_below
 
 
@@ -25,14 +25,13 @@ SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 WARM_UP = 20  # updates, in the held-out worlds
-MOST_BAD = 0.5  # of the hot samples; in the held-out worlds it was at most 0.28
 HIGH = 0.98  # quantile
 
 
 @dataclass(frozen=True)
 class DrawnSamples:
     """
-    Completions drawn at one temperature.
+    Completions of the initial policy.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -41,8 +40,6 @@ class DrawnSamples:
             Tokens.
         ended (`numpy.ndarray` of shape `(P, N)`):
             Whether a completion ended by itself.
-        surprise (`float`):
-            Mean of −log p of a token, p the policy's probability at temperature 1, in nats.
         texts (`list[str]`):
             The P · N completions, prompt by prompt.
         seconds (`float`):
@@ -52,7 +49,6 @@ class DrawnSamples:
     rewards: np.ndarray
     lengths: np.ndarray
     ended: np.ndarray
-    surprise: float
     texts: list[str]
     seconds: float
 
@@ -96,9 +92,9 @@ class Measured:
 
     Args:
         own ([`DrawnSamples`]):
-            The policy's own.
-        hot ([`DrawnSamples`]):
-            Fewer samples, at the hot policy's temperature.
+            The policy's samples.
+        gains (`dict[float, float]`):
+            Temperatures above 1, and the gain of drawing extra samples at each.
         empty_rewards (`numpy.ndarray`, *optional*):
             Rewards of empty completions; `None` where the reward failed.
         num_prompts (`int`):
@@ -112,7 +108,7 @@ class Measured:
     """
 
     own: DrawnSamples
-    hot: DrawnSamples
+    gains: dict[float, float]
     empty_rewards: np.ndarray | None
     num_prompts: int
     prompt_tokens: int
@@ -195,9 +191,9 @@ def suggest_settings(
     threshold = _threshold(found, own.rewards.size, rewards, bad_reward_threshold)
     _reward_warnings(found, measured, rewards, threshold)
     share = float((rewards < threshold).mean())
-    hot_share = _temperature(found, measured, threshold, share)
+    _proposal(found, measured.gains)
     _length(found, own, max_completion_length)
-    prompts = _counts(found, measured, share, hot_share)
+    prompts = _counts(found, measured, share)
     _weights(found, own.rewards, rewards, threshold)
     _learning_rate(found, measured.machine.parameters, use_peft)
     _batch(found, measured, prompts, use_peft)
@@ -209,7 +205,7 @@ def suggest_settings(
         "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
         "standard deviation within a prompt, and `alpha` and `beta`, which are in units of the reward, would no longer fit."
     )
-    found.notes["time"] = _hours(measured, prompts * found.values["num_generations"], max_steps, hot_share)
+    found.notes["time"] = _hours(measured, prompts * found.values["num_generations"], max_steps, share)
     return found
 
 
@@ -255,7 +251,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
         rank = float((rewards < value).mean() + (rewards == value).mean() / 2)
         if value < threshold:
             found.warnings.append(
-                f"{name} gets {value:.3g} and counts as bad: the hot policy will find such completions, and the negative term will be "
+                f"{name} gets {value:.3g} and counts as bad: the negative term will find such completions, and be "
                 "spent on them. If they are not what you call bad, give them an ordinary reward."
             )
         elif rank <= 0.05:
@@ -288,26 +284,20 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
     return threshold
 
 
-def _temperature(found: Suggestion, measured: Measured, threshold: float, share: float) -> float:
-    """Sets the hot policy's temperature, and returns the share of bad ones among its samples."""
-    own, hot = measured.own, measured.hot
-    found_bad = float((hot.rewards < threshold).mean())
-    reason = "The default: there is no second model. In worlds of sentences it did better than a learned proposal."
-    found.set("proposal", "hot_policy", reason)
-    found.set(
-        "proposal_temperature",
-        TEMPERATURE,
-        f"The default, which did best in the held-out worlds. Measured: {share:.1%} of the policy's own samples are bad, and {found_bad:.1%} of "
-        f"{hot.rewards.size} hot ones. Under the policy their tokens are {hot.surprise - own.surprise:.1f} nats less probable than its own. In the "
-        "held-out worlds it was 3.5 to 3.8 nats and 19 to 22% at first, and 8.6 nats and 1% with a long tail of words, where it did well too.",
+def _proposal(found: Suggestion, gains: dict[float, float]) -> None:
+    best = max(gains, key=gains.__getitem__)
+    helps = (
+        "so a higher temperature helps from the start"
+        if gains[best] > 1
+        else "so a higher temperature does not help at first"
     )
-    if found_bad > MOST_BAD:
-        found.warnings.append(
-            f"{found_bad:.0%} of the hot samples are bad, and {share:.1%} of the policy's own. Read the lowest of them: if they are broken text, "
-            "the policy hardly ever says them, and the negative term is spent on them. Then lower `proposal_temperature`, to 1.6 or 1.2, "
-            "or give broken text an ordinary reward."
-        )
-    return found_bad
+    found.set(
+        "proposal",
+        "hot_policy",
+        "The default: there is no second model. Extra samples are drawn from the policy by what gains most: as it is, at a higher temperature, or "
+        "with tokens raised that lower the reward. At 1 they are worth as much as more of its own. Measured on the lowest samples: "
+        f"{', '.join(f'{gain:.2g} at temperature {temperature:g}' for temperature, gain in gains.items())}, {helps}.",
+    )
 
 
 def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:
@@ -325,21 +315,21 @@ def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:
     found.set("max_completion_length", min(limit, 8 * math.ceil(1.1 * high / 8)), reason)
 
 
-def _counts(found: Suggestion, measured: Measured, share: float, hot_share: float) -> int:
+def _counts(found: Suggestion, measured: Measured, share: float) -> int:
     """Sets N, and returns the prompts of an update."""
     completions = 5 if measured.num_prompts >= 10 else math.ceil(50 / measured.num_prompts)
-    reason = "As in the held-out worlds and the published setting 1. As many hot samples come on top."
+    reason = "As in the held-out worlds and the published setting 1. As many extra samples come on top."
     if completions != 5:
-        reason = f"Rule of thumb: about 50 completions in an update, of your {measured.num_prompts} prompts. As many hot samples come on top."
+        reason = f"Rule of thumb: about 50 completions in an update, of your {measured.num_prompts} prompts. As many extra samples come on top."
     found.set("num_generations", completions, reason)
-    each = completions * (share + hot_share)  # bad samples of a prompt
+    each = 2 * completions * share  # bad samples of a prompt, if extra samples find no more than the policy
     prompts = next((count for count in (10, 20, 30, 40) if count * each >= 10), 50)
     prompts = min(prompts, measured.num_prompts)
     found.set(
         "train_batch_size",
         prompts * completions,
-        f"Completions of an update: {completions} of each of {prompts} prompts. At first about {prompts * each:.0f} samples of an update, "
-        "hot ones included, will be bad. Rule of thumb: 10, with 10 prompts (held-out worlds) to 50 (published setting 1).",
+        f"Completions of an update: {completions} of each of {prompts} prompts. At first about {prompts * each:.0f} samples of an update "
+        "or more will be bad. Rule of thumb: 10, with 10 prompts (held-out worlds) to 50 (published setting 1).",
     )
     return prompts
 
@@ -387,7 +377,7 @@ def _batch(found: Suggestion, measured: Measured, prompts: int, use_peft: bool) 
     machine, n, have = measured.machine, found.values["num_generations"], measured.machine.memory
     fixed = _fixed_memory(machine, use_peft)
     tokens = measured.prompt_tokens + found.values["max_completion_length"]
-    # An own and a hot completion: inputs of all layers, which checkpointing keeps, and one layer whole. The factors of the latter
+    # An own and an extra completion: inputs of all layers, which checkpointing keeps, and one layer whole. The factors of the latter
     # are those at which the formula without checkpointing gives what was measured on an H100 (docs/shared_prompts.md)
     a_row = 2 * tokens * machine.number * ((machine.layers + 20) * machine.width + 8 * machine.inner)
     cache = 2 * prompts * n * tokens * machine.layers * machine.cache * machine.number
@@ -427,16 +417,16 @@ def _fixed_memory(machine: Machine, use_peft: bool) -> dict[str, float]:
 
 
 def _hours(measured: Measured, completions: int, updates: int, bad: float) -> str:
-    own, hot = measured.own.seconds, measured.hot.seconds
-    drawing = completions * (own + hot + 2 * measured.reward_seconds)
-    # Forward, recomputed forward, and a backward pass of two for own samples and bad hot ones; the reference's for the own
+    own = measured.own.seconds
+    drawing = 2 * completions * (own + measured.reward_seconds)
+    # Forward, recomputed forward, and a backward pass of two for own samples and bad extra ones; the reference's for the own
     passes = 4 * (1 + bad) + 1
     training = completions * measured.score_seconds * passes
     return (
         f"{_time(updates * (drawing + training))} for {updates} updates on this device ({measured.machine.device}). Measured: {own:.2g} s to "
-        f"draw a completion ({hot:.2g} s a hot one) and {measured.reward_seconds:.2g} s to reward it, hence {_time(drawing)} for the "
+        f"draw a completion and {measured.reward_seconds:.2g} s to reward it, hence {_time(drawing)} for the "
         f"{2 * completions} of an update. Rule of thumb: {_time(training)} of training, {passes:.1f} forward passes ({measured.score_seconds:.2g} s, "
-        "measured) for each own completion with its hot one, which is read if it is bad. Larger batches than those of these samples take less time."
+        "measured) for each own completion with its extra one, which is read if it is bad. Larger batches than those of these samples take less time."
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from .._errors import describe_error, from_reward
-from .._rules_of_thumb import TEMPERATURE
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
 
@@ -162,11 +161,15 @@ def _as_function(reward: Any, args: argparse.Namespace) -> tuple[str, Any, int]:
 def _measure(
     args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, name: str, function: Any, reward_bytes: int
 ) -> Any:
-    """Draws, rewards and scores; the policy's own samples, and a quarter as many hot ones."""
+    """Draws, rewards and scores samples of the policy, and the lowest ones at other temperatures too."""
+    import torch
+
     from .._checks import check_prompt_lengths
     from .._texts import completion_texts
     from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
     from ..evaluation.log_probs import completion_log_probs
+    from ..evaluation.rare.sampling import completion_log_prob
+    from ..trainers._sampler_choice import ELITE, TEMPERATURES
     from ._suggestion import DrawnSamples, Measured
 
     completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
@@ -176,40 +179,38 @@ def _measure(
     ids = prompt_tokens(tokenizer, chosen["prompt"][:], args.chat_template_kwargs)
     check_prompt_lengths(ids, chosen["prompt"][:], model.config, args.max_completion_length)
     end = set(end_tokens(model, tokenizer))
-    spent = {"reward": 0.0, "score": 0.0}
+    spent = 0.0
 
     def reward(places: list[int], texts: list[str], tokens: list[list[int]]) -> np.ndarray:
+        nonlocal spent
         columns = chosen[places]
         asked = columns.pop("prompt")
         start = time.perf_counter()
         given = evaluate_rewards({name: function}, asked, texts, tokens, columns, args.batch_size)[name]
-        spent["reward"] += time.perf_counter() - start
+        spent += time.perf_counter() - start
         return np.array([np.nan if value is None else value for value in given])
 
-    def draw(temperature: float, places: list[int], width: int) -> DrawnSamples:
-        engine = transformers_engine(
-            model, tokenizer, args.max_completion_length, args.batch_size, temperature=temperature
-        )
-        start = time.perf_counter()
-        own_ids = [ids[place] for place in places]
-        tokens = engine(own_ids, args.seed + round(100 * temperature))
-        seconds = (time.perf_counter() - start) / len(places)
-        texts = completion_texts(tokenizer, chosen[places]["prompt"], own_ids, tokens)
-        rewards = reward(places, texts, tokens)
-        start = time.perf_counter()
-        log_prob, _ = completion_log_probs(model, own_ids, tokens, args.batch_size)
-        spent["score"] += time.perf_counter() - start
-        lengths = np.array([len(row) for row in tokens])
-        ended = np.array([bool(row) and row[-1] in end for row in tokens])
-        surprise = float(-log_prob.sum()) / max(int(lengths.sum()), 1)
-        shape = (-1, width)
-        return DrawnSamples(
-            rewards.reshape(shape), lengths.reshape(shape), ended.reshape(shape), surprise, texts, seconds
-        )
-
-    own = draw(1.0, rows, completions)
-    reward_seconds, score_seconds = (spent[part] / len(rows) for part in ("reward", "score"))
-    hot = draw(TEMPERATURE, rows[::4], 1)
+    engine = transformers_engine(model, tokenizer, args.max_completion_length, args.batch_size)
+    start = time.perf_counter()
+    prompt_ids = [ids[place] for place in rows]
+    tokens = engine(prompt_ids, args.seed)
+    seconds = (time.perf_counter() - start) / len(rows)
+    texts = completion_texts(tokenizer, chosen[rows]["prompt"], prompt_ids, tokens)
+    rewards = reward(rows, texts, tokens)
+    start = time.perf_counter()
+    completion_log_probs(model, prompt_ids, tokens, args.batch_size)
+    score_seconds, reward_seconds = (time.perf_counter() - start) / len(rows), spent / len(rows)
+    lengths, ended = [len(row) for row in tokens], [bool(row) and row[-1] in end for row in tokens]
+    shaped = (np.reshape(x, (-1, completions)) for x in (rewards, lengths, ended))
+    own = DrawnSamples(*shaped, texts, seconds)
+    lowest = np.argsort(rewards)[: math.ceil(ELITE * len(rows))]
+    log_q = [
+        completion_log_prob(model, prompt_ids[i], torch.tensor([tokens[i]]), list(end), (1.0, *TEMPERATURES))[0]
+        for i in lowest
+        if tokens[i]
+    ]
+    log_q = torch.stack(log_q) if log_q else torch.zeros(1, 1 + len(TEMPERATURES))
+    gains = 1 / (2 * torch.sigmoid(log_q[:, :1] - log_q[:, 1:])).mean(dim=0)
     places = list(range(min(count, 32)))
     try:
         empty = reward(places, [""] * len(places), [[] for _ in places])
@@ -219,7 +220,8 @@ def _measure(
         empty = None
     machine = _machine(model, reward_bytes)
     longest = max(map(len, ids))
-    return Measured(own, hot, empty, len(prompts), longest, reward_seconds, score_seconds, machine)
+    gained = dict(zip(TEMPERATURES, gains.tolist(), strict=True))
+    return Measured(own, gained, empty, len(prompts), longest, reward_seconds, score_seconds, machine)
 
 
 def _machine(model: Any, reward_bytes: int) -> Any:
@@ -299,8 +301,7 @@ def _samples(measured: Any, suggestion: Any) -> str:
         f"{rewards.max():.3g}, quantiles {quantiles}; {own.lengths.mean():.0f} tokens on average.",
         "",
     ]
-    for samples, name in ((own, "own"), (measured.hot, f"hot ({TEMPERATURE:g})")):
-        values = samples.rewards.ravel()
-        for place in np.argsort(values)[:3]:
-            lines.append(f"lowest {name}: {values[place]:.3g}  {samples.texts[place].strip()[:160]!r}")
+    values = own.rewards.ravel()
+    for place in np.argsort(values)[:5]:
+        lines.append(f"lowest: {values[place]:.3g}  {own.texts[place].strip()[:160]!r}")
     return "\n".join([*lines, ""])

@@ -21,7 +21,7 @@ TEMPERATURES = (1.3, 1.6, 2.0)
 TILTS = (0.5, 1.0, 1.5)  # nats by which a token is raised whose completions have rewards one spread lower
 HIGHEST = 3.0  # nats: no token is raised by more
 ELITE = 0.02  # share of the lowest rewards by which samplers are judged, where fewer are bad
-_REWARDS, _FINDS, _PRIOR = 1024, 200, 3.0  # latest rewards and finds that are kept; finds that say that nothing helps
+_REWARDS, _FINDS, _PRIOR = 1024, 200, 3  # latest rewards and finds that are kept; finds that say that nothing helps
 _FARTHEST = 6.0  # spreads: no reward counts as farther from the others
 
 
@@ -126,7 +126,7 @@ class SamplerChoice:
 
     def gains(self) -> tuple[np.ndarray, np.ndarray]:
         """Gain of each sampler (S,), and the upper end of its interval of 95 %."""
-        prior = [[1.0] * len(self.samplers)] * int(_PRIOR)
+        prior = [[1.0] * len(self.samplers)] * _PRIOR
         weight, *ratios = np.array([*self._finds, *prior]).T
         ratio = np.array([np.ones_like(weight), *ratios])  # (S, finds)
         mean = ratio @ weight / weight.sum()

@@ -20,7 +20,7 @@ class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
 
     The policy takes [`~trl.GRPOTrainer`]'s steps on its own samples, with any `loss_type` and advantages. It also lowers the
     log-probability of samples that find its bad outputs, weighted by importance and by `alpha`. As in [`RePULSeTrainer`] these come from
-    the policy at a higher temperature, from a proposal that learns, or from the policy's own samples. The negative term is added to GRPO's
+    the policy with other logits, from a proposal that learns, or from the policy's own samples. The negative term is added to GRPO's
     loss. It is the mean over samples of a coefficient times the completion's mean log-probability (`logprob_reduction`). Where a
     generation batch serves several updates, it is clipped as in [`RePULSeTrainer`].
 

@@ -1,0 +1,151 @@
+"""The choice of what draws hot samples: tokens' effects, gains against enumeration, what it warns of, and how it is resumed."""
+
+import math
+from collections import deque
+
+import pytest
+import torch
+
+from trl_repulse.generation._samplers import POLICY, Sampler
+from trl_repulse.trainers import _sampler_choice
+from trl_repulse.trainers._sampler_choice import TEMPERATURES, TokenEffects
+
+from .conftest import BAD
+
+
+pytestmark = pytest.mark.trainer
+CHOSEN = {
+    "proposal": "hot_policy",
+    "proposal_temperature": None,
+    "bad_reward_threshold": -1.0,
+    "potential": "indicator",
+}
+FIXED = {**CHOSEN, "learning_rate": 0.0, "alpha_normalization": "none"}
+
+
+def test_effects_are_shrunk_means_of_deviations():
+    torch.manual_seed(0)
+    ids, mask = torch.randint(0, 7, (40, 5)), torch.ones(40, 5, dtype=torch.long)
+    mask[::3, 3:] = 0
+    deviations = torch.randn(40)
+    deviations[4] = torch.nan
+    effects = TokenEffects(8)
+    for part in (slice(0, 15), slice(15, 40)):
+        effects.sums += TokenEffects.of(ids[part], mask[part], deviations[part], 8)
+    for token in range(8):
+        of = [deviations[i] for i in range(40) if i != 4 and token in ids[i][mask[i] == 1]]
+        assert effects()[token] == pytest.approx(float(sum(of)) / (len(of) + 1), abs=1e-5)
+
+
+@pytest.mark.exact
+def test_gains_approach_the_exact_ones(make, monkeypatch, prompts):
+    """Of all samplers, from finds that several of them drew in turn."""
+    monkeypatch.setattr(_sampler_choice, "_PRIOR", 1)
+    monkeypatch.setattr(_sampler_choice, "_FINDS", 100_000)
+    monkeypatch.setattr(_sampler_choice, "ELITE", 0.0)
+    monkeypatch.setattr(TokenEffects, "of", staticmethod(lambda *_: torch.zeros(2, 1)))
+    size = {"num_generations": 400, "per_device_train_batch_size": 1600, "max_completion_length": 1}
+    trainer = make(**FIXED, **size, max_steps=8)
+    choice = trainer._negative.choice
+    choice.effects.sums[1] = torch.linspace(-2, 2, choice.effects.sums.size(1))
+    choice._make()
+    turns = iter((0, 2, 5, 3, 6, 1, 4, 0))
+    update = type(choice).update
+
+    def in_turn(self):
+        update(self)
+        self.index = next(turns)
+
+    monkeypatch.setattr(type(choice), "update", in_turn)
+    trainer.train()
+    choice._finds.extend(choice._new)
+    gains, high = choice.gains()
+    bad = [i for i in range(len(trainer.processing_class)) if trainer.processing_class.decode([i]).strip() == "bad"]
+    assert len(gains) == 1 + len(TEMPERATURES) + 3 and gains[0] == 1 and (high >= gains).all()
+    for sampler, gain in zip(choice.samplers, gains, strict=True):
+        p_bad = squares = 0.0
+        for prompt in prompts["prompt"]:
+            ids = torch.tensor([trainer.processing_class(prompt)["input_ids"]], device=trainer.model.device)
+            with torch.no_grad():
+                logits = trainer.model(input_ids=ids).logits[0, -1].float().cpu()
+            p, q = (each(logits).softmax(-1)[bad] for each in (POLICY, sampler))
+            p_bad += p.sum().item()
+            squares += (p * 2 * p / (p + q)).sum().item()
+        assert gain == pytest.approx(p_bad / squares, rel=0.05)
+
+
+def test_a_biased_sampler_draws_as_often_as_it_says(make):
+    trainer = make(
+        **FIXED, num_generations=1000, per_device_train_batch_size=4000, max_steps=1, max_completion_length=1
+    )
+    choice = trainer._negative.choice
+    raised = torch.zeros(choice.effects.sums.size(1))
+    raised[BAD] = 2.0
+    choice.samplers[-1] = Sampler(bias=raised)
+    choice.update = lambda: setattr(choice, "index", len(choice.samplers) - 1)
+    seen = {}
+    choice.observe = lambda *sets: seen.update(zip(("own", "others"), (ids for ids, _, _ in sets), strict=True))
+    trainer.train()
+    for name, bias in (("own", 0.0), ("others", 2.0)):
+        expected = []
+        for prompt in trainer.train_dataset["prompt"]:
+            ids = torch.tensor([trainer.processing_class(prompt)["input_ids"]], device=trainer.model.device)
+            with torch.no_grad():
+                logits = trainer.model(input_ids=ids).logits[0, -1].float().cpu()
+            logits[BAD] += bias
+            expected.append(logits.softmax(-1)[BAD].item())
+        share, mean = (seen[name] == BAD).float().mean().item(), sum(expected) / 4
+        assert abs(share - mean) < 4.5 * math.sqrt(mean * (1 - mean) / 4000), (name, share, mean)
+
+
+def test_effects_find_the_bad_token(make):
+    """After a few updates its logit is raised most, and what draws is worth more than the policy."""
+    trainer = make(**CHOSEN, num_generations=16, per_device_train_batch_size=64, max_steps=12, learning_rate=0.0)
+    trainer.train()
+    choice = trainer._negative.choice
+    assert choice.effects().argmin() == BAD
+    logs = [log for log in trainer.state.log_history if "proposal/gain" in log]
+    assert logs[0]["proposal/gain"] == 1 and logs[-1]["proposal/gain"] > 1.2
+    assert logs[-1]["proposal/gain"] == pytest.approx(choice.gains()[0][choice.index], rel=0.3)
+
+
+def test_a_fixed_temperature_that_gains_nothing_is_warned_of_once(make, caplog):
+    trainer = make(**FIXED | {"proposal_temperature": 1.3}, max_steps=1)
+    choice = trainer._negative.choice
+    assert [sampler.temperature for sampler in choice.samplers] == [1.0, 1.3]
+    choice._finds = deque([[1.0, 1.7 + 0.1 * (i % 3)] for i in range(50)])
+    for _ in range(2):
+        choice.update()
+    assert caplog.text.count("`proposal_temperature=1.3` find less than as many more of the policy's own would") == 1
+    assert choice.index == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"proposal_temperature": 1.6}], ids=str)
+def test_a_resumed_run_chooses_as_one_that_went_on(make, tmp_path, settings):
+    def run(steps, **kwargs):
+        trainer = make(**CHOSEN | settings, max_steps=6, save_strategy="steps", save_steps=3, **kwargs)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3") if steps else None)
+        return trainer
+
+    whole = run(0)
+    resumed = run(3)
+    one, other = whole._negative, resumed._negative
+    assert one.choice.state() == other.choice.state() and one._usual == other._usual
+    assert torch.equal(one.choice.effects.sums, other.choice.effects.sums)
+    logs = [
+        [{k: v for k, v in log.items() if k.startswith(("proposal", "loss"))} for log in trainer.state.log_history][:6]
+        for trainer in (whole, resumed)
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_pushes_are_small_where_finds_weigh_little(make):
+    trainer = make(**FIXED)
+    trainer.model.train()
+    negative = trainer._negative
+    negative._usual = 0.01
+    worth = negative._worth(torch.tensor([0.02, 0.001, 0.0001, 0.0, torch.nan]))
+    torch.testing.assert_close(worth, torch.tensor([1.0, 1.0, 0.1, 0.0, 0.0]))
+    negative._update_usual()
+    assert negative._usual == pytest.approx(0.01 + 0.1 * ((0.02 + 0.001 + 0.0001) / 4 - 0.01))
