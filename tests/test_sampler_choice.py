@@ -131,21 +131,10 @@ def test_a_resumed_run_chooses_as_one_that_went_on(make, tmp_path, settings):
     whole = run(0)
     resumed = run(3)
     one, other = whole._negative, resumed._negative
-    assert one.choice.state() == other.choice.state() and one._usual == other._usual
+    assert one.choice.state() == other.choice.state()
     assert torch.equal(one.choice.effects.sums, other.choice.effects.sums)
     logs = [
         [{k: v for k, v in log.items() if k.startswith(("proposal", "loss"))} for log in trainer.state.log_history][:6]
         for trainer in (whole, resumed)
     ]
     assert logs[0] == logs[1]
-
-
-def test_pushes_are_small_where_finds_weigh_little(make):
-    trainer = make(**FIXED)
-    trainer.model.train()
-    negative = trainer._negative
-    negative._usual = 0.01
-    worth = negative._worth(torch.tensor([0.02, 0.001, 0.0001, 0.0, torch.nan]))
-    torch.testing.assert_close(worth, torch.tensor([1.0, 1.0, 0.1, 0.0, 0.0]))
-    negative._update_usual()
-    assert negative._usual == pytest.approx(0.01 + 0.1 * ((0.02 + 0.001 + 0.0001) / 4 - 0.01))

@@ -25,9 +25,6 @@ from ._scoring import takes_bias
 from ._units import UnitSampling
 
 
-_FORGETTING = 0.1  # of the usual P(bad), a batch of generations
-_LITTLE = 0.1  # of it: prompts with less are pushed less
-
 
 class HotPolicy(DrawnTerm):
     """
@@ -35,7 +32,7 @@ class HotPolicy(DrawnTerm):
 
     A hot sample's probability is known exactly, under the policy and by its sampler: a prompt's N samples and its K hot ones are weighed
     together against their mixture ([`~trl_repulse.importance.log_mixture_weights`]). Only what is bad has a weight, so that a
-    prompt for which nothing bad was drawn is not pushed at all, and one whose finds the policy hardly ever draws nearly not.
+    prompt for which nothing bad was drawn is not pushed at all.
 
     Args:
         trainer ([`UnitSampling`]):
@@ -50,8 +47,6 @@ class HotPolicy(DrawnTerm):
         served = args.use_transformers_continuous_batching or (args.use_vllm and args.vllm_mode == "server")
         tilts = not served and (takes_bias(base) or not trainer._guard.fused_head)
         self.choice = SamplerChoice(trainer, args.proposal_temperature, tilts)
-        self._usual = 0.0  # P(bad) of the latest prompts
-        self._seen: list[torch.Tensor] = []
         self.measured = MeasuredThreshold(trainer) if trainer.args.bad_reward_threshold is None else None
         self._ahead: Ahead | None = None
         self._watch = CollapseWatch(self)
@@ -62,7 +57,6 @@ class HotPolicy(DrawnTerm):
         trainer = self.trainer
         if self.mode == "train":
             self.choice.update()
-            self._update_usual()
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
         apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
         # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
@@ -163,9 +157,8 @@ class HotPolicy(DrawnTerm):
         self._watch.look(batch, log_p, log_p_hot, self._may_be_bad(batch["proposal_rewards"]))
         scored = ~rewards.isnan()
         found = (log_w > -torch.inf).any(dim=1)
-        in_policy = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
-        in_policy = in_policy.sum(dim=1) / scored.sum(dim=1)  # estimates of P(bad), (P,)
-        p_bad = in_policy[scored.any(dim=1)]
+        p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
+        p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
         if trainer.bad_reward_threshold is not None:
             log_importance(trainer, "negative", log_w[found], scored[found])
             trainer._log_mean("negative/p_bad", p_bad)
@@ -173,48 +166,26 @@ class HotPolicy(DrawnTerm):
             trainer._constraint.observe(p_bad, resolution=0.0)
         alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
         # The policy loss divides by the number of each kind
-        shares = normalize_weights(log_w) * self._worth(in_policy).unsqueeze(1)
-        own, hot = (-alpha * w * w.size(1) for w in shares.split(sizes, dim=1))
+        own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
         return {
             COEFFICIENTS[OWN]: trainer._to_units(own, batch["rewards"]),
             COEFFICIENTS[NEGATIVE]: trainer._to_units(hot, batch["proposal_rewards"]),
         }
 
-    def _worth(self, p_bad: torch.Tensor) -> torch.Tensor:
-        """
-        How much of its push each prompt gets, (P,) in [0, 1], by its estimate of P(bad): all of it, or in proportion where that is below a
-        tenth of the usual one. What the policy hardly ever draws matters little, and is often noise.
-        """
-        if self.mode == "train":
-            self._seen.append(p_bad.detach()[p_bad.isfinite()])
-        usual = self._usual or p_bad.nanmean()
-        return (p_bad / (_LITTLE * usual)).clamp(max=1.0).nan_to_num()
-
-    def _update_usual(self) -> None:
-        """Moves the usual P(bad) towards what was seen since the last update. All processes must call it."""
-        if self._seen:
-            seen = self.trainer.accelerator.gather(torch.cat(self._seen))
-            new = seen.double().mean().item() if len(seen) else 0.0
-            self._usual = self._usual + _FORGETTING * (new - self._usual) if self._usual else new
-        self._seen = []
-
     def state(self) -> dict[str, Any]:
         """As [`NegativeTerm.state`]."""
         measured = None if self.measured is None else self.measured.state()
-        return {"threshold": measured, "choice": self.choice.state(), "usual": self._usual}
+        return {"threshold": measured, "choice": self.choice.state()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.tensors`]."""
-        seen = {"seen": torch.cat(self._seen)} if self._seen else {}
-        return {"effects": self.choice.effects.sums} | seen
+        return {"effects": self.choice.effects.sums}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """As [`NegativeTerm.load_state`]."""
         if self.measured is not None and state["threshold"] is not None:
             self.measured.load_state(state["threshold"])
         self.choice.load_state(state["choice"], tensors["effects"])
-        self._usual = state["usual"]
-        self._seen = [tensors["seen"].to(self.trainer.accelerator.device)] if "seen" in tensors else []
 
     def learn(
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
