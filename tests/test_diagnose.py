@@ -175,7 +175,12 @@ def test_signs_that_a_log_lacks_are_named():
 def test_a_log_without_settings():
     unknown = diagnose(make_log(), {}).unknown
     assert "`proposal/distinct` cannot be judged: `num_generations` is not known" in unknown["collapse"]
-    assert "`num_generations` is not known" in unknown["ess"] and set(unknown) == {"collapse", "ess", "nothing_bad", "no_gain"}
+    assert "`num_generations` is not known" in unknown["ess"] and set(unknown) == {
+        "collapse",
+        "ess",
+        "nothing_bad",
+        "no_gain",
+    }
     assert seen(make_log(proposal__log_z_gap=9.0), {}) == ["collapse"]
 
 

@@ -13,7 +13,7 @@ from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer,
 from trl_repulse.importance import log_mixture_weights
 from trl_repulse.trainers._hot_policy import HotPolicy
 from trl_repulse.trainers._negative_term import DrawnTerm
-from trl_repulse.trainers._scoring import BySamplers
+from trl_repulse.trainers._scoring import BySampler
 from trl_repulse.trainers._units import UnitSampling
 
 from .test_exact import World
@@ -79,7 +79,6 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
     trainer = make(
         **(HOT | {"max_steps": 1, "alpha": 0.7, "target_dist_beta": -0.4} | settings), extra=extra, learning_rate=0.0
     )
-    trainer._negative._log_usual = math.log(0.05)
     trainer.train()
     names = ("completion", "proposal_completion")
     n, k = 4, settings.get("num_proposal_generations", 4)
@@ -107,7 +106,7 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
         log_p, log_m, rewards = torch.cat(log_p), torch.cat(log_m), torch.cat(rewards)
         bad = rewards < -1.0
         w = torch.where(bad, (log_p - log_m - 0.4 * rewards).exp(), 0.0)
-        share = 0.7 * w / (w.sum() + 0.05 * (n + k))
+        share = 0.7 * w / w.sum().clamp(min=1e-30)
         torch.testing.assert_close(got[0], -share[:n] * n, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(got[1], -share[n:] * k, atol=1e-5, rtol=1e-4)
         found += torch.where(bad, (log_p - log_m).exp(), 0.0).sum().item() / (n + k)
@@ -117,17 +116,17 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
 
 
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
-def test_only_bad_samples_are_scored_by_other_samplers(make, monkeypatch, settings):
+def test_only_bad_samples_are_scored_by_the_sampler(make, monkeypatch, settings):
     """In the pass that gives the log-probabilities of training, or in the one that weighs samples early: no pass of its own."""
-    wanted, take, passes = [], BySamplers.take, []
+    wanted, take, passes = [], BySampler.take, []
 
-    def spy(self, heads, hidden_states):
-        take(self, heads, hidden_states)
-        scored = self.log_p.sum(dim=(1, 2)) != 0
+    def spy(self, head, hidden_states):
+        take(self, head, hidden_states)
+        scored = self.log_p.sum(dim=1) != 0
         assert torch.equal(scored, self.wanted & (self.labels != -100).any(dim=1))
         wanted.append(self.wanted.sum().item())
 
-    monkeypatch.setattr(BySamplers, "take", spy)
+    monkeypatch.setattr(BySampler, "take", spy)
     trainer = make(**HOT | settings, max_steps=1, learning_rate=0.0)
     trainer.model.register_forward_hook(lambda module, args, output: passes.append("log_probs" in output))
     trainer.train()

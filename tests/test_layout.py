@@ -35,8 +35,8 @@ def scores(model, count, gradient=True, temperature=None):
     rows = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
     with torch.set_grad_enabled(gradient):
         if temperature is not None:
-            samplers = [Sampler(temperature)]
-            found = token_log_probs(model, build_accelerator(), *rows, layout, samplers=samplers).by_samplers
+            sampler = Sampler(temperature)
+            found = token_log_probs(model, build_accelerator(), *rows, layout, sampler=sampler).by_sampler
             return found.view(UNITS, N, T)
         return token_log_probs(model, build_accelerator(), *rows, layout).log_p.view(UNITS, N, T)
 

@@ -280,7 +280,7 @@ def test_passes_without_gradient_are_chunked(make, share):
     sizes.clear()
     sets = ("completion", "proposal_completion")
     bad = {name: torch.ones(2, size, dtype=torch.bool) for name, size in zip(sets, (4, 28), strict=True)}
-    trainer._score(trainer.model, batch, sets, gradient=False, by_samplers=([Sampler(1.6)], bad))
+    trainer._score(trainer.model, batch, sets, gradient=False, by_sampler=(Sampler(1.6), bad))
     assert sizes == [32, 32]
 
 

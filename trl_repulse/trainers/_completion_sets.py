@@ -23,7 +23,7 @@ class CompletionSets:
     Args:
         ids, mask (`torch.Tensor` of shape `(U, C, T)`): Tokens, and which of them the model reads.
         read (`torch.Tensor` of shape `(U, C)`): Which completions are needed.
-        asked (`torch.Tensor` of shape `(U, C)`, *optional*): Which completions also need log-probabilities by other samplers.
+        asked (`torch.Tensor` of shape `(U, C)`, *optional*): Which completions also need log-probabilities by another sampler.
         shapes (`list[tuple[int, int]]`): n and T of each set.
     """
 
@@ -91,12 +91,11 @@ class CompletionSets:
         return tokens + [x.reshape(-1, layout.count) for x in (self.read, self.asked) if x is not None]
 
     def split(self, scores: torch.Tensor) -> list[torch.Tensor]:
-        """Scores of the completions in rows, `(R·k, T, ...)`, as `(U, n, T, ...)` for each set; 0 for completions that were not kept."""
-        rest = scores.shape[1:]
+        """Scores of the completions in rows, `(R·k, T)`, as `(U, n, T)` for each set; 0 for completions that were not kept."""
         if self._places is not None:
-            kept = scores.view(*self._places.shape, *rest)
-            scores = kept.new_zeros(len(kept), self._completions, *rest)
-            scores[torch.arange(len(kept), device=kept.device).unsqueeze(1), self._places] = kept
+            kept = scores.view(*self._places.shape, self.width)
+            index = self._places.unsqueeze(2).expand(-1, -1, self.width)
+            scores = kept.new_zeros(len(kept), self._completions, self.width).scatter(1, index, kept)
         counts = [n for n, _ in self.shapes]
-        parts = scores.view(-1, sum(counts), *rest).split(counts, dim=1)
-        return [part[:, :, :length] for part, (_, length) in zip(parts, self.shapes, strict=True)]
+        parts = scores.view(-1, sum(counts), self.width).split(counts, dim=1)
+        return [part[..., :length] for part, (_, length) in zip(parts, self.shapes, strict=True)]

@@ -1,7 +1,7 @@
 """The policy drawn by another sampler of its own logits, in the place of a proposal.
 
 Axis letters: U units of n policy samples and m hot ones, P prompts, N policy samples and K hot ones of a prompt, T
-completion tokens, S samplers.
+completion tokens.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 
 from .._adapters import base_of
 from ..generation._ahead import Ahead
-from ..generation._samplers import Sampler
+from ..generation._samplers import POLICY, Sampler
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._bad_threshold import MeasuredThreshold
 from ._beside import PROPOSAL_FOLDER
@@ -23,7 +23,6 @@ from ._records import log_importance
 from ._sampler_choice import SamplerChoice
 from ._scoring import takes_bias
 from ._units import UnitSampling
-
 
 
 class HotPolicy(DrawnTerm):
@@ -56,7 +55,7 @@ class HotPolicy(DrawnTerm):
         """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
         trainer = self.trainer
         if self.mode == "train":
-            self.choice.update()
+            self.choice.choose()
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
         apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
         # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
@@ -97,38 +96,30 @@ class HotPolicy(DrawnTerm):
         """What draws hot samples."""
         return self.choice.sampler
 
-    def _is_elite(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Which samples tell of gains, or have a weight: all that may be bad are among them."""
-        return ~(rewards >= self.choice.elite_below(self._threshold))  # without a reward too
-
     def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad, and what tells of gains."""
-        return super().needed(batch) or {NEGATIVE: self._is_elite(batch["proposal_rewards"])}
+        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad."""
+        return super().needed(batch) or {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
 
-    def by_samplers(self, batch: dict[str, torch.Tensor]) -> tuple[list[Sampler], dict[str, torch.Tensor]] | None:
-        """As [`NegativeTerm.by_samplers`]: all but the policy, until samples are weighed, of what is scored of the hot samples."""
-        if COEFFICIENTS[NEGATIVE] in batch:
+    def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
+        """As [`NegativeTerm.by_sampler`]: what draws hot samples, until they are weighed, of what may be bad: nothing else has a weight."""
+        if COEFFICIENTS[NEGATIVE] in batch or self.sampler is POLICY:
             return None
         rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
-        return self.choice.samplers[1:], {name: self._is_elite(x) for name, x in rewards.items()}
+        return self.sampler, {name: self._may_be_bad(x) for name, x in rewards.items()}
 
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """As [`DrawnTerm.weigh_early`]."""
-        return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: self._drawn_by(batch, log_p_negative)}
-
-    def _drawn_by(self, batch: dict[str, torch.Tensor], log_p_hot: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities (U, m, T) of hot samples by what drew them."""
-        index = self.choice.index
-        return log_p_hot if index == 0 else batch[f"{NEGATIVE}_by_samplers"][..., index - 1]
+        drawn = batch.get(f"{NEGATIVE}_by_sampler", log_p_negative)
+        return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: drawn}
 
     def weigh(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
         What the policy makes of the bad ones among its samples and the hot ones, `log_p` and `log_p_hot` being their log-probabilities
-        (nats) under the sampling-time policy, detached, and those by the samplers in the batch.
+        (nats) under the sampling-time policy, detached, and those by the sampler in the batch.
 
         Returns:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape
@@ -141,18 +132,17 @@ class HotPolicy(DrawnTerm):
             return torch.cat([trainer._to_prompts(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
 
         rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
-        sequences = []
-        for x, name in ((log_p, OWN), (log_p_hot, NEGATIVE)):
-            each = torch.cat([x.unsqueeze(-1), batch[f"{name}_by_samplers"]], dim=-1).unbind(-1)
-            sequences.append(torch.stack([sequence_log_prob(y, batch[f"{name}_mask"]) for y in each], dim=-1))
-        by_sampler = whole(*sequences)  # (P, N + K, S)
-        densities = by_sampler[..., 0], by_sampler[..., self.choice.index]
+        sets = ((log_p, OWN), (log_p_hot, NEGATIVE))
+        in_policy = whole(*(sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in sets))  # (P, N + K)
+        drawn = (batch.get(f"{name}_by_sampler", x) for x, name in sets)
+        in_sampler = whole(
+            *(sequence_log_prob(x, batch[f"{name}_mask"]) for x, (_, name) in zip(drawn, sets, strict=True))
+        )
         log_potential = self.log_potential(rewards, args.reweighting_beta)
         log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
-        log_w = log_mixture_weights(*densities, log_potential, *sizes)  # (P, N + K)
+        log_w = log_mixture_weights(in_policy, in_sampler, log_potential, *sizes)  # (P, N + K)
         if self.mode == "train":
-            finds = torch.where(self._is_elite(rewards) & ~rewards.isnan(), 0.0, -torch.inf)
-            self.choice.judge(densities[0], by_sampler, log_mixture_weights(*densities, finds, *sizes))
+            self.choice.judge(in_policy, in_sampler, log_w - log_potential.nan_to_num(neginf=0.0))
 
         self._watch.look(batch, log_p, log_p_hot, self._may_be_bad(batch["proposal_rewards"]))
         scored = ~rewards.isnan()
@@ -192,6 +182,6 @@ class HotPolicy(DrawnTerm):
     ) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.learn`]."""
         if f"{NEGATIVE}_engine_log_p" in inputs:
-            drawn = inputs[self.drawn_log_p] if self.drawn_log_p in inputs else self._drawn_by(inputs, log_p_negative)
+            drawn = inputs.get(self.drawn_log_p, inputs.get(f"{NEGATIVE}_by_sampler", log_p_negative))
             self.trainer._log_engine(inputs, NEGATIVE, drawn, f"{PROPOSAL_FOLDER}/")
         return super().learn(inputs, log_p, log_p_negative)

@@ -6,7 +6,7 @@ It is a part that a trainer of units *has*, whatever the rest of the trainer's l
 - `sample(rows, batch)` for each generation batch: what joins it. Samples are drawn here, and weighed where that cannot wait;
 - `learn(inputs, log_p, log_p_negative)` for each micro-batch: what its loss still lacks. A proposal learns here;
 - `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, with what else
-  `by_samplers` asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
+  `by_sampler` asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
   adds them to its loss;
 - `end_of_micro_batch()` once the gradient is there.
 
@@ -119,8 +119,8 @@ class NegativeTerm:
     def end_of_micro_batch(self) -> None:
         """Updates what learns, once the gradient of an update is complete."""
 
-    def by_samplers(self, batch: dict[str, torch.Tensor]) -> tuple[list[Sampler], dict[str, torch.Tensor]] | None:
-        """By which other samplers, and of which samples, the policy's pass over these units gives log-probabilities as well."""
+    def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
+        """By which other sampler, and of which samples, the policy's pass over these units gives log-probabilities as well."""
         return None
 
     def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -263,14 +263,14 @@ class DrawnTerm(NegativeTerm):
         if not trainer._weighs_early(self.mode):
             return drawn
         batch = batch | drawn
-        by_samplers, needed = self.by_samplers(batch), self.needed(batch)
-        names = (NEGATIVE,) if "old_log_p" in batch and by_samplers is None else (NEGATIVE, OWN)
-        if "old_log_p" in batch and by_samplers is not None:
-            needed[OWN] = by_samplers[1][OWN]
-        scores = trainer._score(trainer.model, batch, names, gradient=False, by_samplers=by_samplers, needed=needed)
+        by_sampler, needed = self.by_sampler(batch), self.needed(batch)
+        names = (NEGATIVE,) if "old_log_p" in batch and by_sampler is None else (NEGATIVE, OWN)
+        if "old_log_p" in batch and by_sampler is not None:
+            needed[OWN] = by_sampler[1][OWN]
+        scores = trainer._score(trainer.model, batch, names, gradient=False, by_sampler=by_sampler, needed=needed)
         log_p = dict(zip(names, scores.log_p, strict=True))
         own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
-        early = self.weigh_early(batch | scores.by_samplers, own_log_p, log_p[NEGATIVE])
+        early = self.weigh_early(batch | scores.by_sampler, own_log_p, log_p[NEGATIVE])
         return drawn | {"proposal_old_log_p": log_p[NEGATIVE]} | early  # (U, m, T)
 
     def weigh_early(

@@ -1,7 +1,7 @@
 """
-What draws the samples of a negative term: a sampler of the policy's own logits, chosen as training goes by how much each one helps.
+What draws the samples of a negative term: a sampler of the policy's own logits, chosen as training goes by how often its samples are bad.
 
-Axis letters: V tokens of the vocabulary, P prompts, N policy samples and K others of a prompt, B completions of T tokens, S samplers.
+Axis letters: V tokens of the vocabulary, B completions of T tokens.
 """
 
 from collections import deque
@@ -9,19 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from ..generation._samplers import POLICY, Sampler
 
 
-logger = get_logger(__name__)
-
 TEMPERATURES = (1.3, 1.6, 2.0)
 TILTS = (0.5, 1.0, 1.5)  # nats by which a token is raised whose completions have rewards one spread lower
 HIGHEST = 3.0  # nats: no token is raised by more
-ELITE = 0.02  # share of the lowest rewards by which samplers are judged, where fewer are bad
-_REWARDS, _FINDS, _PRIOR = 1024, 200, 3  # latest rewards and finds that are kept; finds that say that nothing helps
+_KEPT = 0.98  # of what was counted, from one generation batch to the next
+_REWARDS, _FINDS = 1024, 200  # latest rewards and finds that are kept
 _FARTHEST = 6.0  # spreads: no reward counts as farther from the others
 
 
@@ -56,93 +53,88 @@ class TokenEffects:
 
 class SamplerChoice:
     """
-    The samplers among which a negative term may draw, and their gains.
+    The samplers among which a negative term may draw: the policy itself, the policy at higher temperatures, and the policy with the logits
+    of tokens raised whose completions had low rewards.
 
-    The *gain* of a sampler q is by how much extra samples from it help to estimate P(bad): the second moment of n samples of the policy p,
-    over that of n / 2 of each that are weighed by their mixture m. It is 1 where they are worth as much as more of the policy's own, 0.5 where
-    they are wasted. All samplers' gains come from the bad samples that were found, whatever drew them: Σw / Σw·(p / m), w being their
-    importance weights. Where few are bad, the lowest 2 % of the rewards serve in their place, as in the cross-entropy method ([Rubinstein,
-    1999](https://doi.org/10.1023/A:1010091220143)).
-
-    One sampler is the policy itself, some are the policy at higher temperatures, and some raise the logits of tokens whose completions
-    had low rewards.
+    Before each generation batch one is drawn by Thompson sampling: each sampler's share of bad samples has a Beta distribution from what
+    was counted, which is slowly forgotten, and the one with the highest draw is taken.
 
     Args:
         trainer ([`UnitSampling`]):
             Trainer of the policy.
         temperature (`float`, *optional*):
-            The one temperature to draw at. If `None`, the sampler with the largest gain draws.
+            The one temperature to draw at, in place of a choice.
         tilts (`bool`):
             Whether logits of tokens can be raised where samples are drawn and scored.
     """
 
     def __init__(self, trainer: Any, temperature: float | None, tilts: bool):
-        self._trainer, self._temperature, self._tilts = trainer, temperature, tilts
+        self._trainer, self._temperature, self._tilts = trainer, temperature, tilts and temperature is None
         self._vocabulary = trainer.model.config.get_text_config().vocab_size
         self.effects = TokenEffects(self._vocabulary)
         self._rewards: deque[float] = deque(maxlen=_REWARDS)
-        self._finds: deque[list[float]] = deque(maxlen=_FINDS)  # weight, and p / m of each sampler after the first
+        self._finds: deque[list[float]] = deque(maxlen=_FINDS)  # weight, and p / m by what drew at that time
         self._new: list[list[float]] = []
-        self.index = 0 if temperature is None else 1
-        self._warned = False
-        self._make()
-
-    def _make(self) -> None:
-        """The samplers, with effects as they are now."""
-        device = self._trainer.accelerator.device
-        if self._temperature is not None:
-            self.samplers = [POLICY, Sampler(self._temperature)]
-            return
-        self.samplers = [POLICY, *map(Sampler, TEMPERATURES)]
-        if self._tilts:
-            raised = -self.effects().float().to(device)
-            self.samplers += [Sampler(bias=(size * raised).clamp(max=HIGHEST)) for size in TILTS]
+        self._random = np.random.default_rng(trainer.args.seed)  # the same on all processes
+        if temperature is None:
+            self.samplers = [POLICY, *map(Sampler, TEMPERATURES), *[POLICY] * (len(TILTS) if tilts else 0)]
+        else:
+            self.samplers = [Sampler(temperature)]
+        self.counts = np.zeros((2, len(self.samplers)))  # bad and other samples of each
+        self.index = 0
 
     @property
     def sampler(self) -> Sampler:
         """What draws."""
         return self.samplers[self.index]
 
-    def update(self) -> None:
-        """Takes up what was seen since the last update, and chooses. All processes must call it."""
+    def choose(self) -> None:
+        """Takes up what was found since the last choice, and chooses what draws next. All processes must call it."""
         trainer = self._trainer
         self._finds.extend(gather_object(self._new) if trainer._whole("train") else self._new)
         self._new = []
-        self._make()
-        gains, high = self.gains()
+        self._raise_tokens()
         if self._temperature is None:
-            self.index = int(gains.argmax())
-        elif high[1] < 1 and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"Samples at `proposal_temperature={self._temperature:g}` find less than as many more of the policy's own would: their gain "
-                f"is {gains[1]:.2f} (`proposal/gain`; at most {high[1]:.2f}). Leave `proposal_temperature` unset: it is then chosen by the gain."
-            )
+            self.index = int(self._random.beta(*self.counts + 0.5).argmax())
         metrics = trainer._metrics["train"]
-        metrics["proposal/gain"].append(float(gains[self.index]))
+        if (gain := self.gain()) is not None:
+            metrics["proposal/gain"].append(gain)
         metrics["proposal/temperature"].append(self.sampler.temperature)
-        tilts = (0.0,) * (1 + len(TEMPERATURES)) + TILTS
-        metrics["proposal/tilt"].append(tilts[self.index])
+        if self._tilts:
+            metrics["proposal/tilt"].append(([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
 
-    def gains(self) -> tuple[np.ndarray, np.ndarray]:
-        """Gain of each sampler (S,), and the upper end of its interval of 95 %."""
-        prior = [[1.0] * len(self.samplers)] * _PRIOR
-        weight, *ratios = np.array([*self._finds, *prior]).T
-        ratio = np.array([np.ones_like(weight), *ratios])  # (S, finds)
-        mean = ratio @ weight / weight.sum()
-        error = np.sqrt(((ratio - mean[:, None]) ** 2) @ weight**2) / weight.sum()
-        return 1 / mean, 1 / np.maximum(mean - 1.96 * error, 1e-9)
+    def _raise_tokens(self) -> None:
+        if self._tilts:
+            raised = -self.effects().float().to(self._trainer.accelerator.device)
+            self.samplers[-len(TILTS) :] = [Sampler(bias=(size * raised).clamp(max=HIGHEST)) for size in TILTS]
+
+    def gain(self) -> float | None:
+        """
+        By how much the latest extra samples helped to estimate P(bad): the second moment of n samples of the policy p, over that of n / 2
+        of each that are weighed by their mixture m, from the bad ones among both: Σw / Σw·(p / m), w being their importance weights. It is 1
+        where extra samples were worth as much as more of the policy's own, 0.5 where they were wasted. `None` where nothing bad was found.
+        """
+        if not self._finds:
+            return None
+        weight, ratio = np.array(self._finds).T
+        return float(weight.sum() / (weight @ ratio))
 
     def observe(self, *sets: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         """
-        Takes note of completions that this process has drawn: tokens and mask `(..., T)` and rewards `(...)` of each set, which one
-        sampler drew. All processes must call it.
+        Takes note of completions that this process has drawn: tokens and mask `(..., T)` and rewards `(...)` of the policy's own, and of the
+        others. All processes must call it.
         """
-        gather = self._trainer.accelerator.gather
-        everyone = [gather(rewards.flatten()) for _, _, rewards in sets]
+        if self._temperature is not None:
+            return
+        everyone = [self._trainer.accelerator.gather(rewards.flatten()) for _, _, rewards in sets]
+        threshold = self._trainer.bad_reward_threshold
+        if threshold is not None:
+            self.counts *= _KEPT
+            for index, rewards in zip((0, self.index), everyone, strict=True):
+                self.counts[:, index] += (rewards < threshold).sum().item(), (rewards >= threshold).sum().item()
         for rewards in everyone:
             self._rewards.extend(rewards[rewards.isfinite()].tolist())
-        if not self._rewards or self._temperature is not None or not self._tilts:
+        if not self._rewards or not self._tilts:
             return
         low, middle, high = np.quantile(self._rewards, (0.16, 0.5, 0.84))
         spread = (high - low) / 2 or float(np.std(self._rewards))
@@ -155,30 +147,34 @@ class SamplerChoice:
             new = new + TokenEffects.of(ids.flatten(0, -2), mask.flatten(0, -2), deviations, self._vocabulary)
         self.effects.sums += self._trainer.accelerator.reduce(new, "sum").cpu().double()
 
-    def elite_below(self, threshold: float) -> float:
-        """The reward under which a sample tells of gains, `threshold` being that under which it is bad."""
-        return max(threshold, float(np.quantile(self._rewards, ELITE))) if self._rewards else threshold
-
     def judge(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
         """
         Takes note of finds.
 
         Args:
-            log_p (`torch.Tensor` of shape `(P, N + K)`): Log-probabilities (nats) of samples under the policy.
-            log_q (`torch.Tensor` of shape `(P, N + K, S)`): The same by each sampler.
+            log_p, log_q (`torch.Tensor` of shape `(P, N + K)`): Log-probabilities (nats) of samples under the policy and by the sampler.
             log_w (`torch.Tensor` of shape `(P, N + K)`): Log-weights, −inf of samples that are no finds.
         """
         found = log_w > -torch.inf
-        ratio = 2 * torch.sigmoid(log_p[found].unsqueeze(1) - log_q[found])  # p / m, (finds, S)
-        self._new += torch.cat([log_w[found].exp().unsqueeze(1), ratio[:, 1:]], dim=1).tolist()
+        ratio = 2 * torch.sigmoid(log_p[found] - log_q[found])  # p / m
+        self._new += torch.stack([log_w[found].exp(), ratio], dim=1).tolist()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON takes it to the bit; the effects' sums are kept as a tensor."""
-        return {"rewards": [*self._rewards], "finds": [*self._finds], "new": self._new, "index": self.index}
+        return {
+            "rewards": [*self._rewards],
+            "finds": [*self._finds],
+            "new": self._new,
+            "index": self.index,
+            "counts": self.counts.tolist(),
+            "random": self._random.bit_generator.state,
+        }
 
     def load_state(self, state: dict[str, Any], sums: torch.Tensor) -> None:
         """Takes up what [`state`] gave, and the effects' sums."""
         self._rewards.extend(state["rewards"])
         self._finds.extend(state["finds"])
         self._new, self.index, self.effects.sums = state["new"], state["index"], sums
-        self._make()
+        self.counts = np.array(state["counts"])
+        self._random.bit_generator.state = state["random"]
+        self._raise_tokens()

@@ -3,7 +3,7 @@
 It stands on TRL's fused head; other dependencies on TRL are in `_trl_bridge.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,29 +25,28 @@ class Scores(NamedTuple):
     log_p: torch.Tensor  # (R·k, T)
     entropy: torch.Tensor | None = None  # (R·k, T)
     aux_loss: torch.Tensor | None = None
-    by_samplers: torch.Tensor | None = None  # (R·k, T, S), log-probabilities by S other samplers
+    by_sampler: torch.Tensor | None = None  # (R·k, T), log-probabilities by another sampler
 
 
-class BySamplers:
+class BySampler:
     """
-    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) by other `samplers` as well, and holds them
+    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) by another `sampler` as well, and holds them
     afterwards. `labels` (R·k, T + 1) are their tokens, −100 where they do not count.
 
     DDP, FSDP and DeepSpeed pass an object of a plain class on to the model unchanged; FSDP copies a dataclass.
     """
 
-    def __init__(self, samplers: Sequence[Sampler], labels: torch.Tensor, wanted: torch.Tensor):
-        self.samplers, self.labels, self.wanted = samplers, labels, wanted.clone()
+    def __init__(self, sampler: Sampler, labels: torch.Tensor, wanted: torch.Tensor):
+        self.sampler, self.labels, self.wanted = sampler, labels, wanted.clone()
         # All processes run the head, whose weights they may share: never of nothing
         self.wanted[0] = True
-        self.log_p = torch.zeros(*labels[:, 1:].shape, len(samplers), device=labels.device)  # (R·k, T, S)
+        self.log_p = torch.zeros(labels[:, 1:].shape, device=labels.device)  # (R·k, T)
 
-    def take(self, heads: Sequence["_FusedHead"], hidden_states: torch.Tensor) -> None:
-        """Fills in what the heads, one a sampler, make of hidden states (R·k, T + 1, d)."""
+    def take(self, head: "_FusedHead", hidden_states: torch.Tensor) -> None:
+        """Fills in what the sampler's head makes of hidden states (R·k, T + 1, d)."""
         states = hidden_states[self.wanted.to(hidden_states.device)]
-        for i, head in enumerate(heads):
-            scored = head.forward(states, fused_lm_head=True, labels=self.labels[self.wanted])
-            self.log_p[self.wanted, :, i] = scored.log_probs.to(self.log_p)
+        scored = head.forward(states, fused_lm_head=True, labels=self.labels[self.wanted])
+        self.log_p[self.wanted] = scored.log_probs.to(self.log_p)
 
 
 class _FusedHead:
@@ -105,11 +104,11 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
     takes_positions, takes_last, caches = (
         takes(model, name) for name in ("position_ids", "logits_to_keep", "use_cache")
     )
-    now: dict[str, Any] = {"layout": None, "by_samplers": None}
+    now: dict[str, Any] = {"layout": None, "by_sampler": None}
 
     def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         layout = now["layout"] = kwargs.pop("layout", None)
-        now["by_samplers"] = kwargs.pop("by_samplers", None)
+        now["by_sampler"] = kwargs.pop("by_sampler", None)
         if layout is None and not kwargs.get("fused_lm_head"):
             return args, kwargs
         mask = kwargs["attention_mask"]
@@ -128,18 +127,17 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
         return args, kwargs | {"attention_mask": layout.masks(module.config, module.dtype, kwargs["attention_mask"])}
 
     def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
-        layout, by_samplers = now["layout"], now["by_samplers"]
+        layout, by_sampler = now["layout"], now["by_sampler"]
         if layout is not None:
             output.last_hidden_state = layout.predicting(output.last_hidden_state)
-        if by_samplers is not None:
+        if by_sampler is not None:
             with torch.no_grad():
-                each = by_samplers.samplers
-                heads = [_FusedHead(model, sampler, cast_lm_head_to_fp32) for sampler in each]
-                by_samplers.take(heads, output.last_hidden_state)
+                head = _FusedHead(model, by_sampler.sampler, cast_lm_head_to_fp32)
+                by_sampler.take(head, output.last_hidden_state)
         return output
 
     def after_model(module: nn.Module, args: tuple, output: Any) -> None:
-        now["layout"] = now["by_samplers"] = None  # the backbone may be called by itself
+        now["layout"] = now["by_sampler"] = None  # the backbone may be called by itself
 
     model.register_forward_pre_hook(before_model, with_kwargs=True)
     model.register_forward_hook(after_model, always_call=True)
@@ -162,7 +160,7 @@ def token_log_probs(
     attention_mask: torch.Tensor,
     layout: Layout,
     compute_aux_loss: bool = False,
-    samplers: Sequence[Sampler] = (),
+    sampler: Sampler | None = None,
     wanted: torch.Tensor | None = None,
 ) -> Scores:
     """
@@ -175,8 +173,8 @@ def token_log_probs(
             Gives the autocast context.
         input_ids, attention_mask (`torch.Tensor` of shape `(R, L + k·T)`):
             Left-padded prompts followed by right-padded completions, as `layout` says.
-        samplers (`Sequence[Sampler]`, *optional*):
-            Other samplers by which to have log-probabilities as well, without gradient.
+        sampler ([`Sampler`], *optional*):
+            Another sampler by which to have log-probabilities as well, without gradient.
         wanted (`torch.Tensor` of shape `(R·k,)`, *optional*):
             Of which completions to have them, by default of all; of others they are 0, or right.
 
@@ -186,9 +184,9 @@ def token_log_probs(
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     labels = nn.functional.pad(ids.masked_fill(mask == 0, -100), (1, 0), value=-100)  # the prompt's last token
     extra: dict[str, Any] = {"output_router_logits": True} if compute_aux_loss else {}
-    if samplers:
+    if sampler is not None:
         wanted = torch.ones_like(labels[:, 0], dtype=torch.bool) if wanted is None else wanted
-        extra["by_samplers"] = BySamplers(samplers, labels, wanted)
+        extra["by_sampler"] = BySampler(sampler, labels, wanted)
     with accelerator.autocast():
         outputs = model(
             input_ids=input_ids,
@@ -198,8 +196,8 @@ def token_log_probs(
             layout=layout,
             **extra,
         )
-    others = extra["by_samplers"].log_p if samplers else None
-    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, others)
+    other = None if sampler is None else extra["by_sampler"].log_p
+    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, other)
 
 
 def in_chunks(
@@ -236,10 +234,10 @@ def sampler_log_probs(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     layout: Layout,
-    samplers: Sequence[Sampler],
+    sampler: Sampler,
 ) -> torch.Tensor:
     """
-    Log-probabilities by other samplers, (R·k, T, S) and 0 where masked, from the logits of a model that TRL's fused head does not fit;
+    Log-probabilities by another sampler, (R·k, T) and 0 where masked, from the logits of a model that TRL's fused head does not fit;
     arguments as for [`token_log_probs`].
     """
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
@@ -249,7 +247,5 @@ def sampler_log_probs(
     log_p = [  # one completion after the other: a copy in float32 of all is larger than the logits
         sampler(row.float()).log_softmax(dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         for row, chosen in zip(logits, ids, strict=True)
-        for sampler in samplers
     ]
-    log_p = torch.stack(log_p).view(*ids.shape[:1], len(samplers), -1).transpose(1, 2)
-    return log_p.masked_fill(mask.unsqueeze(2) == 0, 0.0)
+    return torch.stack(log_p).masked_fill(mask == 0, 0.0)

@@ -7,11 +7,11 @@ micro-batch holds whole prompts, a single one (n = 1) where it does not. R rows 
 A set of completions in a batch has `{name}_ids` and `{name}_mask`, which is 1 at the tokens that *the model wrote*: these count, in whatever
 is made of log-probabilities. Where a tool or an environment wrote into completions, `{name}_attended` is 1 at their tokens too, and
 only the passes over models read it. Where an environment began otherwise than for the policy's sample, the set has prompts of its own,
-`{name}_prompt_ids` and `{name}_prompt_mask`, one for each completion. `{name}_by_samplers` are log-probabilities by other samplers.
+`{name}_prompt_ids` and `{name}_prompt_mask`, one for each completion. `{name}_by_sampler` are log-probabilities by another sampler.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -77,9 +77,7 @@ class SetScores(NamedTuple):
     log_p: list[torch.Tensor]  # (U, n, T) of each set: log-probabilities (nats) of all tokens that are attended to
     entropy: torch.Tensor | None  # (U, n, T), nats: of the first set's tokens, with gradient through the policy alone
     aux_loss: torch.Tensor | None  # of a mixture-of-experts model
-    by_samplers: dict[
-        str, torch.Tensor
-    ]  # `{name}_by_samplers` (U, n, T, S): log-probabilities by other samplers, detached
+    by_sampler: dict[str, torch.Tensor]  # `{name}_by_sampler`: log-probabilities by another sampler, detached
 
 
 class UnitSampling(TrainerHooks):
@@ -185,7 +183,7 @@ class UnitSampling(TrainerHooks):
         batch: dict[str, torch.Tensor],
         names: tuple[str, ...] = ("completion",),
         gradient: bool = True,
-        by_samplers: tuple[Sequence[Sampler], dict[str, torch.Tensor]] | None = None,
+        by_sampler: tuple[Sampler, dict[str, torch.Tensor]] | None = None,
         needed: dict[str, torch.Tensor] | None = None,
     ) -> SetScores:
         """
@@ -201,8 +199,8 @@ class UnitSampling(TrainerHooks):
                 Sets of completions to score.
             gradient (`bool`):
                 Whether the pass carries gradient. Without, there are several, as for micro-batches of their own.
-            by_samplers (`tuple[Sequence[Sampler], dict[str, torch.Tensor]]`, *optional*):
-                Other samplers by which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
+            by_sampler (`tuple[Sampler, dict[str, torch.Tensor]]`, *optional*):
+                Another sampler by which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
                 have them of; they are 0 of others.
             needed (`dict[str, torch.Tensor]`, *optional*):
                 For a name, a mask `(U, n)` of the completions that are needed; those of other names are. What is not needed is not
@@ -212,9 +210,8 @@ class UnitSampling(TrainerHooks):
             [`SetScores`]
         """
         pad_token_id = self._tokenizer.pad_token_id
-        sets = CompletionSets.of(
-            batch, names, pad_token_id, needed or {}, None if by_samplers is None else by_samplers[1]
-        )
+        sampler, wanted = by_sampler or (None, None)
+        sets = CompletionSets.of(batch, names, pad_token_id, needed or {}, wanted)
         prompts = [self._prompts_of(batch, names, *kind) for kind in (("ids", pad_token_id), ("mask", 0))]
         length, shared = prompts[0].size(1), len(prompts[0]) == len(sets.ids)  # or a prompt for each completion
         # Of a micro-batch, with what is drawn beside the policy's samples
@@ -232,7 +229,7 @@ class UnitSampling(TrainerHooks):
             layout, slots = self._layout_for(length, sets.width, sets.read)
             sets.keep_needed(slots)
         rows = sets.rows(layout, prompts)
-        reader = self._reader(model, layout, bool(needed), () if by_samplers is None else by_samplers[0], gradient)
+        reader = self._reader(model, layout, bool(needed), sampler, gradient)
         if gradient:
             log_p, entropy, aux_loss, other_log_p = self._by_length(reader, *rows)
         else:
@@ -241,11 +238,11 @@ class UnitSampling(TrainerHooks):
             entropy = aux_loss = None
         others = {}
         if other_log_p is not None:
-            others = {f"{name}_by_samplers": x for name, x in zip(names, sets.split(other_log_p), strict=True)}
+            others = {f"{name}_by_sampler": x for name, x in zip(names, sets.split(other_log_p), strict=True)}
         return SetScores(sets.split(log_p), None if entropy is None else sets.split(entropy)[0], aux_loss, others)
 
     def _reader(
-        self, model: torch.nn.Module, layout: Layout, leave_out: bool, samplers: Sequence[Sampler], gradient: bool
+        self, model: torch.nn.Module, layout: Layout, leave_out: bool, sampler: Sampler | None, gradient: bool
     ) -> Callable[..., tuple[torch.Tensor | None, ...]]:
         """
         A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `leave_out`, it skips completions
@@ -255,13 +252,13 @@ class UnitSampling(TrainerHooks):
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, *asked: torch.Tensor) -> Scores:
             cut = replace(layout, prompt=ids.size(1) - layout.count * layout.width)
-            if samplers and self._guard.fused_head:
-                other = samplers, asked[0].flatten()
+            if sampler is not None and self._guard.fused_head:
+                other = sampler, asked[0].flatten()
                 return token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss, *other)
             scores = token_log_probs(model, self.accelerator, ids, mask, cut, aux_loss)
-            if not samplers:
+            if sampler is None:
                 return scores
-            return scores._replace(by_samplers=sampler_log_probs(model, self.accelerator, ids, mask, cut, samplers))
+            return scores._replace(by_sampler=sampler_log_probs(model, self.accelerator, ids, mask, cut, sampler))
 
         def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *asked: torch.Tensor) -> tuple:
             if not leave_out or layout.count > 1:

@@ -92,7 +92,7 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
 
         # Score: one policy pass over its own samples and, where others were drawn, over those that may have a weight
         negative = self._negative
-        asked = {"by_samplers": negative.by_samplers(inputs), "needed": negative.needed(inputs)}
+        asked = {"by_sampler": negative.by_sampler(inputs), "needed": negative.needed(inputs)}
         scores = self._score(model, inputs, negative.completions, **asked)
         log_p, log_p_negative = scores.log_p[0], scores.log_p[-1]
         old_log_p = inputs.get("old_log_p", log_p.detach())
@@ -101,7 +101,7 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
         # Weigh, unless that was done when the samples were drawn; a proposal learns from its samples
         if "coefficients" not in inputs:
             inputs = inputs | self._credit(inputs, old_log_p)
-        inputs = inputs | self._negative.learn(inputs | scores.by_samplers, old_log_p, log_p_negative.detach())
+        inputs = inputs | self._negative.learn(inputs | scores.by_sampler, old_log_p, log_p_negative.detach())
 
         # Policy loss
         coefficients = inputs["coefficients"]
