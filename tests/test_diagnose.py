@@ -78,7 +78,7 @@ def seen(log, settings=SETTINGS):
         ("turned_target", LEARNED, {"proposal__reward": lambda t: 3.8 - 3 * math.exp(-5 * t)}, "never far below"),
         ("ess", LEARNED, {"proposal__ess": 1.05}, "`proposal/ess` is 1.05 of 8 samples"),
         ("nothing_bad", HOT, {"negative__p_bad": 0.0, "proposal__bad_fraction": 0.0}, "are 0 over updates 1 to 200"),
-        ("no_gain", HOT, {"proposal__gain": 0.6}, "`proposal/gain` is 0.60 on average over"),
+        ("finds_no_more", HOT, {"bad_fraction": 0.03, "proposal__bad_fraction": 0.02}, "is 0.02 and `bad_fraction` 0.03 on"),
         ("rising_kl", LEARNED, {"kl": lambda t: 16 * t * t}, "nats per token while `reward` went from"),
         ("falling_return", LEARNED, {"return": lambda t: 4 - 8 * (t - 0.5) ** 2}, "`return` fell from"),
         ("narrow", LEARNED, {"entropy": lambda t: 0.364 * (1 - t) + 0.07 * t}, "`entropy` fell from 0.34"),
@@ -114,7 +114,6 @@ def test_sound_logs(sound, every):
         {"reward_std": lambda t: 2.0 if t < 0.5 else 0.0},  # converged
         {"proposal__log_z_gap": lambda t: 9.0 if 0.5 < t < 0.56 else -9.0},  # too short
         {"proposal__distinct": 0.3},
-        {"proposal__gain": lambda t: 0.6 if t < 0.2 else 1.1},
         {"kl": lambda t: 0.08 * t},  # too little
         {"reward": lambda t: 4 * t, "kl": lambda t: 8 * t, "return": lambda t: 4 * t},  # pays
         {"return": lambda t: 4 - 0.8 * t},  # less than the noise of a batch
@@ -176,11 +175,8 @@ def test_a_log_without_settings():
     unknown = diagnose(make_log(), {}).unknown
     assert "`proposal/distinct` cannot be judged: `num_generations` is not known" in unknown["collapse"]
     assert "`num_generations` is not known" in unknown["ess"] and set(unknown) == {
-        "collapse",
-        "ess",
-        "nothing_bad",
-        "no_gain",
-    }
+        "collapse", "ess", "nothing_bad", "finds_no_more"
+    }  # fmt: skip
     assert seen(make_log(proposal__log_z_gap=9.0), {}) == ["collapse"]
 
 

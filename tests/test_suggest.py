@@ -60,13 +60,12 @@ def samples(rewards, lengths=17, ended=True):
     )
 
 
-def measured(rewards=None, gains=(1.5, 0.8, 0.5), empty=0.5, machine=MACHINE, **options):
+def measured(rewards=None, empty=0.5, machine=MACHINE, **options):
     """Normal rewards of spread 1.4 by default."""
     if rewards is None:
         rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
-    gains = dict(zip((1.3, 1.6, 2.0), gains, strict=True))
     empty = None if empty is None else np.array([empty])
-    return Measured(samples(rewards, **options), gains, empty, 200, 12, 0.002, 0.001, machine)
+    return Measured(samples(rewards, **options), empty, 200, 12, 0.002, 0.001, machine)
 
 
 def suggest(given=None, **options):
@@ -155,18 +154,6 @@ def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, 
     assert suggest(given).values["learning_rate"] == pytest.approx(full)
     assert suggest(given, use_peft=True).values["learning_rate"] == pytest.approx(adapter)
     assert f"{full:g} for all weights, {adapter:g} for an adapter" in suggest(given).reasons["learning_rate"]
-
-
-@pytest.mark.parametrize(
-    ("gains", "words"), [((1.5, 0.8, 0.5), "helps from the start"), ((0.7, 0.5, 0.5), "does not help")]
-)
-def test_gains_of_temperatures_are_told_and_the_run_chooses(gains, words):
-    found = suggest(measured(gains=gains))
-    assert "proposal_temperature" not in found.values and words in found.reasons["proposal"]
-    assert (
-        f"{gains[0]:g} at temperature 1.3, {gains[1]:g} at temperature 1.6, 0.5 at temperature 2"
-        in found.reasons["proposal"]
-    )
 
 
 def test_the_learning_rate_warms_up():

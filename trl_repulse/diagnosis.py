@@ -5,6 +5,7 @@ Each symptom has a section in docs/reading_a_run.md. This module imports the sta
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -145,11 +146,11 @@ SYMPTOMS = {
         ("raise {bad_reward_threshold}", "raise {num_proposal_generations}"),
         "nothing-bad-is-found",
     ),
-    "no_gain": Symptom(
-        "Extra samples gain nothing",
-        "{proposal_temperature} is too high for completions of this length: what it finds the policy hardly ever says",
+    "finds_no_more": Symptom(
+        "Extra samples find no more",
+        "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
         ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
-        "extra-samples-gain-nothing",
+        "extra-samples-find-no-more",
     ),
     "turned_target": Symptom(
         "The proposal draws good outputs",
@@ -396,9 +397,14 @@ def _nothing_bad(log: RunLog) -> str | None:
     return f"{said} {'is' if len(names) == 1 else 'are'} 0 over updates {spans[0][0].first} to {spans[0][-1].last}"
 
 
-def _no_gain(log: RunLog) -> str | None:
-    low = log.longest("proposal/gain", lambda mean: mean < 1, after=THRESHOLDS["warm_up"].value)
-    return None if low is None else f"`proposal/gain` is {low.mean:.2f} on average over {low}"
+def _finds_no_more(log: RunLog) -> str | None:
+    if not log.is_hot:
+        raise Unknown("the log has no `negative/p_bad`: it is logged with the hot policy")
+    names = "proposal/bad_fraction", "bad_fraction"
+    extra, own = (statistics.fmean(span.mean for span in log.spans(name)) for name in names)
+    if extra > own or not extra:  # where nothing is found, that is another symptom
+        return None
+    return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
 
 
 def _rising_kl(log: RunLog) -> str | None:
@@ -495,7 +501,7 @@ _SIGNS: dict[str, Callable[[RunLog], str | None]] = {
     "rising_kl": _rising_kl,
     "narrow": _narrow,
     "nothing_bad": _nothing_bad,
-    "no_gain": _no_gain,
+    "finds_no_more": _finds_no_more,
     "turned_target": _turned_target,
     "collapse": _collapse,
     "ess": _ess,

@@ -93,8 +93,6 @@ class Measured:
     Args:
         own ([`DrawnSamples`]):
             The policy's samples.
-        gains (`dict[float, float]`):
-            Temperatures above 1, and the gain of drawing extra samples at each.
         empty_rewards (`numpy.ndarray`, *optional*):
             Rewards of empty completions; `None` where the reward failed.
         num_prompts (`int`):
@@ -108,7 +106,6 @@ class Measured:
     """
 
     own: DrawnSamples
-    gains: dict[float, float]
     empty_rewards: np.ndarray | None
     num_prompts: int
     prompt_tokens: int
@@ -191,7 +188,12 @@ def suggest_settings(
     threshold = _threshold(found, own.rewards.size, rewards, bad_reward_threshold)
     _reward_warnings(found, measured, rewards, threshold)
     share = float((rewards < threshold).mean())
-    _proposal(found, measured.gains)
+    found.set(
+        "proposal",
+        "hot_policy",
+        "The default: there is no second model. Extra samples are drawn from the policy as it is, at a higher temperature, or with the "
+        "logits of tokens raised that lower the reward, whichever finds bad outputs most often as training goes on.",
+    )
     _length(found, own, max_completion_length)
     prompts = _counts(found, measured, share)
     _weights(found, own.rewards, rewards, threshold)
@@ -282,22 +284,6 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
             "that it leaves. Train with `--alpha 0` first, or lower the threshold."
         )
     return threshold
-
-
-def _proposal(found: Suggestion, gains: dict[float, float]) -> None:
-    best = max(gains, key=gains.__getitem__)
-    helps = (
-        "so a higher temperature helps from the start"
-        if gains[best] > 1
-        else "so a higher temperature does not help at first"
-    )
-    found.set(
-        "proposal",
-        "hot_policy",
-        "The default: there is no second model. Extra samples are drawn from the policy by what gains most: as it is, at a higher temperature, or "
-        "with tokens raised that lower the reward. At 1 they are worth as much as more of its own. Measured on the lowest samples: "
-        f"{', '.join(f'{gain:.2g} at temperature {temperature:g}' for temperature, gain in gains.items())}, {helps}.",
-    )
 
 
 def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:

@@ -161,15 +161,11 @@ def _as_function(reward: Any, args: argparse.Namespace) -> tuple[str, Any, int]:
 def _measure(
     args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, name: str, function: Any, reward_bytes: int
 ) -> Any:
-    """Draws, rewards and scores samples of the policy, and the lowest ones at other temperatures too."""
-    import torch
-
+    """Draws, rewards and scores samples of the policy."""
     from .._checks import check_prompt_lengths
     from .._texts import completion_texts
     from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
     from ..evaluation.log_probs import completion_log_probs
-    from ..evaluation.rare.sampling import completion_log_prob
-    from ..trainers._sampler_choice import ELITE, TEMPERATURES
     from ._suggestion import DrawnSamples, Measured
 
     completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
@@ -203,14 +199,6 @@ def _measure(
     lengths, ended = [len(row) for row in tokens], [bool(row) and row[-1] in end for row in tokens]
     shaped = (np.reshape(x, (-1, completions)) for x in (rewards, lengths, ended))
     own = DrawnSamples(*shaped, texts, seconds)
-    lowest = np.argsort(rewards)[: math.ceil(ELITE * len(rows))]
-    log_q = [
-        completion_log_prob(model, prompt_ids[i], torch.tensor([tokens[i]]), list(end), (1.0, *TEMPERATURES))[0]
-        for i in lowest
-        if tokens[i]
-    ]
-    log_q = torch.stack(log_q) if log_q else torch.zeros(1, 1 + len(TEMPERATURES))
-    gains = 1 / (2 * torch.sigmoid(log_q[:, :1] - log_q[:, 1:])).mean(dim=0)
     places = list(range(min(count, 32)))
     try:
         empty = reward(places, [""] * len(places), [[] for _ in places])
@@ -220,8 +208,7 @@ def _measure(
         empty = None
     machine = _machine(model, reward_bytes)
     longest = max(map(len, ids))
-    gained = dict(zip(TEMPERATURES, gains.tolist(), strict=True))
-    return Measured(own, gained, empty, len(prompts), longest, reward_seconds, score_seconds, machine)
+    return Measured(own, empty, len(prompts), longest, reward_seconds, score_seconds, machine)
 
 
 def _machine(model: Any, reward_bytes: int) -> Any:

@@ -78,8 +78,8 @@ class NegativeTermConfig(KnownFields):
             depend on it.
         proposal_temperature (`float`, *optional*):
             One temperature, above 1, at which hot samples are drawn; vLLM draws at temperatures up to 2. If `None`, they are drawn by
-            what helps most: the policy at temperature 1, 1.3, 1.6 or 2, or the policy with the logits of tokens raised that lower the
-            reward. The gain of each is measured as training goes by (`proposal/gain`).
+            what finds bad outputs most often as training goes on: the policy at temperature 1, 1.3, 1.6 or 2, or the policy with the
+            logits of tokens raised that lower the reward.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):

@@ -120,9 +120,6 @@ def amend_model_card(trainer: Any) -> None:
         settings["bad_reward_threshold"] = trainer.bad_reward_threshold
     if getattr(trainer, "_constraint", None) is not None:
         settings["constraint/multiplier"] = f"{trainer._constraint.multiplier:.4g} at the end"
-    choice = getattr(getattr(trainer, "_negative", None), "choice", None)
-    if choice is not None:
-        settings["proposal/gain"] = f"{choice.gains()[0][choice.index]:.3g} at the end"
     added += "".join(f"| `{name}` | {getattr(value, 'value', value)} |\n" for name, value in settings.items())
     added += f"\n### Limits\n\n{_LIMITS}\n\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
