@@ -17,13 +17,12 @@ from trl_repulse.losses import (
     dpg_loss,
     negative_coefficients,
     policy_gradient_loss,
-    repulse_loss,
     sixo_loss,
     sixo_negative_weights,
 )
 from trl_repulse.rewards.transforms import tilted_log_potential
 
-from .whole_losses import ctl_loss, negative_loss, reinforce_loss
+from .whole_losses import ctl_loss, eq_4, negative_loss, reinforce_loss
 
 
 pytestmark = pytest.mark.exact
@@ -217,7 +216,7 @@ def test_repulse_loss_is_the_sum_of_its_terms(world):
 
     def whole(table):
         log_p = world.raw_log_prob(table)[:, :5]
-        return repulse_loss(
+        return eq_4(
             log_p,
             *own,
             world.sample(table),

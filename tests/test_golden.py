@@ -17,7 +17,6 @@ from trl_repulse.losses import (
     kl_token_rewards,
     negative_reinforce_coefficients,
     policy_gradient_loss,
-    repulse_loss,
     sixo_loss,
     sixo_negative_weights,
 )
@@ -28,7 +27,7 @@ from trl_repulse.rewards.transforms import (
     indicator_transform,
 )
 
-from .whole_losses import ctl_loss, kl_penalized_returns, reinforce_loss
+from .whole_losses import ctl_loss, eq_4, kl_penalized_returns, reinforce_loss
 
 
 SHIPPED = Path(__file__).parent / "golden" / "golden_losses.json"
@@ -53,7 +52,7 @@ def reinforce(i, kind):
 
 def repulse(i, alpha, beta):
     negative = i["log_p_neg"], i["mask_neg"], weights(i, "_neg")
-    return {"loss": repulse_loss(i["log_p"], i["mask"], i["returns"], *negative, alpha=float(alpha))}
+    return {"loss": eq_4(i["log_p"], i["mask"], i["returns"], *negative, alpha=float(alpha))}
 
 
 def negative_reinforce(i, alpha, baseline, beta):

@@ -16,12 +16,11 @@ from trl_repulse.losses import (
     negative_reinforce_coefficients,
     policy_gradient_loss,
     reduce_log_probs,
-    repulse_loss,
     sixo_loss,
     sixo_negative_weights,
 )
 
-from .whole_losses import ctl_loss, kl_penalized_returns, negative_loss, negative_reinforce_loss, reinforce_loss
+from .whole_losses import ctl_loss, eq_4, kl_penalized_returns, negative_loss, negative_reinforce_loss, reinforce_loss
 
 
 P, N, T, V = 3, 4, 5, 6
@@ -66,7 +65,7 @@ POLICY = {
     "negative": lambda b, log_p, w: negative_loss(log_p, b.mask, w),
     "negative_none": lambda b, log_p, w: negative_loss(log_p, b.mask, w, "none", "sum"),
     "negative_reinforce": lambda b, log_p, w: negative_reinforce_loss(log_p, b.mask, w, b.returns, "proposal"),
-    "repulse": lambda b, log_p, w: repulse_loss(log_p, b.mask, b.returns, log_p, b.mask, w, 0.3),
+    "repulse": lambda b, log_p, w: eq_4(log_p, b.mask, b.returns, log_p, b.mask, w, 0.3),
     "clipped": lambda b, log_p, w: policy_gradient_loss(log_p, b.mask, b.returns, old_log_p=b.q),
 }
 
@@ -181,7 +180,7 @@ def test_negative_coefficients_reproduce_the_term(normalization, reduction):
 def test_one_pass_over_both_kinds_of_samples(normalization):
     b, other = Batch(0), Batch(1)
     w = normalize_weights(other.log_w)
-    expected = repulse_loss(b.p, b.mask, b.returns, other.p, other.mask, w, 0.3, alpha_normalization=normalization)
+    expected = eq_4(b.p, b.mask, b.returns, other.p, other.mask, w, 0.3, alpha_normalization=normalization)
     coefficients = torch.cat([compute_advantages(b.returns), negative_coefficients(w, 0.3, normalization)], 1)
     both = torch.cat([b.p, other.p], 1), torch.cat([b.mask, other.mask], 1)
     torch.testing.assert_close(policy_gradient_loss(*both, coefficients, denominator=P * N), expected)

@@ -1,6 +1,7 @@
 """Losses on whole groups, each in one call, as the paper and the golden values have them. Trainers make coefficients first."""
 
 from trl_repulse.losses import (
+    WeightedSamples,
     compute_advantages,
     ctl_coefficients,
     kl_token_rewards,
@@ -8,6 +9,7 @@ from trl_repulse.losses import (
     negative_coefficients,
     negative_reinforce_coefficients,
     policy_gradient_loss,
+    repulse_loss,
 )
 
 
@@ -19,6 +21,15 @@ def reinforce_loss(log_p, mask, returns, baseline="leave_one_out", constant=0.0,
 def negative_loss(log_p, mask, normalized_w, alpha_normalization="samples", reduction="mean"):
     """The second term of Eq. 4 without its α: w·ℓ of proposal samples."""
     return policy_gradient_loss(log_p, mask, negative_coefficients(normalized_w, 1.0, alpha_normalization), reduction)
+
+
+def eq_4(
+    log_p, mask, returns, log_p_neg, mask_neg, normalized_w, alpha, alpha_normalization="samples", reduction="mean"
+):
+    """[`repulse_loss`] from returns and weights."""
+    own = WeightedSamples(log_p, mask, compute_advantages(returns))
+    coefficients = negative_coefficients(normalized_w, alpha, alpha_normalization)
+    return repulse_loss(own, WeightedSamples(log_p_neg, mask_neg, coefficients), reduction)
 
 
 def negative_reinforce_loss(log_p, mask, normalized_w, returns, baseline="none"):

@@ -9,7 +9,7 @@ Returns and advantages are in `returns.py` and the proposal's losses in `proposa
 here too.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ __all__ = [
     "NegativeBaseline",
     "Parameterization",
     "Reduction",
+    "WeightedSamples",
     "compute_advantages",
     "ctl_coefficients",
     "cvar_rewards",
@@ -206,40 +207,49 @@ def negative_reinforce_coefficients(
     return -negative_coefficients(normalized_w, alpha, alpha_normalization) * advantages
 
 
+class WeightedSamples(NamedTuple):
+    """Samples of one kind, with their coefficients in [`repulse_loss`]."""
+
+    log_p: torch.Tensor  # (P, N, T), nats
+    mask: torch.Tensor  # (P, N, T), 0 at the positions that do not count
+    coefficients: torch.Tensor  # (P, N)
+    old_log_p: torch.Tensor | None = None  # (P, N, T), nats, of samples that are used again
+
+
 def repulse_loss(
-    log_p: torch.Tensor,
-    mask: torch.Tensor,
-    returns: torch.Tensor,
-    log_p_neg: torch.Tensor,
-    mask_neg: torch.Tensor,
-    normalized_w: torch.Tensor,
-    alpha: float,
-    baseline: Baseline = "leave_one_out",
-    constant: float = 0.0,
-    alpha_normalization: AlphaNormalization = "samples",
+    own: WeightedSamples,
+    negative: WeightedSamples | None = None,
     reduction: Reduction = "mean",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
 ) -> torch.Tensor:
     """
-    The policy's loss, Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184): REINFORCE + α · negative term.
+    The policy's loss, Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184): REINFORCE plus the negative term.
 
     With `reduction="sum"`, `alpha_normalization="none"` and exact weights, its expected gradient is that of
     −E_p[R] + α·log E_p[φ]. The defaults are the published conventions, which differ from that by 1/N and 1/length.
 
     Args:
-        log_p, mask, returns, baseline, constant:
-            Policy samples, as for [`policy_gradient_loss`] and [`compute_advantages`]; whole groups.
-        log_p_neg, mask_neg, normalized_w, alpha_normalization:
-            Proposal samples, as for [`policy_gradient_loss`] and [`negative_coefficients`]; their N may differ. A prompt of
-            zero weights adds 0.
-        alpha (`float`):
-            Weight of the negative term.
-        reduction (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` or `"sum"` over a completion's tokens, in both terms.
+        own ([`WeightedSamples`]):
+            The policy's samples, with their advantages, and −α·w on top where they serve the negative term.
+        negative ([`WeightedSamples`], *optional*):
+            Samples that were drawn for the negative term, with the [`negative_coefficients`]. P and N may differ.
+        reduction, epsilon_low, epsilon_high:
+            As for [`policy_gradient_loss`].
 
     Returns:
-        `torch.Tensor`: Scalar. Gradient flows to `log_p` and `log_p_neg`.
+        `torch.Tensor`: Scalar. Gradient flows to the log-probabilities of both.
     """
-    advantages = compute_advantages(returns, baseline, constant)
-    coefficients = negative_coefficients(normalized_w, 1.0, alpha_normalization)
-    negative = policy_gradient_loss(log_p_neg, mask_neg, coefficients, reduction)
-    return policy_gradient_loss(log_p, mask, advantages, reduction) + alpha * negative
+    kinds = (own,) if negative is None else (own, negative)
+    return sum(
+        policy_gradient_loss(
+            samples.log_p,
+            samples.mask,
+            samples.coefficients,
+            reduction=reduction,
+            old_log_p=samples.old_log_p,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+        )
+        for samples in kinds
+    )

@@ -1,4 +1,4 @@
-"""RePULSe: REINFORCE on the policy's samples, and a learned proposal whose samples are pushed down.
+"""RePULSe: REINFORCE on the policy's samples, and a negative term that pushes down samples which find its bad outputs.
 
 Axis letters as in `_units.py`: U units of n policy samples and m proposal samples, T completion tokens.
 """
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..configs import RePULSeConfig
+from ..losses import WeightedSamples, repulse_loss
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN
 from ._repulse_hooks import RePULSeHooks
 from .reinforce_trainer import ReinforceTrainer
@@ -21,6 +22,15 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
     The policy takes REINFORCE steps on its own samples and lowers the log-probability of further samples that find its bad outputs,
     weighted by importance and by `alpha`. By default it draws these itself, at `proposal_temperature`, and what has a reward under
     `bad_reward_threshold` is pushed down (`proposal="hot_policy"`). With `proposal="policy"` its own samples serve, at no further cost.
+
+    One training step, Algorithm 1 of the paper:
+
+    1. draw N completions of each prompt from the policy, K more that find its bad outputs, and the rewards of both
+       (`_generate_and_score_completions`, [`NegativeTerm.sample`]);
+    2. score them under the policy (`_compute_loss`);
+    3. weigh: advantages of the policy's samples (`_credit`), importance weights of those of step 1 ([`NegativeTerm.weigh`]);
+    4. take a step of the policy on Eq. 4 ([`~trl_repulse.losses.repulse_loss`]);
+    5. with a learned proposal, take a step of the proposal on its samples ([`LearnedProposal.learn`]).
 
     With `proposal="learned"`, the paper's method, a second language model, the *proposal*, learns to draw the policy's low-reward
     outputs: its target is σ ∝ policy · exp(`target_dist_beta`·reward), and it takes a step of contrastive twist learning at each
@@ -79,37 +89,42 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
         """REINFORCE refuses tools whatever `alpha` is."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        # Step 1: draw
         batch = super()._generate_and_score_completions(inputs)
         return batch if self._negative is None else batch | self._negative.sample(inputs, batch)
 
     def _observe(self, rewards: torch.Tensor) -> None:
-        if not self.args.draws_hot:  # hot samples tell more, and are told of as they are weighed
+        if not self.args.draws_hot:  # the hot policy observes P(bad) from both kinds of samples, as it weighs them
             super()._observe(rewards)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        if self._negative is None:
+        negative = self._negative
+        if negative is None:
             return super()._compute_loss(model, inputs)
 
-        # Score: one policy pass over its own samples and, where others were drawn, over those that may have a weight
-        negative = self._negative
+        # Step 2: score, in one pass, the policy's samples and, where others were drawn, those that may have a weight
         asked = {"by_sampler": negative.by_sampler(inputs), "needed": negative.needed(inputs)}
         scores = self._score(model, inputs, negative.completions, **asked)
         log_p, log_p_negative = scores.log_p[0], scores.log_p[-1]
         old_log_p = inputs.get("old_log_p", log_p.detach())
         self._log_engine(inputs, OWN, old_log_p)
 
-        # Weigh, unless that was done when the samples were drawn; a proposal learns from its samples
+        # Step 3: weigh, unless that was done as the samples were drawn. Step 5 too: a proposal accumulates its gradient
         if "coefficients" not in inputs:
             inputs = inputs | self._credit(inputs, old_log_p)
-        inputs = inputs | self._negative.learn(inputs | scores.by_sampler, old_log_p, log_p_negative.detach())
+        inputs = inputs | negative.learn(inputs | scores.by_sampler, old_log_p, log_p_negative.detach())
 
-        # Policy loss
-        coefficients = inputs["coefficients"]
+        # Step 4: the policy's loss
+        advantages = inputs["coefficients"]
         if COEFFICIENTS[OWN] in inputs:
-            coefficients = coefficients + inputs[COEFFICIENTS[OWN]]
-        loss = self._policy_loss(log_p, inputs[f"{OWN}_mask"], coefficients, inputs.get("old_log_p"))
+            advantages = advantages + inputs[COEFFICIENTS[OWN]]
+        own = WeightedSamples(log_p, inputs[f"{OWN}_mask"], advantages, inputs.get("old_log_p"))
+        others = None
         if COEFFICIENTS[NEGATIVE] in inputs:
             old_negative = None if self._on_policy else inputs.get("proposal_old_log_p")
-            mask, pushed = inputs[f"{NEGATIVE}_mask"], inputs[COEFFICIENTS[NEGATIVE]]
-            loss = loss + self._policy_loss(log_p_negative, mask, pushed, old_negative)
+            others = WeightedSamples(
+                log_p_negative, inputs[f"{NEGATIVE}_mask"], inputs[COEFFICIENTS[NEGATIVE]], old_negative
+            )
+        clipping = self.epsilon_low, self.epsilon_high
+        loss = repulse_loss(own, others, self.args.logprob_reduction, *clipping)
         return self._finish_policy_loss(loss, scores.entropy, scores.aux_loss, inputs)
