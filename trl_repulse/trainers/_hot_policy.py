@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._adapters import base_of
-from ..generation._ahead import Ahead
+from ..generation._joint_draw import JointDraw
 from ..generation._samplers import POLICY, Sampler
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._bad_threshold import MeasuredThreshold
@@ -47,7 +47,6 @@ class HotPolicy(DrawnTerm):
         tilts = not served and (takes_bias(base) or not trainer._guard.fused_head)
         self.choice = SamplerChoice(trainer, args.proposal_temperature, tilts)
         self.measured = MeasuredThreshold(trainer) if trainer.args.bad_reward_threshold is None else None
-        self._ahead: Ahead | None = None
         self._watch = CollapseWatch(self)
 
     @contextlib.contextmanager
@@ -57,23 +56,25 @@ class HotPolicy(DrawnTerm):
         if self.mode == "train":
             self.choice.choose()
         # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
-        apart = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
+        separate = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
         # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
-        apart = apart or trainer.environment_factories is not None
-        self._ahead = None if trainer.use_vllm or apart else Ahead(*self.unit_sizes, self.sampler)
-        trainer._ahead = self._ahead
+        separate = separate or trainer.use_vllm or trainer.environment_factories is not None
+        trainer._joint_draw = None if separate else JointDraw(*self.unit_sizes, self.sampler)
         try:
             with super().drawing():
                 yield
-        finally:
-            trainer._ahead = None
+        except BaseException:
+            trainer._joint_draw = None
+            raise
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.draw`]."""
         if self.measured is not None:
             self.measured.observe(batch["rewards"])
-        self.trainer._kept, self._ahead = self._ahead, None
-        drawn = super().draw(rows, batch)
+        try:
+            drawn = super().draw(rows, batch)
+        finally:
+            self.trainer._joint_draw = None
         if self.mode == "train":
             sets = ((batch, "completion", "rewards"), (drawn, NEGATIVE, "proposal_rewards"))
             self.choice.observe(*((x[f"{name}_ids"], x[f"{name}_mask"], x[rewards]) for x, name, rewards in sets))

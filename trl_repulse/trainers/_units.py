@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from .._checks import check_rows
-from ..generation._ahead import Ahead
+from ..generation._joint_draw import JointDraw
 from ..generation._samplers import Sampler
 from ..importance import sequence_log_prob
 from ..losses import policy_gradient_loss
@@ -85,22 +85,19 @@ class UnitSampling(TrainerHooks):
     Mixin before a TRL trainer: completions drawn and scored in units, on which a negative term stands.
     """
 
-    # Two sets of completions in one call of the policy: the policy's own are about to be drawn; the others have been
-    _ahead: Ahead | None = None
-    _kept: Ahead | None = None
+    _joint_draw: JointDraw | None = None  # while the policy's samples and others are drawn in one call
 
     # Sampling
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
-        kept, self._kept = self._kept, None
-        if kept is not None and (others := kept.take(prompt_ids)) is not None:
-            return others
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        rows, others = ahead.widened(prompt_ids)
-        drawn = super()._generate_single_turn(rows, *args, drawn_by=(others, ahead.sampler), **kwargs)
-        return ahead.keep(rows, drawn)
+        joint = self._joint_draw
+        if joint is not None and not joint.is_drawn:
+            rows, others = joint.widened(prompt_ids)
+            drawn = super()._generate_single_turn(rows, *args, drawn_by=(others, joint.sampler), **kwargs)
+            return joint.split(rows, drawn)
+        if joint is not None and (kept := joint.take(prompt_ids)) is not None:
+            return kept
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _draw(self, inputs: list[dict[str, Any]]) -> Samples:
         """Draws one completion a row, scores it, and logs rewards."""

@@ -6,21 +6,22 @@ from typing import Any
 from ._samplers import Sampler
 
 
-class Ahead:
+class JointDraw:
     """
-    What is drawn by another sampler in the call that draws a trainer's own completions, kept until it is asked for.
+    One draw of a trainer's own completions and of others, which are kept until they are asked for.
 
     Args:
         own, others (`int`):
-            Neighbouring rows of a prompt that are the trainer's own, and how many of it are drawn beside them.
+            Neighbouring rows of a prompt that are the trainer's own, and how many others it gets.
         sampler ([`Sampler`]):
             What draws the others.
     """
 
     def __init__(self, own: int, others: int, sampler: Sampler):
         self.own, self.others, self.sampler = own, others, sampler
-        self.prompts: list[list[int]] | None = None  # those of the others
-        self.completions: Any = None
+        self.is_drawn = False
+        self._prompts: list[list[int]] | None = None  # those of the others
+        self._completions: Any = None
 
     def widened(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
         """The rows to draw, each prompt's own before its others, and which are others."""
@@ -28,15 +29,19 @@ class Ahead:
         rows = [row for block in blocks for row in [*block, *[block[0]] * self.others]]
         return rows, ([False] * self.own + [True] * self.others) * len(blocks)
 
-    def keep(self, prompts: list[list[int]], drawn: Any) -> Any:
-        """Takes the others out of what TRL drew for [`widened`] rows; the trainer's own, as TRL returns them."""
+    def split(self, prompts: list[list[int]], drawn: Any) -> Any:
+        """The trainer's own among what TRL drew for [`widened`] rows, as TRL returns them; the others are kept."""
         completions, *rest = drawn  # log-probabilities, `None` without vLLM (TRL 1.16)
         is_own = [i % (self.own + self.others) < self.own for i in range(len(prompts))]
         others = [not own for own in is_own]
-        self.prompts = list(compress(prompts, others))
-        self.completions = (list(compress(completions, others)), *rest)
+        self._prompts = list(compress(prompts, others))
+        self._completions = (list(compress(completions, others)), *rest)
+        self.is_drawn = True
         return list(compress(completions, is_own)), *rest
 
     def take(self, prompts: list[list[int]]) -> Any:
-        """The others, as TRL returns completions, if they were drawn and for these prompts; else `None`."""
-        return self.completions if self.prompts == prompts else None
+        """The others, once, as TRL returns completions; `None` if they were drawn for other prompts."""
+        if self._prompts != prompts:
+            return None
+        completions, self._prompts, self._completions = self._completions, None, None
+        return completions
