@@ -7,6 +7,7 @@ import torch
 from accelerate.logging import get_logger
 
 from .._rules_of_thumb import bad_threshold_for
+from ._scorer import Scorer
 
 
 logger = get_logger(__name__)
@@ -23,14 +24,14 @@ class MeasuredThreshold:
     All processes hold the same one, from what all of them have drawn.
 
     Args:
-        trainer ([`UnitSampling`]):
-            Trainer of the policy.
+        scorer ([`Scorer`]):
+            The trainer's services.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, scorer: Scorer):
         self.value: float | None = None  # until enough samples were drawn
         self._rewards: list[float] = []
-        self._trainer = trainer
+        self._scorer = scorer
         self._has_begun = False
 
     def observe(self, rewards: torch.Tensor) -> None:
@@ -40,8 +41,7 @@ class MeasuredThreshold:
         Raises:
             `ValueError`: If more than a tenth of the rewards are the lowest, which is not rare.
         """
-        trainer = self._trainer
-        if not trainer.model.training:
+        if self._scorer.mode != "train":
             return
         if self.value is None:
             if not self._has_begun and self._drawn() < _LEAST:
@@ -50,18 +50,18 @@ class MeasuredThreshold:
                     "is pushed down. Set it, or train longer."
                 )
             self._has_begun = True
-            everyone = trainer.accelerator.gather(rewards.flatten())
+            everyone = self._scorer.trainer.accelerator.gather(rewards.flatten())
             self._rewards += everyone[everyone.isfinite()].tolist()
             if len(self._rewards) >= self._wanted() and len(set(self._rewards)) > 1:
                 self._measure()
         if self.value is not None:
-            trainer._metrics["train"]["negative/bad_reward_threshold"].append(self.value)
+            self._scorer.log_value("negative/bad_reward_threshold", self.value)
 
     def _drawn(self) -> int:
         """Samples of the policy in the whole run."""
-        args = self._trainer.args
-        batch = args.per_device_train_batch_size * self._trainer.accelerator.num_processes
-        return batch * self._trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
+        trainer = self._scorer.trainer
+        args, batch = trainer.args, trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
+        return batch * trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
 
     def _wanted(self) -> int:
         return max(_LEAST, min(_SAMPLES, int(_SHARE * self._drawn())))

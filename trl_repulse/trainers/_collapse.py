@@ -61,19 +61,16 @@ class CollapseWatch:
             counted (`torch.Tensor` of shape `(U, m)`, *optional*):
                 Of which of the others to log the rank, by default of all.
         """
-        trainer, size = self._part.trainer, self._part.size(self._part.mode)
-        mask = trainer._to_prompts(batch[f"{NEGATIVE}_mask"], size)
-        scored = ~trainer._to_prompts(batch["proposal_rewards"], size).isnan()
+        scorer, size = self._part.scorer, self._part.size
+        mask = scorer.by_prompt(batch[f"{NEGATIVE}_mask"], size)
+        scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()
         known = scored.any(dim=1)  # other prompts may only fill up a batch
-        distinct = distinct_share(trainer._to_prompts(batch[f"{NEGATIVE}_ids"], size), mask)
-        distinct = trainer._gathered_moments(distinct[known])
-        trainer._record({"proposal/distinct": mean}, distinct)
-        own = trainer._to_prompts(
-            sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), trainer._num_generations(self._part.mode)
-        )
-        counted = None if counted is None else trainer._to_prompts(counted, size)
-        rank = rank_among(sequence_log_prob(trainer._to_prompts(log_p, size), mask), own, counted)
-        trainer._log_mean("proposal/log_p_rank", rank[known])
+        distinct = distinct_share(scorer.by_prompt(batch[f"{NEGATIVE}_ids"], size), mask)
+        distinct = scorer.log_statistics({"proposal/distinct": mean}, distinct[known])
+        own = scorer.by_prompt(sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), scorer.num_generations)
+        counted = None if counted is None else scorer.by_prompt(counted, size)
+        rank = rank_among(sequence_log_prob(scorer.by_prompt(log_p, size), mask), own, counted)
+        scorer.log("proposal/log_p_rank", rank[known])
         return distinct
 
     def compare(self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, distinct: Moments) -> None:
@@ -82,14 +79,13 @@ class CollapseWatch:
 
         `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `distinct` is what [`look`] returned.
         """
-        trainer, size = self._part.trainer, self._part.size(self._part.mode)
-        scored = ~trainer._to_prompts(batch["proposal_rewards"], size).isnan()  # (P, K)
+        scorer, size = self._part.scorer, self._part.size
+        scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()  # (P, K)
         log_potential = self._part.log_potential(batch["rewards"])
-        log_potential = trainer._to_prompts(log_potential, trainer._num_generations(self._part.mode))  # (P, N)
+        log_potential = scorer.by_prompt(log_potential, scorer.num_generations)  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
-        gap = trainer._gathered_moments(torch.where(gap.isinf(), torch.nan, gap))
-        trainer._record({"proposal/log_z_gap": mean}, gap)
+        gap = scorer.log_statistics({"proposal/log_z_gap": mean}, torch.where(gap.isinf(), torch.nan, gap))
         if self._part.mode == "train" and distinct.count:
             self._warn(gap.mean if gap.count else None, distinct.mean * size, size)
 

@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 
-from .._adapters import base_of
-from ..generation._joint_draw import JointDraw
 from ..generation._samplers import POLICY, Sampler
 from ..importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ._bad_threshold import MeasuredThreshold
-from ._beside import PROPOSAL_FOLDER
 from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
-from ._records import log_importance
 from ._sampler_choice import SamplerChoice
-from ._scoring import takes_bias
 from ._units import UnitSampling
 
 
@@ -42,29 +37,21 @@ class HotPolicy(DrawnTerm):
 
     def __init__(self, trainer: UnitSampling):
         super().__init__(trainer)
-        args, base = trainer.args, base_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-        served = args.use_transformers_continuous_batching or (args.use_vllm and args.vllm_mode == "server")
-        tilts = not served and (takes_bias(base) or not trainer._guard.fused_head)
-        self.choice = SamplerChoice(trainer, args.proposal_temperature, tilts)
-        self.measured = MeasuredThreshold(trainer) if trainer.args.bad_reward_threshold is None else None
+        self.choice = SamplerChoice(self.scorer, trainer.args.proposal_temperature)
+        self.measured = MeasuredThreshold(self.scorer) if trainer.args.bad_reward_threshold is None else None
         self._watch = CollapseWatch(self)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
-        trainer = self.trainer
         if self.mode == "train":
             self.choice.choose()
-        # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
-        separate = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
-        # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
-        separate = separate or trainer.use_vllm or trainer.environment_factories is not None
-        trainer._joint_draw = None if separate else JointDraw(*self.unit_sizes, self.sampler)
+        self.scorer.draw_jointly(*self.unit_sizes, self.sampler)
         try:
             with super().drawing():
                 yield
         except BaseException:
-            trainer._joint_draw = None
+            self.scorer.end_joint_draw()
             raise
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,7 +61,7 @@ class HotPolicy(DrawnTerm):
         try:
             drawn = super().draw(rows, batch)
         finally:
-            self.trainer._joint_draw = None
+            self.scorer.end_joint_draw()
         if self.mode == "train":
             sets = ((batch, "completion", "rewards"), (drawn, NEGATIVE, "proposal_rewards"))
             self.choice.observe(*((x[f"{name}_ids"], x[f"{name}_mask"], x[rewards]) for x, name, rewards in sets))
@@ -86,7 +73,7 @@ class HotPolicy(DrawnTerm):
     @property
     def _threshold(self) -> float:
         """Reward under which a sample is bad; −inf, under which nothing is, as long as it is not known."""
-        threshold = self.trainer.bad_reward_threshold
+        threshold = self.scorer.bad_reward_threshold
         return -math.inf if threshold is None else threshold
 
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -126,11 +113,11 @@ class HotPolicy(DrawnTerm):
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape
             `(U, m)`, for the policy loss.
         """
-        trainer, args = self.trainer, self.trainer.args
-        sizes = trainer._num_generations(self.mode), self.size(self.mode)
+        scorer, args = self.scorer, self.trainer.args
+        sizes = scorer.num_generations, self.size
 
         def whole(own: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
-            return torch.cat([trainer._to_prompts(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
+            return torch.cat([scorer.by_prompt(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
 
         rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
         sets = ((log_p, OWN), (log_p_hot, NEGATIVE))
@@ -150,17 +137,17 @@ class HotPolicy(DrawnTerm):
         found = (log_w > -torch.inf).any(dim=1)
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
         p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
-        if trainer.bad_reward_threshold is not None:
-            log_importance(trainer, "negative", log_w[found], scored[found])
-            trainer._log_mean("negative/p_bad", p_bad)
-        if trainer._constraint is not None:
-            trainer._constraint.observe(p_bad, resolution=0.0)
+        if scorer.bad_reward_threshold is not None:
+            scorer.log_importance("negative", log_w[found], scored[found])
+            scorer.log("negative/p_bad", p_bad)
+        if scorer.constraint is not None:
+            scorer.constraint.observe(p_bad, resolution=0.0)
         alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
         # The policy loss divides by the number of each kind
         own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
         return {
-            COEFFICIENTS[OWN]: trainer._to_units(own, batch["rewards"]),
-            COEFFICIENTS[NEGATIVE]: trainer._to_units(hot, batch["proposal_rewards"]),
+            COEFFICIENTS[OWN]: scorer.by_unit(own, batch["rewards"]),
+            COEFFICIENTS[NEGATIVE]: scorer.by_unit(hot, batch["proposal_rewards"]),
         }
 
     def state(self) -> dict[str, Any]:
@@ -184,5 +171,5 @@ class HotPolicy(DrawnTerm):
         """As [`NegativeTerm.learn`]."""
         if f"{NEGATIVE}_engine_log_p" in inputs:
             drawn = inputs.get(self.drawn_log_p, inputs.get(f"{NEGATIVE}_by_sampler", log_p_negative))
-            self.trainer._log_engine(inputs, NEGATIVE, drawn, f"{PROPOSAL_FOLDER}/")
+            self.scorer.log_engine(inputs, NEGATIVE, drawn)
         return super().learn(inputs, log_p, log_p_negative)

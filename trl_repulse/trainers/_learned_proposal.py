@@ -23,7 +23,6 @@ from ..losses import (
 from ._beside import PROPOSAL_FOLDER
 from ._collapse import CollapseWatch
 from ._negative_term import COEFFICIENTS, NEGATIVE, DrawnTerm
-from ._records import log_importance
 from ._trl_bridge import split_tensor_dict
 from ._units import UnitSampling
 from .second_model import SecondModel
@@ -80,17 +79,17 @@ class LearnedProposal(DrawnTerm):
         """As [`NegativeTerm.draw`]."""
         drawn = super().draw(rows, batch)
         if self.trainer.args.negative_loss == "reinforce" and self.trainer.beta != 0.0:
-            drawn["proposal_ref_log_prob"] = self.trainer._reference_log_prob(drawn, NEGATIVE)
+            drawn["proposal_ref_log_prob"] = self.scorer.reference_log_prob(drawn, NEGATIVE)
         return drawn
 
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """As [`DrawnTerm.weigh_early`]."""
-        log_q = self.trainer._score(self.proposal.module, batch, (NEGATIVE,), gradient=False).log_p[0]
+        log_q = self.scorer.score(self.proposal.module, batch, (NEGATIVE,), gradient=False).log_p[0]
         made = {"proposal_old_log_q": log_q}  # (U, m, T)
-        made |= self.weigh(batch, log_p, log_p_negative, log_q)
-        if self.mode == "train" and not self.trainer._whole(self.mode):
+        made |= self.weigh(batch | made, log_p, log_p_negative)
+        if self.mode == "train" and not self.scorer.holds_whole_prompts:
             made |= self._contrast(batch | made, log_p_negative, log_q, log_q)
         return made
 
@@ -104,12 +103,12 @@ class LearnedProposal(DrawnTerm):
         with self.proposal.gradient_sync(not learns or trainer.accelerator.sync_gradients):
             # Without gradient the bare model serves; wrappers are for passes that carry one
             model = self.proposal.engine if learns else self.proposal.module
-            log_q_now = trainer._score(model, inputs, (NEGATIVE,), gradient=learns).log_p[0]
+            log_q_now = self.scorer.score(model, inputs, (NEGATIVE,), gradient=learns).log_p[0]
             log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
-            trainer._log_engine(inputs, NEGATIVE, log_q, f"{PROPOSAL_FOLDER}/")
+            self.scorer.log_engine(inputs, NEGATIVE, log_q)
             made = {}
             if COEFFICIENTS[NEGATIVE] not in inputs:
-                made = self.weigh(inputs, log_p, log_p_negative, log_q)
+                made = self.weigh(inputs | {"proposal_old_log_q": log_q}, log_p, log_p_negative)
             if learns:
                 batch = inputs | made
                 if "proposal_coefficients" not in batch:
@@ -129,49 +128,43 @@ class LearnedProposal(DrawnTerm):
     # Weights
 
     def weigh(
-        self,
-        batch: dict[str, torch.Tensor],
-        own_log_p: torch.Tensor | None,
-        log_p: torch.Tensor,
-        log_q: torch.Tensor,
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
-        Importance weights of the proposal samples, and what the policy makes of them.
+        As [`NegativeTerm.weigh`]; of the policy's own samples nothing is needed where only the proposal learns.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
-                Units of proposal samples with their rewards and, where they serve the policy's loss, its own samples.
-            own_log_p (`torch.Tensor` of shape `(U, n, T)`, *optional*):
-                Log-probabilities (nats) of the policy's own samples.
-            log_p, log_q (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) of the proposal's samples under the sampling-time models, detached.
+                Units of proposal samples with their rewards and `proposal_old_log_q` of shape `(U, m, T)`, log-probabilities (nats) under
+                the proposal that drew them, and, where they serve the policy's loss, its own samples.
 
         Returns:
             `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and
             `negative_coefficients` of the policy loss, each of shape `(U, m)`.
         """
-        trainer, args, size = self.trainer, self.trainer.args, self.size(self.mode)
+        scorer, args, size = self.scorer, self.trainer.args, self.size
         rewards = batch["proposal_rewards"]
-        samples = [trainer._to_prompts(x, size) for x in (log_p, log_q, batch[f"{NEGATIVE}_mask"])]
+        log_q, mask = batch["proposal_old_log_q"], batch[f"{NEGATIVE}_mask"]
+        samples = [scorer.by_prompt(x, size) for x in (log_p_negative, log_q, mask)]
 
         def log_weights(beta: float | None) -> torch.Tensor:
-            log_potential = trainer._to_prompts(self.log_potential(rewards, beta), size)
+            log_potential = scorer.by_prompt(self.log_potential(rewards, beta), size)
             return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, K)
 
         log_w = log_weights(None)
-        weights = {"proposal_w": trainer._to_units(normalize_weights(log_w), rewards)}
+        weights = {"proposal_w": scorer.by_unit(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
-            log_importance(trainer, PROPOSAL_FOLDER, log_w, trainer._to_prompts(~rewards.isnan(), size))
-            self._watch.compare(batch, log_w, self._watch.look(batch, own_log_p, log_p))
+            scorer.log_importance(PROPOSAL_FOLDER, log_w, scorer.by_prompt(~rewards.isnan(), size))
+            self._watch.compare(batch, log_w, self._watch.look(batch, log_p, log_p_negative))
             negative_log_w = log_w if args.reweighting_beta is None else log_weights(args.reweighting_beta)
             returns = [None, None]
             if args.negative_loss == "reinforce":
                 returns = [
-                    trainer._to_prompts(trainer._returns(batch, log_p, "proposal_"), size),
-                    trainer._to_prompts(batch["returns"], trainer._num_generations(self.mode)),
+                    scorer.by_prompt(scorer.returns(batch, log_p_negative, "proposal_"), size),
+                    scorer.by_prompt(batch["returns"], scorer.num_generations),
                 ]
             negative = self.coefficients(negative_log_w, *returns)
-            weights[COEFFICIENTS[NEGATIVE]] = trainer._to_units(negative, rewards)
+            weights[COEFFICIENTS[NEGATIVE]] = scorer.by_unit(negative, rewards)
         return weights
 
     # Learning
@@ -181,10 +174,10 @@ class LearnedProposal(DrawnTerm):
         trainer = self.trainer
         for i, chunk in enumerate(chunks):
             with self.proposal.gradient_sync(i == len(chunks) - 1):
-                log_p = trainer._score(trainer.model, chunk, (NEGATIVE,), gradient=False).log_p[0]
-                log_q_now = trainer._score(self.proposal.engine, chunk, (NEGATIVE,)).log_p[0]
+                log_p = self.scorer.score(trainer.model, chunk, (NEGATIVE,), gradient=False).log_p[0]
+                log_q_now = self.scorer.score(self.proposal.engine, chunk, (NEGATIVE,)).log_p[0]
                 log_q = chunk.get("proposal_old_log_q", log_q_now.detach())
-                batch = chunk | self.weigh(chunk, None, log_p, log_q)
+                batch = chunk | self.weigh(chunk | {"proposal_old_log_q": log_q}, None, log_p)
                 batch |= self._contrast(batch, log_p, log_q, log_q_now.detach())
                 self._accumulate(batch, log_q_now, log_p, len(chunks))
         self._step(advance_schedule)
@@ -195,10 +188,10 @@ class LearnedProposal(DrawnTerm):
         """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples."""
         loss = self._loss(batch, log_q_now, log_p)
         self.proposal.backward(loss / micro_batches)
-        self.trainer._log_mean(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
+        self.scorer.log(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
 
     def _step(self, advance_schedule: bool = True) -> None:
-        self.trainer._update_second(PROPOSAL_FOLDER, advance_schedule)
+        self.scorer.step(advance_schedule)
         if self.trainer.use_vllm:
             self.trainer.vllm_generation.changed(PROPOSAL_FOLDER)
 
@@ -220,15 +213,15 @@ class LearnedProposal(DrawnTerm):
             w alone without its second term); of shape `(U, m)`, SIXO's weights towards the policy, or the log-probabilities
             (nats) that VarGrad aims at. DPG needs none and gets its weights back.
         """
-        trainer, args, rewards = self.trainer, self.trainer.args, batch["proposal_rewards"]
+        scorer, args, rewards = self.scorer, self.trainer.args, batch["proposal_rewards"]
         if args.proposal_loss == "dpg":
             return {"proposal_coefficients": batch["proposal_w"]}
         units = (log_q, log_p, batch["proposal_w"], batch[f"{NEGATIVE}_mask"], ~rewards.isnan(), log_q_now)
-        *samples, scored, log_q_now = (trainer._to_prompts(x, self.size(self.mode)) for x in units)
+        *samples, scored, log_q_now = (scorer.by_prompt(x, self.size) for x in units)
         if args.proposal_loss == "sixo":
             coefficients = sixo_negative_weights(*samples, scored)
         elif args.proposal_loss == "vargrad":
-            log_potential = trainer._to_prompts(self.log_potential(rewards), self.size(self.mode))
+            log_potential = scorer.by_prompt(self.log_potential(rewards), self.size)
             coefficients = vargrad_targets(log_q_now, samples[1], log_potential, samples[3])
         else:
             coefficients = ctl_coefficients(
@@ -238,7 +231,7 @@ class LearnedProposal(DrawnTerm):
                 parameterization=args.proposal_parameterization,
                 scored=scored,
             )
-        return {"proposal_coefficients": trainer._to_units(coefficients, rewards)}
+        return {"proposal_coefficients": scorer.by_unit(coefficients, rewards)}
 
     def _loss(self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
         """
@@ -277,4 +270,4 @@ class LearnedProposal(DrawnTerm):
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
 
-        return self.trainer._by_length(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)
+        return self.scorer.score_rows(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)

@@ -16,7 +16,6 @@ Axis letters: U units of n policy samples and m others, P prompts, N policy samp
 """
 
 import contextlib
-import copy
 import math
 from typing import Any
 
@@ -33,8 +32,7 @@ from ..rewards.transforms import (
     tilted_log_potential,
 )
 from ._beside import PROPOSAL_FOLDER
-from ._records import log_importance, record_samples
-from ._trl_bridge import sampling_from
+from ._scorer import Scorer
 from ._units import Samples, UnitSampling
 
 
@@ -71,8 +69,8 @@ class NegativeTerm:
     sampler = POLICY  # what draws from the logits
 
     def __init__(self, trainer: UnitSampling):
-        self.trainer = trainer
-        self.logs = copy.deepcopy(trainer._logs)  # a completions table of its own, empty as TRL's is at first
+        self.scorer, self.trainer = Scorer(trainer), trainer
+        self.logs = self.scorer.new_table()
 
     # The calls of a trainer
 
@@ -95,7 +93,7 @@ class NegativeTerm:
         Returns:
             `dict[str, torch.Tensor]`: Samples, and where they are weighed now also the coefficients, with U first.
         """
-        return self.weigh(batch) if self.trainer._weighs_early(self.mode) else {}
+        return self.weigh(batch) if self.scorer.weighs_early else {}
 
     def learn(
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
@@ -142,29 +140,26 @@ class NegativeTerm:
 
     @property
     def mode(self) -> str:
-        return "train" if self.trainer.model.training else "eval"
+        return self.scorer.mode
 
-    def size(self, mode: str) -> int:
+    @property
+    def size(self) -> int:
         """K: how many samples beside the policy's own a prompt gets."""
         configured = self.trainer.args.num_proposal_generations
-        return configured if mode == "train" and configured is not None else self.trainer._num_generations(mode)
+        return configured if self.mode == "train" and configured is not None else self.scorer.num_generations
 
     @property
     def unit_sizes(self) -> tuple[int, int]:
         """n and m: how many of the policy's samples and of the others a unit has."""
-        n = self.trainer._unit_size(self.mode)
-        return n, self.size(self.mode) * n // self.trainer._num_generations(self.mode)
+        n = self.scorer.unit_size
+        return n, self.size * n // self.scorer.num_generations
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Samples for the prompts of a generation batch, in the units of its policy samples."""
-        trainer = self.trainer
         n, m = self.unit_sizes
         if m != n:
             rows = [row for row in rows[::n] for _ in range(m)]
-        with sampling_from(trainer, self.engine, PROPOSAL_FOLDER, self.size(self.mode), self.sampler):
-            with trainer._acting(rows) as rows:
-                samples = trainer._draw(rows)
-        record_samples(trainer, samples, self.logs, "proposal")
+        samples = self.scorer.draw(rows, self.size, self.logs, self.engine, self.sampler)
         units = samples.in_units(m, "proposal_")
         units |= {f"{NEGATIVE}_{name}": x.unflatten(0, (-1, m)) for name, x in own_prompts(samples, batch, m).items()}
         return {name: batch[name] for name in ("prompt_ids", "prompt_mask")} | units
@@ -173,7 +168,7 @@ class NegativeTerm:
 
     def scheduled(self, name: str) -> float:
         """`alpha` or `target_dist_beta` at this update."""
-        args, state, constraint = self.trainer.args, self.trainer.state, self.trainer._constraint
+        args, state, constraint = self.trainer.args, self.trainer.state, self.scorer.constraint
         if name == "alpha" and constraint is not None:
             return constraint.multiplier
         start, end = getattr(args, f"{name}_start"), getattr(args, name)
@@ -187,7 +182,7 @@ class NegativeTerm:
         args = self.trainer.args
         beta = self.scheduled("target_dist_beta") if beta is None else beta
         if args.potential == "indicator":
-            threshold = self.trainer.bad_reward_threshold
+            threshold = self.scorer.bad_reward_threshold
             return indicator_log_potential(rewards, -math.inf if threshold is None else threshold)
         if args.potential == "class":
             return class_log_potential(rewards, beta, args.target_class)
@@ -223,25 +218,27 @@ class NegativeTerm:
         log_p_negative: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """
-        What the policy makes of the bad ones among its samples, whose log-probabilities are not needed here.
+        Weighs the samples that serve the negative term; here the policy's own, whose log-probabilities are not needed.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
                 Units with `rewards` of shape `(U, n)` and, for `negative_loss="reinforce"`, `returns` of the same shape.
+            log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
+                Log-probabilities (nats) of the policy's own samples and of the others under the sampling-time policy, detached.
 
         Returns:
-            `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)`.
+            `dict[str, torch.Tensor]`: The [`COEFFICIENTS`] of each set that has weights.
         """
-        trainer, rewards = self.trainer, batch["rewards"]
-        size = trainer._num_generations(self.mode)
-        log_w = trainer._to_prompts(self.log_potential(rewards, trainer.args.reweighting_beta), size)  # (P, N)
+        scorer, args, rewards = self.scorer, self.trainer.args, batch["rewards"]
+        size = scorer.num_generations
+        log_w = scorer.by_prompt(self.log_potential(rewards, args.reweighting_beta), size)  # (P, N)
         scored = ~log_w.isnan()
         log_w = torch.where(scored, log_w, -torch.inf)
-        log_importance(trainer, "negative", log_w, scored)
+        scorer.log_importance("negative", log_w, scored)
         returns = None
-        if trainer.args.negative_loss == "reinforce":
-            returns = trainer._to_prompts(batch["returns"], size)
-        return {COEFFICIENTS[OWN]: trainer._to_units(self.coefficients(log_w, returns, returns), rewards)}
+        if args.negative_loss == "reinforce":
+            returns = scorer.by_prompt(batch["returns"], size)
+        return {COEFFICIENTS[OWN]: scorer.by_unit(self.coefficients(log_w, returns, returns), rewards)}
 
 
 class DrawnTerm(NegativeTerm):
@@ -259,15 +256,16 @@ class DrawnTerm(NegativeTerm):
 
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As [`NegativeTerm.sample`]."""
-        trainer, drawn = self.trainer, self.draw(rows, batch)
-        if not trainer._weighs_early(self.mode):
+        drawn = self.draw(rows, batch)
+        if not self.scorer.weighs_early:
             return drawn
         batch = batch | drawn
         by_sampler, needed = self.by_sampler(batch), self.needed(batch)
         names = (NEGATIVE,) if "old_log_p" in batch and by_sampler is None else (NEGATIVE, OWN)
         if "old_log_p" in batch and by_sampler is not None:
             needed[OWN] = by_sampler[1][OWN]
-        scores = trainer._score(trainer.model, batch, names, gradient=False, by_sampler=by_sampler, needed=needed)
+        asked = {"by_sampler": by_sampler, "needed": needed}
+        scores = self.scorer.score(self.trainer.model, batch, names, gradient=False, **asked)
         log_p = dict(zip(names, scores.log_p, strict=True))
         own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
         early = self.weigh_early(batch | scores.by_sampler, own_log_p, log_p[NEGATIVE])

@@ -13,8 +13,6 @@ from accelerate.utils import gather_object
 from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
 
-from ..importance import effective_sample_size, log_z_estimate, max_weight_share
-from ._metrics import lowest, mean
 from ._trl_bridge import print_prompt_completions_sample
 
 
@@ -54,26 +52,6 @@ def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str
 
     if trainer.args.save_negatives and trainer.model.training:
         append_negatives(trainer, source, prompts, completions, trainer.accelerator.gather(samples.rewards))
-
-
-def log_importance(trainer: Any, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
-    """
-    Logs the diagnostics of importance weights over all processes.
-
-    Args:
-        trainer ([`UnitSampling`]):
-            Trainer whose metrics they join.
-        prefix (`str`):
-            What their names begin with: `"proposal"`, or `"negative"` for the policy as its own proposal.
-        log_w, scored (`torch.Tensor` of shape `(P, N)`):
-            Log-weights, −inf for samples without a reward, and which samples have one.
-    """
-    known = scored.any(dim=1)  # (P,)
-    ess = trainer._gathered_moments(effective_sample_size(log_w)[known])
-    trainer._record({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, ess)
-    trainer._log_mean(f"{prefix}/max_weight", max_weight_share(log_w)[known])
-    log_z = log_z_estimate(log_w, scored)
-    trainer._log_mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
 
 
 def set_negatives_aside(output_dir: str) -> None:

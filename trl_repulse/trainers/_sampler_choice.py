@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..generation._samplers import POLICY, Sampler
+from ._scorer import Scorer
 
 
 TEMPERATURES = (1.3, 1.6, 2.0)
@@ -60,24 +61,23 @@ class SamplerChoice:
     was counted, which is slowly forgotten, and the one with the highest draw is taken.
 
     Args:
-        trainer ([`UnitSampling`]):
-            Trainer of the policy.
+        scorer ([`Scorer`]):
+            The trainer's services.
         temperature (`float`, *optional*):
             The one temperature to draw at, in place of a choice.
-        tilts (`bool`):
-            Whether logits of tokens can be raised where samples are drawn and scored.
     """
 
-    def __init__(self, trainer: Any, temperature: float | None, tilts: bool):
-        self._trainer, self._temperature, self._tilts = trainer, temperature, tilts and temperature is None
-        self._vocabulary = trainer.model.config.get_text_config().vocab_size
+    def __init__(self, scorer: Scorer, temperature: float | None):
+        self._scorer, self._temperature = scorer, temperature
+        self._tilts = temperature is None and scorer.takes_bias
+        self._vocabulary = scorer.trainer.model.config.get_text_config().vocab_size
         self.effects = TokenEffects(self._vocabulary)
         self._rewards: deque[float] = deque(maxlen=_REWARDS)
         self._finds: deque[list[float]] = deque(maxlen=_FINDS)  # weight, and p / m by what drew at that time
         self._new: list[list[float]] = []
-        self._random = np.random.default_rng(trainer.args.seed)  # the same on all processes
+        self._random = np.random.default_rng(scorer.trainer.args.seed)  # the same on all processes
         if temperature is None:
-            self.samplers = [POLICY, *map(Sampler, TEMPERATURES), *[POLICY] * (len(TILTS) if tilts else 0)]
+            self.samplers = [POLICY, *map(Sampler, TEMPERATURES), *[POLICY] * (len(TILTS) if self._tilts else 0)]
         else:
             self.samplers = [Sampler(temperature)]
         self.counts = np.zeros((2, len(self.samplers)))  # bad and other samples of each
@@ -90,22 +90,20 @@ class SamplerChoice:
 
     def choose(self) -> None:
         """Takes up what was found since the last choice, and chooses what draws next. All processes must call it."""
-        trainer = self._trainer
-        self._finds.extend(gather_object(self._new) if trainer._whole("train") else self._new)
+        self._finds.extend(gather_object(self._new) if self._scorer.holds_whole_prompts else self._new)
         self._new = []
         self._raise_tokens()
         if self._temperature is None:
             self.index = int(self._random.beta(*self.counts + 0.5).argmax())
-        metrics = trainer._metrics["train"]
         if (gain := self.gain()) is not None:
-            metrics["proposal/gain"].append(gain)
-        metrics["proposal/temperature"].append(self.sampler.temperature)
+            self._scorer.log_value("proposal/gain", gain)
+        self._scorer.log_value("proposal/temperature", self.sampler.temperature)
         if self._tilts:
-            metrics["proposal/tilt"].append(([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
+            self._scorer.log_value("proposal/tilt", ([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
 
     def _raise_tokens(self) -> None:
         if self._tilts:
-            raised = -self.effects().float().to(self._trainer.accelerator.device)
+            raised = -self.effects().float().to(self._scorer.trainer.accelerator.device)
             self.samplers[-len(TILTS) :] = [Sampler(bias=(size * raised).clamp(max=HIGHEST)) for size in TILTS]
 
     def gain(self) -> float | None:
@@ -126,8 +124,8 @@ class SamplerChoice:
         """
         if self._temperature is not None:
             return
-        everyone = [self._trainer.accelerator.gather(rewards.flatten()) for _, _, rewards in sets]
-        threshold = self._trainer.bad_reward_threshold
+        everyone = [self._scorer.trainer.accelerator.gather(rewards.flatten()) for _, _, rewards in sets]
+        threshold = self._scorer.bad_reward_threshold
         if threshold is not None:
             self.counts *= _KEPT
             for index, rewards in zip((0, self.index), everyone, strict=True):
@@ -145,7 +143,7 @@ class SamplerChoice:
             mean = ((of_all - middle) / spread).clamp(-_FARTHEST, _FARTHEST).nanmean()
             deviations = ((rewards.flatten() - middle) / spread).clamp(-_FARTHEST, _FARTHEST) - mean
             new = new + TokenEffects.of(ids.flatten(0, -2), mask.flatten(0, -2), deviations, self._vocabulary)
-        self.effects.sums += self._trainer.accelerator.reduce(new, "sum").cpu().double()
+        self.effects.sums += self._scorer.trainer.accelerator.reduce(new, "sum").cpu().double()
 
     def judge(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
         """
