@@ -76,12 +76,7 @@ class RePULSeHooks(ProposalUploads):
             super().__init__(model, reward_funcs, args, *rest, **options)
 
         self.proposal: SecondModel | None = None
-        self._negative: NegativeTerm | None = None
-        if self.args.draws_hot:
-            self._negative = HotPolicy(self)
-        elif self.args.alpha > 0 and self.args.proposal == "policy":
-            self._negative = NegativeTerm(self)
-        elif self.args.has_proposal:
+        if self.args.has_proposal:
             self.proposal = build_proposal(
                 proposal_model, self, peft_config, proposal_peft_config, quantization_config
             )
@@ -91,7 +86,15 @@ class RePULSeHooks(ProposalUploads):
                 self.beta, self.ref_model = args.beta, BaseView(self.proposal.module)
             if self.use_vllm:
                 serve_proposal(self, self.proposal)
-            self._negative = LearnedProposal(self, self.proposal)
+        self._negative = self.build_negative_term()
+
+    def build_negative_term(self) -> NegativeTerm | None:
+        """The negative term by `args.proposal`, or `None` if `alpha` is 0. Override it to bring a way of finding bad outputs of your own."""
+        if self.args.draws_hot:
+            return HotPolicy(self)
+        if self.args.has_proposal:
+            return LearnedProposal(self, self.proposal)
+        return NegativeTerm(self) if self.args.alpha > 0 else None
 
     @staticmethod
     def _by_name(*args: Any, **options: Any) -> dict[str, Any]:
