@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.gcg_trigger import ROWS, evaluation_config, judge
-from trl_repulse.evaluation.gcg import evaluate_gcg
-from trl_repulse.evaluation.gcg.evaluator import _Evaluation
+from trl_repulse.evaluation.gcg import evaluate_gcg, evaluator
 from trl_repulse.evaluation.gcg.records import ResultsFile
 
 
@@ -52,13 +51,13 @@ def attempt(model, tokenizer, output, moment):
             die()
         whole_write(self, entry)
 
-    def score(self, goals, responses):
+    def score(judge, goals, responses):
         if reached("judge"):
             die()
-        return whole_score(self, goals, responses)
+        return whole_score(judge, goals, responses)
 
     whole_write, ResultsFile._write = ResultsFile._write, write
-    whole_score, _Evaluation._score = _Evaluation._score, score
+    whole_score, evaluator._score = evaluator._score, score
     model.register_forward_pre_hook(lambda *_: die() if reached("forward") else None)
     evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), output)
 

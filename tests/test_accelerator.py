@@ -21,7 +21,7 @@ from transformers import (
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation.gcg import run_gcg
-from trl_repulse.evaluation.gcg.responses import sample_responses
+from trl_repulse.evaluation.gcg.evaluator import sample_responses
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 

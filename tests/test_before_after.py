@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from trl_repulse import RePULSeTrainer
 from trl_repulse.evaluation.before_after import BeforeAfterCallback
-from trl_repulse.evaluation.callback import draw
+from trl_repulse.evaluation.callback import draw_completions
 
 from .conftest import word_reward
 
@@ -28,14 +28,14 @@ def test_the_table_has_what_the_policy_draws_before_and_after(make, prompts, tmp
         trainer = make(RePULSeTrainer, max_steps=3, learning_rate=0.1)
         table = BeforeAfterCallback(trainer, prompts, num_completions=len(prompts) + 2)
         ids, seed = table._prompt_ids, trainer.args.seed
-        before = draw(trainer, table.dataset, ids, 1, seed)
+        before = draw_completions(trainer, table.dataset, ids, 1, seed)
         if follow:
             trainer.add_callback(table)
         trainer.train()
         weights.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
         if follow:
             table.write(tmp_path / "new" / "table.md")
-            tables = before, draw(trainer, table.dataset, ids, 1, seed)
+            tables = before, draw_completions(trainer, table.dataset, ids, 1, seed)
     assert torch.equal(*weights)
     header, _, *rows = rows_of(tmp_path / "new" / "table.md")
     assert header == ["prompt", "update 0", "reward", "update 3", "reward"]

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, run_gcg
-from trl_repulse.evaluation.gcg.candidates import first_changed, merge_candidates
+from trl_repulse.evaluation.gcg._search import merge_candidates
 from trl_repulse.evaluation.gcg.prompt import allowed_tokens, build_prompt
-from trl_repulse.evaluation.gcg.scoring import SuffixScorer
+from trl_repulse.evaluation.gcg.scoring import SuffixScorer, first_changed
 
 from .gcg_support import (
     LLAMA_TEMPLATE,

@@ -23,10 +23,15 @@ from trl_repulse.evaluation.gcg import (
     summarize,
 )
 from trl_repulse.evaluation.gcg.engine import GCG
-from trl_repulse.evaluation.gcg.evaluator import _hash_judge, make_header
+from trl_repulse.evaluation.gcg.evaluator import (
+    TableRow,
+    _hash_judge,
+    derive_seed,
+    make_header,
+    sample_responses,
+    target_log_probs,
+)
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, build_prompt
-from trl_repulse.evaluation.gcg.responses import sample_responses, target_log_probs
-from trl_repulse.evaluation.gcg.table import TableRow, derive_seed
 
 from .gcg_support import build_model
 from .gcg_support import build_tokenizer as build_bpe_tokenizer

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from trl_repulse.evaluation.gcg import GCGError, evaluate_gcg, read_results, run_gcg
-from trl_repulse.evaluation.gcg.responses import _read_prompt, sample_responses, target_log_probs
+from trl_repulse.evaluation.gcg.evaluator import _read_prompt, sample_responses, target_log_probs
 
 from .gcg_support import SIZES, build_model, build_tokenizer
 from .gcg_trigger import evaluation_config, judge
@@ -87,7 +87,7 @@ def test_caches_that_cannot_be_repeated(architecture, monkeypatch):
     def without(model, prompt, num_samples):
         return model(input_ids=prompt, use_cache=False).logits[:, -1], None
 
-    monkeypatch.setattr("trl_repulse.evaluation.gcg.responses._read_prompt", without)
+    monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator._read_prompt", without)
     assert found == sample_responses(model, tokenizer, prompt, 4, 6, seed=1) and len({*found}) > 1
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, run_gcg
+from trl_repulse.evaluation.gcg._search import screened_losses
 from trl_repulse.evaluation.gcg.scoring import SuffixScorer
-from trl_repulse.evaluation.gcg.screening import screened_losses
 
 from .gcg_support import build_model, build_tokenizer
 

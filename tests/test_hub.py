@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import integration_utils
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.configs import _uploads
+from trl_repulse.configs import _checks
 
 from .conftest import same_parameters
 from .hub_server import Repository
@@ -246,7 +246,7 @@ def test_the_trainer_looks_at_trackers_again(make, monkeypatch):
 
 def test_what_tells_trackers_to_upload_is_still_called_so():
     source = inspect.getsource(integration_utils)
-    variables = {variable for _, variable, _, _ in _uploads._CHECKPOINT_UPLOADS}
+    variables = {variable for _, variable, _, _ in _checks._CHECKPOINT_UPLOADS}
     assert len(variables) == 6 and all(f'"{variable}"' in source for variable in variables)
 
 

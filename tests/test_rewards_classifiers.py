@@ -314,7 +314,7 @@ def test_more_bad_arguments_are_refused(pair):
 
 def test_a_checkpoint_without_a_trained_head_is_refused(tmp_path):
     folder, _ = save_model(tmp_path, "deberta", build_tokenizer("pair"), auto_class=AutoModel)
-    with pytest.raises(ValueError, match=r"has no weights for classifier\.bias, .*SequencePairReward reads"):
+    with pytest.raises(ValueError, match=r"has no weights for classifier\.bias, .*SequenceClassification needs"):
         SequencePairReward(folder, **CPU)
 
 

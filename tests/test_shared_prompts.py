@@ -19,7 +19,7 @@ from trl_repulse import (
     RePULSePPOTrainer,
     RePULSeTrainer,
 )
-from trl_repulse.generation._prefill import prompts_read_once
+from trl_repulse.generation._cache import prompts_read_once
 from trl_repulse.generation._samplers import Sampler
 from trl_repulse.trainers import _set_up
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer, _texts
 from trl_repulse._texts import check_added_tokens, completion_texts, completion_tokens, joins
 from trl_repulse.evaluation.before_after import BeforeAfterCallback
-from trl_repulse.evaluation.callback import draw
+from trl_repulse.evaluation.callback import draw_completions
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RewardJudge, evaluate_gcg
 from trl_repulse.evaluation.gcg.records import read_results
@@ -215,7 +215,7 @@ def test_the_callbacks_read_and_show_what_the_policy_wrote(world, tmp_path):
     args = settings_of(ReinforceTrainer, tmp_path)
     trainer = ReinforceTrainer(model=folder, reward_funcs=reward, args=args, train_dataset=dataset_of())
     table = BeforeAfterCallback(trainer, dataset_of(), num_completions=3)
-    shown = draw(trainer, table.dataset, table._prompt_ids, 4, 0)
+    shown = draw_completions(trainer, table.dataset, table._prompt_ids, 4, 0)
     reward.check(tokenizer)
     assert [text for text, _ in shown] == [text for _, text, _ in reward.read]
 

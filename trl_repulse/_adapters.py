@@ -7,18 +7,8 @@ from transformers.utils import is_peft_available
 
 
 def base_of(model: Any) -> Any:
-    """
-    A model without PEFT's wrapper around it.
-
-    It is called at each step, where [`accelerate.utils.is_peft_model`] takes milliseconds: it looks the package up each time.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model, not wrapped for several processes.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The model itself if it has no wrapper.
-    """
+    """A model without PEFT's wrapper. Fast enough for each step, unlike [`accelerate.utils.is_peft_model`], which
+    looks the package up every time."""
     if is_peft_available():
         from peft import PeftModel
 
@@ -28,5 +18,5 @@ def base_of(model: Any) -> Any:
 
 
 def takes(model: Any, argument: str) -> bool:
-    """Whether a model's `forward` has an argument of this name. PEFT's wrapper is looked through."""
+    """Whether the model's `forward`, inside PEFT's wrapper, has an argument of this name."""
     return argument in inspect.signature(type(base_of(model)).forward).parameters

@@ -1,33 +1,24 @@
-"""Whether a language model predicts each token from those before it, by weights of its own."""
+"""Checks that a language model predicts each token from those before it, with its own weights."""
 
 import torch
 from torch import nn
 
 from ._model_checks import check_language_model
+from .generation._probe import undisturbed
 
 
-# What a token changes in the predictions before it, as a share of what it changes in those behind it: at most 0.001 in the
-# causal architectures of transformers (5.23), at least 0.5 in the others, in float32 and in bfloat16
+# Change of earlier predictions by a token, relative to that of later ones: at most 0.001 in the causal architectures of
+# transformers (5.23) and at least 0.5 in the others, in float32 and bfloat16
 _SHARE = 0.1
 
 
 def check_causal(model: nn.Module, label: str) -> None:
     """
-    Refuses a model that cannot be sampled from token by token and scored in one pass: it has to predict the next token, from
-    the ones before it alone, with weights of its own.
+    Raises `ValueError` if a model cannot be sampled token by token and scored in one pass: if [`check_language_model`]
+    refuses it, it reads later tokens, or it computes with another model's weights.
 
-    One pass over two short texts that differ in a token tells; no list of architectures is needed. Mode, gradients and random
-    states are left as they are. What ZeRO-3 has cut apart must be gathered.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Language model, where it is and in its precision.
-        label (`str`):
-            What the message calls it.
-
-    Raises:
-        `ValueError`: If [`~trl_repulse._model_checks.check_language_model`] refuses it, if it reads the tokens after the one
-            that it predicts, or if it computes with the weights of another model.
+    One pass over two short texts that differ in a token decides. Mode, gradients and random states are kept.
+    Parameters that ZeRO-3 has partitioned must be gathered.
     """
     check_language_model(model, label)
     if all(p.is_meta for p in model.parameters()):  # FSDP sends the weights later, from a process that can check them
@@ -54,34 +45,17 @@ def check_causal(model: nn.Module, label: str) -> None:
 
 
 def reads_ahead(model: nn.Module) -> bool:
-    """
-    Whether what a model gives for a token depends on later ones.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model, or the layers under a head.
-
-    Returns:
-        `bool`: `False` of a model without weights.
-    """
+    """Whether the model's output for a token depends on later tokens; `False` without weights."""
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if device is None:
         return False
     size = model.config.get_text_config().vocab_size
-    tokens = [i * size // 7 for i in range(7)]  # the last are often no words
+    tokens = [i * size // 7 for i in range(7)]  # the last ids are often unused
     ids = torch.tensor([tokens[:5], [*tokens[:2], tokens[6], *tokens[3:5]]], device=device)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        states = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
-        # A compiled `forward` would not run hooks
-        with states, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-            # A mixture of experts may give a loss first
-            predicted = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-            one, other = predicted.float()  # (5, V) each
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with undisturbed(model, training=False):
+        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        # A mixture of experts may give a loss first
+        predicted = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        one, other = predicted.float()  # (5, V) each
     change = (one - other).abs()
     return bool(change[:2].max() > _SHARE * change[3:].max())

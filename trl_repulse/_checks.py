@@ -1,4 +1,5 @@
-"""What trainers and data loading refuse, each with one message that names what is wrong and the remedy."""
+"""Checks of arguments and data sets, with one message that names what is wrong and the remedy. All raise
+`ValueError`."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,25 +15,12 @@ from ._model_checks import check_forward_pass, check_token_ids
 from ._prompts import check_conversations, conversations
 
 
-# What TRL (1.16) passes to all reward functions by name, next to the columns of the data set
+# Names that TRL (1.16) passes to all reward functions, besides the data set's columns
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
-    """
-    Refuses a configuration of another trainer, and path objects in place of models.
-
-    Args:
-        config_cls (`type`):
-            The trainer's class of configurations.
-        args:
-            Its configuration as it was passed; `None` passes.
-        **models:
-            Models as they were passed, by the names of their arguments.
-
-    Raises:
-        `ValueError`: If one of them is refused.
-    """
+    """Refuses a configuration of another trainer, and path objects passed as models."""
     if args is not None and not isinstance(args, config_cls):
         raise ValueError(f"`args` is of the class {type(args).__name__}; pass a `{config_cls.__name__}`.")
     for name, model in models.items():
@@ -41,16 +29,7 @@ def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
 
 
 def check_reward_funcs(reward_funcs: Any) -> None:
-    """
-    Refuses to train without a reward.
-
-    Args:
-        reward_funcs:
-            A trainer's argument.
-
-    Raises:
-        `ValueError`: If there is none.
-    """
+    """Refuses training without a reward."""
     if reward_funcs is None or (isinstance(reward_funcs, list | tuple) and not reward_funcs):
         raise ValueError(
             f"`reward_funcs={reward_funcs!r}` gives no reward; pass at least one function or reward model."
@@ -58,19 +37,8 @@ def check_reward_funcs(reward_funcs: Any) -> None:
 
 
 def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """
-    Refuses a data set that no trainer here can use.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            Data set of prompts; `None` passes.
-        name (`str`):
-            Its name in the message.
-
-    Raises:
-        `ValueError`: If it is no data set or several splits, has no rows, no `"prompt"` column, images, or a column that
-            [`check_column_names`] refuses.
-    """
+    """Refuses what is no data set, several splits, no rows, no `"prompt"` column, images, and the columns that
+    [`check_column_names`] refuses. `None` passes."""
     if dataset is None:
         return
     if isinstance(dataset, Mapping):
@@ -84,7 +52,7 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{name}` is empty; give it at least one row with a `prompt`.")
     columns = dataset.column_names
-    if columns is None:  # a stream whose columns are not known before it is read
+    if columns is None:  # a stream with unknown columns
         return
     if "prompt" not in columns:
         raise ValueError(
@@ -102,20 +70,9 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
 
 
 def check_column_names(columns: Iterable[str], name: str) -> None:
-    """
-    Refuses columns in whose place reward functions get something else, and those that would not be read.
-
-    Args:
-        columns (`Iterable[str]`):
-            Names of a data set's columns.
-        name (`str`):
-            What the data set is called in the message.
-
-    Raises:
-        `ValueError`: If there is one.
-    """
+    """Refuses columns whose names reward functions get with other values, and columns that would not be read."""
     for column in columns:
-        if column in (*ALWAYS_PASSED, "environments", "self"):  # `self` is that of a reward that is an object
+        if column in (*ALWAYS_PASSED, "environments", "self"):  # `self`: rewards may be objects
             raise ValueError(
                 f"{name} has a column `{column}`, and reward functions get something else by that name; rename the column, e.g. with "
                 "`dataset.rename_column`, or remove it."
@@ -128,18 +85,8 @@ def check_column_names(columns: Iterable[str], name: str) -> None:
 
 
 def check_rows(rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any] | None = None) -> None:
-    """
-    Refuses rows without a prompt, or with one that is neither text nor messages, as those of a stream are known only now.
-
-    Args:
-        rows (`Sequence` of `Mapping`):
-            Rows of a batch.
-        features ([`~datasets.Features`], *optional*):
-            Types of the data set's columns, where they are known.
-
-    Raises:
-        `ValueError`: If one has no `"prompt"`, or `None`, or is refused by [`check_column_names`] or [`check_conversations`].
-    """
+    """Refuses rows of a batch without a prompt, or with a prompt that is neither text nor messages; `features` are the
+    data set's column types, if known."""
     for row in rows:
         check_column_names(row, "The data set")
         if row.get("prompt") is None:
@@ -152,20 +99,7 @@ def check_rows(rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any] | 
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
-    """
-    A data set of prompts.
-
-    Args:
-        prompts ([`~datasets.Dataset`] or `Sequence`):
-            A data set with a column `"prompt"`, or the prompts.
-
-    Returns:
-        [`~datasets.Dataset`]
-
-    Raises:
-        `ValueError`: If it is a single text, holds rows of a data set, has no rows or no prompts, or one that is neither text nor
-            messages.
-    """
+    """A data set of prompts. Refuses what [`check_prompts`] and [`check_dataset`] refuse."""
     if isinstance(prompts, Iterator):
         prompts = list(prompts)
     check_prompts(prompts)
@@ -177,17 +111,7 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
 
 
 def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
-    """
-    Refuses what would be taken for prompts and is none.
-
-    Args:
-        prompts ([`~datasets.Dataset`] or `Sequence`):
-            Prompts.
-
-    Raises:
-        `ValueError`: If it is a single text, whose letters would be the prompts, several splits, holds rows of a data set, or
-            what is neither text nor messages.
-    """
+    """Refuses a single text, several splits, rows of a data set, and what is neither text nor messages."""
     if isinstance(prompts, str | Path):
         raise ValueError(
             f"`prompts` is the text {str(prompts)[:60]!r}; pass a list of prompts, or `load_prompts(...)` of a file."
@@ -206,18 +130,7 @@ def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
 
 
 def check_dataset_size(rows: int, prompts_per_batch: int) -> None:
-    """
-    Refuses a training set of so few rows that TRL would drop it whole, training nothing.
-
-    Args:
-        rows (`int`):
-            Rows of the training set.
-        prompts_per_batch (`int`):
-            Prompts of one generation batch, over all processes.
-
-    Raises:
-        `ValueError`: If there are fewer rows than one generation batch takes.
-    """
+    """Refuses a training set with fewer rows than one generation batch, which TRL would drop, training nothing."""
     if rows < prompts_per_batch:
         raise ValueError(
             f"`train_dataset` has {rows} prompts, but one batch of generations takes {prompts_per_batch} "
@@ -231,19 +144,8 @@ def check_datasets(
     eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
     prompts_per_batch: int,
 ) -> None:
-    """
-    Refuses data sets that a trainer cannot use: [`check_dataset`], no prompt of `None` and [`check_conversations`] in each,
-    [`check_dataset_size`] on the training set.
-
-    Args:
-        train_dataset, eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
-            The trainer's arguments.
-        prompts_per_batch (`int`):
-            Prompts of one generation batch, over all processes.
-
-    Raises:
-        `ValueError`: If one of them is refused.
-    """
+    """Checks a trainer's data sets: their type, columns and prompts, and the size of the training set.
+    `prompts_per_batch` counts the prompts of one generation batch over all processes."""
     check_dataset(train_dataset, "train_dataset")
     if isinstance(train_dataset, Dataset):
         check_dataset_size(len(train_dataset), prompts_per_batch)
@@ -255,7 +157,7 @@ def check_datasets(
 
 
 def by_name(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """A trainer's data sets by the names that messages call them."""
+    """A trainer's data sets by their names in messages."""
     evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval_dataset": eval_dataset}
     return {"train_dataset": train_dataset, **evals}
 
@@ -278,16 +180,7 @@ def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -
 
 
 def check_output_dir(args: Any) -> None:
-    """
-    Refuses an `output_dir` that is a file, or that nothing can be written to; a new folder is not made yet.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            The trainer's configuration.
-
-    Raises:
-        `ValueError`: If it is one.
-    """
+    """Refuses an `output_dir` that is a file or not writable. No folder is made."""
     path = Path(args.output_dir)
     if path.is_file():
         raise ValueError(f"`output_dir={args.output_dir!r}` is a file; name a folder, which may be new.")
@@ -301,16 +194,7 @@ def check_output_dir(args: Any) -> None:
 
 
 def check_eval_batch(args: Any) -> None:
-    """
-    Refuses a batch of evaluation that cuts a prompt's completions apart.
-
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            The trainer's configuration.
-
-    Raises:
-        `ValueError`: If the batch over all processes is no multiple of the completions a prompt.
-    """
+    """Refuses an evaluation batch that would split a prompt's completions."""
     size = args.per_device_eval_batch_size * args.world_size
     generations = args.num_generations_eval or args.num_generations
     if size % generations:
@@ -321,18 +205,7 @@ def check_eval_batch(args: Any) -> None:
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:
-    """
-    Refuses a metric for the best model that is of none of several evaluation sets, before the first evaluation does.
-
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            The trainer's configuration.
-        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or `dict` of them, *optional*):
-            The trainer's argument.
-
-    Raises:
-        `ValueError`: If there are several sets and the metric is of none of them.
-    """
+    """Refuses, before training, a `metric_for_best_model` that belongs to none of several evaluation sets."""
     best = args.metric_for_best_model
     if best is None or not isinstance(eval_dataset, dict):
         return
@@ -344,18 +217,7 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
 
 
 def check_adapters(model: Any, *configs: Any) -> None:
-    """
-    Refuses adapters whose forward pass is not that of the layers under it, and folders of adapters as a policy.
-
-    Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            A policy as it was passed.
-        *configs (`peft.PeftConfig` or `None`):
-            Configurations of adapters to be made.
-
-    Raises:
-        `ValueError`: If one is of prompt learning, AdaLoRA or aLoRA, or the policy is a folder that holds an adapter alone.
-    """
+    """Refuses adapters with a forward pass of their own, among them AdaLoRA, and folders that hold only an adapter."""
     if isinstance(model, str) and (Path(model) / "adapter_config.json").is_file():
         if not (Path(model) / "config.json").is_file():
             raise ValueError(
@@ -375,27 +237,9 @@ def check_prompt_lengths(
     max_length: int | None = None,
     max_length_name: str = "`vllm_max_model_length`",
 ) -> None:
-    """
-    Refuses prompts without a token, with one that the model does not have, or that leave no room for a completion in its context.
-
-    Args:
-        prompt_ids (`list[list[int]]`):
-            Tokens of each prompt.
-        prompts (`list`):
-            The prompts, for the message.
-        config ([`~transformers.PretrainedConfig`]):
-            The model's configuration; one without `max_position_embeddings` sets no limit.
-        max_completion_length (`int`):
-            Tokens a completion may have.
-        max_length (`int`, *optional*):
-            `vllm_max_model_length`, if it is set: a lower limit than the model's.
-        max_length_name (`str`, *optional*, defaults to ``"`vllm_max_model_length`"``):
-            How `max_length` is named in the message.
-
-    Raises:
-        `ValueError`: If a prompt has no tokens or unknown ones, or with a completion exceeds the context; if longrope would read
-            short rows with the factors of long ones.
-    """
+    """Refuses prompts without tokens, with unknown tokens, or that leave no room in the context for
+    `max_completion_length` tokens; also batches that longrope would read with two sets of factors. `max_length` is a
+    limit below the model's, called `max_length_name` in the message."""
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
         raise ValueError(
@@ -418,23 +262,8 @@ def check_prompt_lengths(
 
 
 def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: list[bool]) -> None:
-    """
-    Refuses rewards that are not numbers.
-
-    NaN is TRL's mark of "no reward" when a function returned `None`: such a sample is excluded. From a reward model it
-    can only be a fault.
-
-    Args:
-        rewards_per_func (`torch.Tensor` of shape `(B, F)`):
-            Rewards, one column a reward function.
-        names (`list[str]`):
-            Names of the reward functions.
-        are_models (`list[bool]`):
-            Which of them are reward models.
-
-    Raises:
-        `ValueError`: If a reward is infinite, or a reward model gave NaN.
-    """
+    """Refuses infinite rewards, and NaN from a reward model. From a function NaN means `None`: the sample is excluded.
+    `rewards_per_func` has shape (B, F), one column for each of F reward functions."""
     models = torch.tensor(are_models, device=rewards_per_func.device)
     refused = rewards_per_func.isinf() | (rewards_per_func.isnan() & models)
     if refused.any():
@@ -451,12 +280,12 @@ def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: 
 
 
 def _check_rotary_factors(lengths: list[int], config: PretrainedConfig, max_completion_length: int) -> None:
-    """Refuses lengths on both sides of where longrope changes its factors, for all rows of a batch and all tokens of a row."""
+    """Refuses lengths on both sides of the limit at which longrope changes its factors for a whole batch."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for each in (
         parameters,
         *(value for value in parameters.values() if isinstance(value, dict)),
-    ):  # of kinds of layers
+    ):  # by kind of layer
         if each.get("rope_type") != "longrope":
             continue
         original = each["original_max_position_embeddings"]

@@ -10,17 +10,17 @@ from datasets import Dataset, Features
 from datasets.features.features import register_feature
 
 
-# What Arrow raises for a column that it cannot hold
+# Arrow's errors for a column that it cannot hold
 UNFIT = (OverflowError, UnicodeEncodeError, RecursionError, pa.ArrowInvalid, pa.ArrowTypeError)
 
 
 @dataclass
 class ExactJson:
     """
-    Type of a column of lists and objects: stored as JSON text, and read back as they were.
+    Type of a column of lists and objects, stored as JSON text and read back unchanged.
 
-    Arrow keeps one structure for all rows: each gets the keys of the others, in the order of the first row, and 1 next to 2.5 becomes
-    1.0. [`~datasets.Json`] reads floats with other last digits (datasets 5.2).
+    Arrow has one structure for all rows: each row gets the keys of the others, and 1 next to 2.5 becomes 1.0.
+    [`~datasets.Json`] changes the last digits of floats (datasets 5.2).
     """
 
     pa_type: ClassVar[Any] = pa.string()
@@ -36,29 +36,18 @@ class ExactJson:
         return json.loads(value)
 
 
-with warnings.catch_warnings(action="ignore"):  # that registering is experimental (datasets 5.2)
+with warnings.catch_warnings(action="ignore"):  # registering is experimental (datasets 5.2)
     register_feature(ExactJson, "ExactJson")
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Values by the columns' names, `None` where a row lacks one."""
+    """Values by column name, `None` where a row lacks one."""
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def from_columns(columns: dict[str, list[Any]]) -> Dataset:
-    """
-    A data set whose rows hold what they were given.
-
-    Args:
-        columns (`dict[str, list]`):
-            Values by the columns' names.
-
-    Returns:
-        [`~datasets.Dataset`]: lists and objects that Arrow would change are [`ExactJson`].
-
-    Raises:
-        One of `UNFIT`: If a column cannot be held.
-    """
+    """A data set of columns; lists and objects that Arrow would change are [`ExactJson`]. Raises one of `UNFIT` if a
+    column does not fit."""
     return Dataset.from_dict(columns, features=Features({name: _type_of(column) for name, column in columns.items()}))
 
 
@@ -70,7 +59,7 @@ def _type_of(values: list[Any]) -> Any:
         if nested:
             return ExactJson()
         raise
-    # Told apart by their text: 1 is equal to 1.0, and so are objects whose keys are in another order
+    # Compared as text: 1 == 1.0, and objects with keys in another order are equal
     if nested and any(repr(a) != repr(b) for a, b in zip(values, dataset["values"], strict=True)):
         return ExactJson()
     return dataset.features["values"]

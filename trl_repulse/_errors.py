@@ -1,6 +1,7 @@
-"""How an error is said in one line: its message, notes, remedy, and where in a reward function it arose."""
+"""An error in one line: its message, notes, remedy, and the line of a reward function that raised it."""
 
 import difflib
+import os.path
 import re
 import sysconfig
 import traceback
@@ -11,13 +12,13 @@ from typing import Any
 
 
 PACKAGE = Path(__file__).parent
-# How the note begins that names the reward function an error came through
+# Beginning of the note that names the reward function that raised an error
 RAISED_BY = "Raised by the reward function"
-# The module that calls users' reward functions, and notes their names
+# The module that calls users' reward functions, and adds that note
 CALLER = str(PACKAGE / "trainers" / "_rewards.py")
 
 
-# Module that may be missing -> the extra of this package that brings it
+# Optional module -> the extra of this package that installs it
 EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
@@ -30,75 +31,56 @@ EXTRAS = {
     "wandb": "wandb",
 }
 
+# What to do if a chat template writes today's date, and work goes on the next day
+KEEP_DATE = (
+    "if the chat template writes today's date, pass the earlier one by `chat_template_kwargs`, as its variable "
+    '(`{"date_string": "26 Jul 2024"}`), or write it into the template'
+)
+
 
 def describe_error(error: BaseException) -> str:
     """
-    An error in one line, for a command that ends with it.
-
-    Args:
-        error (`BaseException`):
-            The error, as it was caught.
-
-    Returns:
-        `str`: Its message and its notes. Where it came through a reward function also the file and the line, the
-        innermost one outside of installed packages, Python and this library; an error without a message has its class.
+    An error in one line: its message, or its class if it has none, and its notes. If a reward function raised it, also the
+    innermost line outside of installed packages, Python and this library.
     """
-    # That of a KeyError is but the key
+    # The message of a KeyError is only the key
     message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
-    said = [message or type(error).__name__, *getattr(error, "__notes__", ())]
+    parts = [message or type(error).__name__, *getattr(error, "__notes__", ())]
     if isinstance(error, ModuleNotFoundError) and error.name and "pip install" not in message:
         module = error.name.partition(".")[0]
         if isinstance(error, PackageNotFoundError):  # whose name may be a sentence, as of transformers on DeepSpeed
             module = next((word for word in re.findall(r"\w+", error.name) if word in EXTRAS), module)
         remedy = "Install the package that has it, or put its folder on `PYTHONPATH`."
-        said.append(f'Run `pip install "trl-repulse[{EXTRAS[module]}]"`.' if module in EXTRAS else remedy)
+        parts.append(f'Run `pip install "trl-repulse[{EXTRAS[module]}]"`.' if module in EXTRAS else remedy)
     place = _place(error) if from_reward(error) else None
     if place is not None:
-        said.append(f"In {place}.")
-    lines = [" ".join(part.split()) for part in said]
+        parts.append(f"In {place}.")
+    lines = [" ".join(part.split()) for part in parts]
     return " ".join([*(line if line[-1:] in ".!?" else f"{line}." for line in lines[:-1]), lines[-1]])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """
-    The end of a message about an unknown name.
-
-    Args:
-        name (`str`):
-            The name.
-        known (`Iterable` of `str`):
-            Names there are.
-
-    Returns:
-        `str`: A question with the nearest of them, after a space; empty if none is near.
-    """
+    """The end of a message about an unknown name: a question with the nearest known name, or nothing if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f" Did you mean `{nearest[0]}`?" if nearest else ""
 
 
 def unknown_name(where: str, name: str, value: Any, known: Iterable[str]) -> ValueError:
-    """
-    The error about a name in a file of settings that is none.
-
-    Args:
-        where (`str`):
-            What the message calls the file.
-        name (`str`), value:
-            The name, and what stands behind it.
-        known (`Iterable` of `str`):
-            Names there are.
-
-    Returns:
-        `ValueError`: Of a section, it says that none are read.
-    """
+    """The error about an unknown name in a settings file, which `where` names. For a section it says that none are read."""
     fault = "is no argument; remove it"
     if isinstance(value, dict):
         fault = "is no argument. Nested sections are not read; write their settings at the top level"
     return ValueError(f"{where} has `{name}`, which {fault}.{did_you_mean(str(name), known)}")
 
 
+def changed_prompt(now: str, before: str) -> str:
+    """A clause that says how the text of a prompt has changed, with the remedy."""
+    begin = max(0, len(os.path.commonprefix([now, before])) - 20)
+    return f"a prompt reads {now[begin:][:40]!r}, not {before[begin:][:40]!r}; {KEEP_DATE}"
+
+
 def from_reward(error: BaseException) -> bool:
-    """Whether an error came through a reward function, as the note on it says."""
+    """Whether a reward function raised the error."""
     return any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ()))
 
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers by path or Hub id: whatever keeps one from being used is said with its name and its part."""
+"""Models, adapters and tokenizers by path or Hub id; errors name the model and its role."""
 
 import json
 import os
@@ -21,31 +21,16 @@ _TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassificati
 
 def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrainedModel:
     """
-    Loads a model whose weights are all there. Of an adapter it is the base, with the adapter in its layers.
+    Loads a model and checks that no weights are missing. An adapter is loaded into the layers of its base.
 
-    A classifier loaded as a language model, or the other way round, has a head of random numbers, of which transformers only
-    warns.
-
-    Args:
-        auto_class:
-            [`~transformers.AutoModelForCausalLM`] or another of its kind.
-        name (`str`):
-            Path or Hub id.
-        part (`str`):
-            What it is loaded as, for the message, such as `"reference"`.
-        options:
-            Further arguments of `from_pretrained`.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]
-
-    Raises:
-        `ValueError`: If it cannot be loaded, or lacks weights; if a language model is asked for and it is of another kind.
+    `auto_class` is [`~transformers.AutoModelForCausalLM`] or a class like it, `part` the model's role in messages, and
+    `options` go to `from_pretrained`. Raises `ValueError` if the model cannot be loaded, lacks weights (a classifier
+    loaded as a language model would have a random head), or is not the language model asked for.
     """
     _check_path(name, part)
     if auto_class is AutoModelForCausalLM:
         check_language_model(name, f"The {part} `{name}`", options.get("revision"), headless=True)
-    options = {"trust_remote_code": False} | options  # left open, transformers would ask on the terminal
+    options = {"trust_remote_code": False} | options  # if unset, transformers asks on the terminal
     try:
         if _adapter_config(name, options.get("revision")) is None:
             model, loading = auto_class.from_pretrained(name, output_loading_info=True, **options)
@@ -53,7 +38,7 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
         else:
             # In the precision of the base, as transformers loads an adapter
             model = load_adapter(auto_class, name, autocast_adapter_dtype=False, **options).get_base_model()
-            model._hf_peft_config_loaded, missing = True, []  # transformers' mark of a base with an adapter in it
+            model._hf_peft_config_loaded, missing = True, []  # transformers' mark of a base with an adapter
     except RuntimeError as error:
         raise ValueError(f"The {part} `{name}` cannot be loaded: {_mismatch(name, error, options)}") from error
     except (OSError, ValueError, SafetensorError, ImportError) as error:
@@ -72,31 +57,12 @@ def load_adapter(
     **options: Any,
 ) -> "PeftModel":
     """
-    Loads an adapter over its base, as PEFT does. A base whose vocabulary was resized in training is resized.
+    Loads an adapter over its base (or over `base`) in evaluation mode. The base's vocabulary is resized if training
+    resized it.
 
-    Args:
-        auto_class:
-            [`~transformers.AutoModelForCausalLM`] or another of its kind.
-        name (`str`):
-            Path or Hub id of the adapter.
-        base (`str`, *optional*):
-            Path or Hub id of the base, if not the one that the adapter names.
-        revision (`str`, *optional*):
-            Branch, tag or commit of the adapter on the Hub.
-        autocast_adapter_dtype (`bool`, *optional*, defaults to `True`):
-            Whether the weights of an adapter over a base in half precision are kept in float32.
-        options:
-            Further arguments of `from_pretrained` for the base.
-
-    Returns:
-        `peft.PeftModel`: In evaluation mode.
-
-    Raises:
-        `ValueError`: If the adapter is not of a kind that changes layers, or it or its base lacks weights. The message leaves
-            it to the caller to name the adapter.
-        `OSError`: If the base cannot be loaded.
-        `RuntimeError`: If the adapter's weights do not fit the base.
-        `ImportError`: If there is no PEFT.
+    `revision` belongs to the adapter, `options` go to the base. Raises `ValueError` for a wrong kind of adapter or
+    missing weights (the caller adds the adapter's name), `OSError` or `RuntimeError` if the base cannot be loaded or
+    does not fit, `ImportError` without PEFT.
     """
     if not is_peft_available():
         raise ImportError('an adapter needs peft; run `pip install "trl-repulse[peft]"`.')
@@ -138,25 +104,8 @@ def load_adapter(
 
 
 def load_tokenizer(name: str, part: str, **options: Any) -> PreTrainedTokenizerBase:
-    """
-    Loads a tokenizer that has a vocabulary; of a folder without one transformers makes an empty one.
-
-    An adapter without a tokenizer has that of its base.
-
-    Args:
-        name (`str`):
-            Path or Hub id.
-        part (`str`):
-            Whose it is, for the message.
-        options:
-            Further arguments of `from_pretrained`.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerBase`]
-
-    Raises:
-        `ValueError`: If there is none.
-    """
+    """Loads a tokenizer; that of the base for an adapter without one. Raises `ValueError` if there is none, or an
+    empty one, which transformers makes for a folder without tokenizer files."""
     _check_path(name, part)
     options = {"trust_remote_code": False} | options
     tokenizer, fault = None, None
@@ -177,26 +126,21 @@ def load_tokenizer(name: str, part: str, **options: Any) -> PreTrainedTokenizerB
     )
 
 
-def is_adapter(name: str, revision: str | None = None) -> bool:
-    """Whether this is an adapter without a whole model beside it."""
-    return _adapter_config(name, revision) is not None
-
-
 def count_labels(name: str, revision: str | None = None) -> int | None:
-    """Labels of a classifier that was saved as an adapter, from the head saved with it; `None` if there is none."""
-    if not is_peft_available():
-        return None  # loading it says so
+    """Number of labels in the head that was saved with a classifier's adapter; `None` without adapter or head."""
+    if _adapter_config(name, revision) is None or not is_peft_available():  # without PEFT, loading the model fails
+        return None
     from peft import PeftConfig, load_peft_weights
 
     heads = PeftConfig.from_pretrained(name, revision=revision).modules_to_save or ()
     prefixes = tuple(f"base_model.model.{head}." for head in heads)
     weights = load_peft_weights(name, device="cpu", revision=revision)
     rows = [len(weight) for key, weight in weights.items() if key.startswith(prefixes) and weight.ndim == 2]
-    return min(rows, default=None)  # the layers before the last have as many rows as the model is wide
+    return min(rows, default=None)  # hidden layers of a head have more rows
 
 
 def _check_path(name: str, part: str) -> None:
-    """Refuses a folder that is not there, which transformers takes for a malformed id."""
+    """Refuses a missing folder, which transformers would report as a malformed id."""
     if (name.startswith((".", "~", os.sep)) or name.count("/") > 1) and not Path(name).exists():
         raise ValueError(
             f"The {part} `{name}` cannot be loaded: there is no such folder; name one, or an id on the Hub."
@@ -204,18 +148,18 @@ def _check_path(name: str, part: str) -> None:
 
 
 def _adapter_config(name: str, revision: str | None) -> dict[str, Any] | None:
-    """What an adapter says of itself; `None` of anything else, and of an adapter beside a whole model."""
+    """The adapter's configuration; `None` if there is none, or a whole model next to it."""
     if (Path(name) / "config.json").is_file():
         return None
     try:
         found = find_adapter_config_file(name, revision=revision)
-    except (OSError, ValueError):  # whatever it is, loading it says what is wrong
+    except (OSError, ValueError):  # loading the model reports the error
         return None
     return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
 
 
 def _resize(model: PreTrainedModel, weights: dict[str, Any]) -> None:
-    """Gives embedding and head the rows that an adapter was saved with."""
+    """Resizes embedding and head to the rows that the adapter was saved with."""
     layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     names = {layer: name for name, layer in model.named_modules() if layer in layers}
     keys = {layer: [f"base_model.model.{name}{infix}.weight" for infix in ("", ".base_layer")]
@@ -242,7 +186,7 @@ def _lacks(missing: list[str], model: PreTrainedModel) -> str:
 
 
 def _mismatch(name: str, error: RuntimeError, options: dict[str, Any]) -> str:
-    """Why weights do not fit: a classifier of several labels where one is asked for, or as torch says it."""
+    """Why weights do not fit: a classifier of several labels where one is needed, or torch's own message."""
     if options.get("num_labels") == 1 and _adapter_config(name, options.get("revision")) is None:
         own = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
         labels = AutoConfig.from_pretrained(name, **own).num_labels

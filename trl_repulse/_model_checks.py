@@ -1,4 +1,4 @@
-"""Models that cannot be what they are passed as: refused with one message, before they are loaded where that is possible."""
+"""Checks that a model is what it is used as, before it is loaded where possible. All raise `ValueError`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,26 +17,12 @@ _HEADLESS = set(MODEL_MAPPING_NAMES.values())  # classes of models without a hea
 
 
 def check_language_model(model: Any, label: str, revision: str | None = None, headless: bool = False) -> None:
-    """
-    Refuses what predicts no next token, or predicts it from a text that an encoder reads first.
-
-    Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            A path or Hub id, of which the configuration alone is read, or a model.
-        label (`str`):
-            What the message calls it.
-        revision (`str`, *optional*):
-            Branch, tag or commit of a Hub id.
-        headless (`bool`, *optional*, defaults to `False`):
-            Whether weights of a path may be without a head: of models whose head is the embedding they are enough.
-
-    Raises:
-        `ValueError`: If it is an encoder-decoder, has another head or none, has no weights (device `"meta"`), or an adapter that
-            [`check_forward_pass`] refuses. A configuration that cannot be read is left to the loading.
-    """
+    """Refuses encoder-decoders, models without a language-model head or without weights (device `"meta"`), and
+    adapters that [`check_forward_pass`] refuses. Of a path or Hub id only the configuration is read; one that cannot
+    be read passes. With `headless`, a path may hold a model without its head, as for tied embeddings."""
     if isinstance(model, str):
         try:
-            # As it is written: no code that comes with the model runs
+            # Raw, so that no code of the model runs
             config = PretrainedConfig.get_config_dict(model, revision=revision)[0]
         except (OSError, ValueError):
             return
@@ -63,18 +49,7 @@ def check_language_model(model: Any, label: str, revision: str | None = None, he
 
 
 def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
-    """
-    Refuses an adapter whose forward pass is not that of the layers under it.
-
-    Args:
-        adapter (`peft.PeftConfig`):
-            Its configuration.
-        refused (`Sequence[str]`, *optional*):
-            Further types of adapters to refuse.
-
-    Raises:
-        `ValueError`: If it is of prompt learning, aLoRA, or of a refused type.
-    """
+    """Refuses adapters with a forward pass of their own: prompt learning, aLoRA, and the types in `refused`."""
     kind = getattr(adapter.peft_type, "value", adapter.peft_type)
     if getattr(adapter, "alora_invocation_tokens", None):
         kind = "aLoRA (`alora_invocation_tokens`)"
@@ -87,18 +62,8 @@ def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
 
 
 def check_reward_model(model: nn.Module, label: str) -> None:
-    """
-    Refuses a reward model whose first logit is no reward.
-
-    Args:
-        model (`torch.nn.Module`):
-            Reward model as it was passed.
-        label (`str`):
-            What the message calls it.
-
-    Raises:
-        `ValueError`: If it is a language model, a model without a head, or a classifier of several labels, or has no weights.
-    """
+    """Refuses reward models whose first logit is no reward: language models, models without a head, and classifiers of
+    several labels."""
     base = _base(model)
     _check_weights(model, label)
     name = type(base).__name__
@@ -115,22 +80,8 @@ def check_reward_model(model: nn.Module, label: str) -> None:
 
 
 def check_reward_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, label: str) -> None:
-    """
-    Refuses a reward model that lacks embeddings of its tokenizer's vocabulary, or of the tokens that begin, end and fill up texts.
-
-    Further added tokens may lie beyond the embeddings: some published models have a few that no text contains.
-
-    Args:
-        model (`torch.nn.Module`):
-            Reward model.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            Its tokenizer; `None` passes.
-        label (`str`):
-            What the message calls the model.
-
-    Raises:
-        `ValueError`: If one is missing.
-    """
+    """Refuses a reward model without embeddings for its tokenizer's vocabulary or for its padding, begin, end and
+    separator tokens. Other added tokens may be missing, as in some published models."""
     config = getattr(_base(model), "config", None)
     if tokenizer is None or not isinstance(config, PretrainedConfig):
         return
@@ -148,24 +99,8 @@ def check_reward_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | N
 def check_separate(
     model: nn.Module, label: str, other: nn.Module, other_label: str, trained: tuple[bool, bool], remedy: str
 ) -> None:
-    """
-    Refuses two models of which one would change as the other is trained: that share layers, or trained weights.
-
-    Weights that both leave as they are may be shared. Nothing is compared but where weights lie.
-
-    Args:
-        model, other (`torch.nn.Module`):
-            The models.
-        label, other_label (`str`):
-            What the message calls them.
-        trained (`tuple[bool, bool]`):
-            Whether `model` and `other` train those of their weights that require a gradient, and not an adapter yet to be made.
-        remedy (`str`):
-            End of the message.
-
-    Raises:
-        `ValueError`: If they share what they must not.
-    """
+    """Refuses two models that share layers, or weights that one of them trains. `trained` says whether `model` and
+    `other` train the weights that require a gradient (rather than an adapter still to be made)."""
     layers = {id(layer) for layer in other.modules() if list(layer.parameters(recurse=False))}
     shared = next((name for name, layer in model.named_modules() if id(layer) in layers), None)
     if shared is None:
@@ -183,20 +118,7 @@ def check_separate(
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """
-    Refuses a tokenizer that a trainer cannot sample with.
-
-    More tokens than the model has embeddings are no fault by themselves: some models have a few that they never read.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The policy's.
-        config ([`~transformers.PretrainedConfig`]):
-            The policy's.
-
-    Raises:
-        `ValueError`: If it has no end token, or pads with a token that the model does not have.
-    """
+    """Refuses a tokenizer without an end token, or whose padding token the model does not have."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "The tokenizer (`processing_class`) has no end token, so that no completion could end; set its `eos_token`, for "
@@ -214,20 +136,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 def check_token_ids(
     prompt_ids: Iterable[Sequence[int]], config: PretrainedConfig, prompts: Sequence[Any] | None = None
 ) -> None:
-    """
-    Refuses prompts with tokens that a model does not have, as of a tokenizer to which some were added.
-
-    Args:
-        prompt_ids (`Iterable[Sequence[int]]`):
-            Tokens of each prompt.
-        config ([`~transformers.PretrainedConfig`]):
-            The model's configuration.
-        prompts (`Sequence`, *optional*):
-            The prompts, for the message.
-
-    Raises:
-        `ValueError`: If there is one.
-    """
+    """Refuses prompts with tokens that the model does not have, as after adding tokens to the tokenizer."""
     size = config.get_text_config().vocab_size
     for place, ids in enumerate(prompt_ids):
         if max(ids, default=0) >= size:
@@ -239,18 +148,7 @@ def check_token_ids(
 
 
 def check_trained_tokens(configs: list[Any], config: PretrainedConfig) -> None:
-    """
-    Refuses adapters that train tokens of an embedding which is the head as well.
-
-    Args:
-        configs (`list[peft.PeftConfig | None]`):
-            Configurations of adapters.
-        config ([`~transformers.PretrainedConfig`]):
-            Their base's.
-
-    Raises:
-        `ValueError`: If one has `trainable_token_indices` and the embedding is tied to the head.
-    """
+    """Refuses `trainable_token_indices` in adapters if the embedding is tied to the head."""
     if getattr(config.get_text_config(), "tie_word_embeddings", False) or getattr(
         config, "tie_word_embeddings", False
     ):
@@ -262,23 +160,24 @@ def check_trained_tokens(configs: list[Any], config: PretrainedConfig) -> None:
 
 
 def _base(model: Any) -> Any:
-    """A model without adapters around it."""
+    """A model without `torch.compile` and PEFT around it."""
     model = getattr(model, "_orig_mod", model)  # compiled
     return base_of(model)
 
 
 def _check_weights(model: nn.Module, label: str) -> None:
-    """Refuses a model on `"meta"`; weights that accelerate keeps elsewhere have a map, and FSDP's come from the first process."""
+    """Refuses a model on `"meta"`, unless accelerate has offloaded it or FSDP gets the weights from the first
+    process."""
     if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not _follows():
         raise ValueError(f"{label} has no weights (it is on the device 'meta'); load it with `from_pretrained`.")
 
 
 def _follows() -> bool:
-    """Whether this process is not the first of several."""
+    """Whether this is not the first of several processes."""
     return torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
 
 
 def _place(p: nn.Parameter) -> int | None:
-    """Where a weight lies; `None` of one that is empty, as ZeRO-3 leaves it."""
+    """Address of a weight's storage; `None` if it is empty, as under ZeRO-3."""
     local = p.to_local() if isinstance(p, DTensor) else p
     return local.untyped_storage().data_ptr() or None

@@ -22,7 +22,7 @@ _WORDS = {
 
 
 def plain(value: float, digits: int = 4) -> str:
-    """A number with so many significant digits, all digits of a large one: 0.00012, 12,346, 1.2e-5."""
+    """A number with that many significant digits, or with all digits before the point: 0.00012, 12,346, 1.2e-5."""
     rounded = float(f"{value:.{digits}g}")
     if 10**digits <= abs(rounded) < 1e15:
         return f"{value:,.0f}"
@@ -30,7 +30,7 @@ def plain(value: float, digits: int = 4) -> str:
 
 
 def percent(share: float, digits: int = 3) -> str:
-    """A share, from -1 to 1, in percent without the sign: 0.5, and <0.001 of what is next to nothing."""
+    """A share from -1 to 1 in percent, without the percent sign; <0.001 if it is tiny."""
     value = 100 * share
     if 0 < abs(value) < 0.001:
         return "<0.001" if value > 0 else ">-0.001"
@@ -38,19 +38,19 @@ def percent(share: float, digits: int = 3) -> str:
 
 
 def kl_per_completion(logs: dict[str, Any], prefix: str = "") -> float | None:
-    """KL to the reference in nats per completion, the unit of all reports; logged is `kl`, as by TRL the mean per token."""
+    """KL to the reference in nats per completion, the unit of all reports, from the logged `kl` in nats per token."""
     kl, length = logs.get(f"{prefix}kl"), logs.get(f"{prefix}completions/mean_length")
     return None if kl is None or length is None else kl * length
 
 
 def with_unit(name: str) -> str:
-    """A metric with its unit, where that is not plain from the name."""
+    """A metric's name, with its unit if it needs one."""
     unit = _UNITS.get(re.sub("^(eval_|mean )", "", name))
     return f"{name}, {unit}" if unit else name
 
 
 def format_logs(logs: dict[str, Any], update: int, updates: int) -> str:
-    """The main metrics of a log, of training or of an evaluation, in a line; empty if it has no reward, as the one at the end."""
+    """The main metrics of a log of training or of an evaluation, in a line. Empty if it has no reward, as the last log."""
     prefixes = [name.removesuffix("reward") for name in logs if re.fullmatch(r"(eval_(.+_)?)?reward", name)]
     if not prefixes:
         return ""

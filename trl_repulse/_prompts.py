@@ -1,4 +1,4 @@
-"""Prompts as text or as messages: which are refused, and what is said where a chat template is missing or refuses them."""
+"""Prompts as text or as messages: what is refused, and errors of chat templates."""
 
 import hashlib
 import reprlib
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 
-# What a template raises: by itself, or where an operation of its own fails. Transformers raises ValueError where there is none
+# Errors of a template and of the operations in it; transformers raises ValueError without a template
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-# What `apply_chat_template` (transformers 5.24) takes by itself, and what it passes to the template
+# Arguments of `apply_chat_template` (transformers 5.24) and variables that it sets
 _ARGUMENTS = """
     conversation conversations messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation
     max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
@@ -28,18 +28,8 @@ _ARGUMENTS = """
 
 
 def check_template_variables(variables: dict[str, Any] | None, allowed: tuple[str, ...] = ()) -> None:
-    """
-    Refuses, in place of variables of a chat template, arguments of the call that applies it.
-
-    Args:
-        variables (`dict`, *optional*):
-            `chat_template_kwargs`.
-        allowed (`tuple[str, ...]`, *optional*):
-            Arguments that the caller leaves to its user.
-
-    Raises:
-        `ValueError`: If one of the others is among them.
-    """
+    """Raises `ValueError` if `chat_template_kwargs` holds an argument of `apply_chat_template` that is not in
+    `allowed`."""
     wrong = [name for name in _ARGUMENTS if name in (variables or {}) and name not in allowed]
     if wrong:
         raise ValueError(
@@ -49,20 +39,10 @@ def check_template_variables(variables: dict[str, Any] | None, allowed: tuple[st
 
 
 def check_conversations(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
-    """
-    Refuses prompts that are neither text nor messages for the assistant to answer, and the mixture of both.
-
-    Args:
-        prompts (`Iterable`):
-            Prompts.
-        name (`str`):
-            What they are rows of, for the message.
-        stored (`bool`, *optional*, defaults to `False`):
-            Whether they may come from Arrow, which gives a call of a tool the arguments of all others, as `None`: warns of it.
-
-    Raises:
-        `ValueError`: Naming the first row whose prompt is missing, no text and no conversation, or of another kind than the first.
-    """
+    """Raises `ValueError` naming the first row whose prompt is missing, is neither text nor messages that the
+    assistant can answer, or differs in kind from the first. `name` is the data set in the message. With `stored`, the
+    rows may come from Arrow, which fills the arguments of a tool call with those of other rows as `None`; a warning is
+    given."""
     kind = None
     for number, prompt in enumerate(prompts, 1):
         fault = prompt_fault(prompt)
@@ -81,16 +61,8 @@ def check_conversations(prompts: Iterable[Any], name: str, stored: bool = False)
 
 
 def prompt_fault(prompt: Any) -> str | None:
-    """
-    What keeps a prompt from being used.
-
-    Args:
-        prompt:
-            A prompt.
-
-    Returns:
-        `str`: the end of a sentence about it, with the remedy; `None` for text and for messages that the assistant is to answer.
-    """
+    """The end of a sentence about what makes a prompt unusable, with the remedy; `None` for text and for messages that
+    the assistant can answer."""
     fault = messages_fault(prompt)
     if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         return (
@@ -101,7 +73,7 @@ def prompt_fault(prompt: Any) -> str | None:
 
 
 def messages_fault(prompt: Any) -> str | None:
-    """As [`prompt_fault`], of text or messages that may be an answer too."""
+    """Like [`prompt_fault`], but the messages may end with an answer."""
     if isinstance(prompt, str):
         return None
     if prompt is None or (isinstance(prompt, list) and not prompt):
@@ -116,7 +88,7 @@ def messages_fault(prompt: Any) -> str | None:
 
 
 def _has_gaps(prompt: Any) -> bool:
-    """Whether there is `None` in a call of a tool."""
+    """Whether a tool call contains `None`."""
 
     def has_none(value: Any) -> bool:
         if isinstance(value, dict | list):
@@ -127,7 +99,7 @@ def _has_gaps(prompt: Any) -> bool:
 
 
 def _is_message(message: Any) -> bool:
-    """Whether it has role and content as text; one that calls tools may lack the content."""
+    """Whether role and content are text. A message with tool calls needs no content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
     content = message.get("content")
@@ -135,18 +107,9 @@ def _is_message(message: Any) -> bool:
 
 
 def conversations(dataset: "Dataset | IterableDataset | None") -> Iterator[Any]:
-    """
-    The prompts of a data set that have to be checked one by one.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            Data set with a column `"prompt"`.
-
-    Returns:
-        `Iterator`: its prompts in order. Nothing for a column of plain text, or where rows are made as they are read (a stream, a
-        transform): these are checked batch by batch.
-    """
-    from datasets import Dataset, Value  # not for the help of a command
+    """The prompts of a data set that must be checked one by one. Empty for a column of plain text, and for streams and
+    transforms, whose rows are checked batch by batch."""
+    from datasets import Dataset, Value  # slow; not needed for a command's help
 
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
@@ -158,16 +121,8 @@ def conversations(dataset: "Dataset | IterableDataset | None") -> Iterator[Any]:
 
 
 def one_of_each(prompts: Iterable[list[dict[str, Any]]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """
-    The first conversation of each sequence of roles, which is what templates refuse conversations for.
-
-    Args:
-        prompts (`Iterable`):
-            Conversations.
-
-    Returns:
-        `list[tuple[int, list[dict]]]`: number of the row, from 1, and the conversation.
-    """
+    """The row number (from 1) and conversation of the first row with each sequence of roles, on which templates
+    depend."""
     found: dict[tuple[str, ...], tuple[int, list[dict[str, Any]]]] = {}
     for number, prompt in enumerate(prompts, 1):
         found.setdefault(tuple(message["role"] for message in prompt), (number, prompt))
@@ -175,33 +130,21 @@ def one_of_each(prompts: Iterable[list[dict[str, Any]]]) -> list[tuple[int, list
 
 
 class _Message(dict):
-    """A message in which what is missing can be looked up: as undefined, which it is to a template anyway."""
+    """A message whose missing keys can be looked up and are undefined, as they are to a template."""
 
     def __missing__(self, key: str) -> jinja2.Undefined:
         return jinja2.Undefined(obj=self, name=key)
 
 
 def as_templates_read(prompts: list[Any]) -> list[Any]:
-    """Prompts for TRL (1.16), which looks up the content of each message, where one that calls tools may have none."""
+    """Prompts for TRL (1.16), which looks up the content of every message; one with tool calls may have none."""
     return [prompt if isinstance(prompt, str) else [_Message(each) for each in prompt] for prompt in prompts]
 
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str) -> Iterator[None]:
-    """
-    Context in which a template's error becomes one that names the conversation, the template's message and the remedy.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer whose template is applied.
-        messages (`list[dict]`):
-            The conversation.
-        where (`str`):
-            What it is, for the message, such as its row.
-
-    Raises:
-        `ValueError`: If there is no template, or it refuses the conversation.
-    """
+    """Context that turns an error of the chat template into a `ValueError` with the conversation (`where`), the
+    template's message and the remedy."""
     try:
         yield
     except TEMPLATE_ERRORS as error:
@@ -224,23 +167,7 @@ def render(
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """
-    A conversation in the tokenizer's chat template.
-
-    Args:
-        tokenizer, messages, where:
-            As for [`rendering`].
-        variables (`dict`, *optional*):
-            Further variables of the template.
-        add_generation_prompt (`bool`, *optional*, defaults to `True`):
-            Whether the assistant's answer is to follow.
-
-    Returns:
-        `str`: the text.
-
-    Raises:
-        `ValueError`: As [`rendering`].
-    """
+    """A conversation as text in the chat template. Raises `ValueError` like [`rendering`]."""
     check_template_variables(variables, ("tools",))
     with rendering(tokenizer, messages, where):
         return tokenizer.apply_chat_template(
@@ -251,22 +178,12 @@ def render(
 def warn_of_date(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
 ) -> None:
-    """
-    Warns once of a chat template that writes today's date: prompts would change at midnight.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer whose template is applied.
-        messages (`list[dict]`):
-            A conversation that the template does not refuse.
-        variables (`dict`, *optional*):
-            Further variables of the template.
-    """
+    """Warns once if the chat template writes today's date, so that prompts change at midnight."""
     if "strftime_now" not in str(tokenizer.chat_template):
         return
     try:
         render(tokenizer, messages, "A conversation", (variables or {}) | {"strftime_now": None})
-    except ValueError:  # it is called, and is no function
+    except ValueError:  # the template calls it
         logger.warning_once(
             f"The chat template of `{tokenizer.name_or_path}` writes today's date, so that prompts change at midnight and a run "
             "cannot be resumed on another day. Pass a fixed date by `chat_template_kwargs`, as the template's variable "
@@ -277,16 +194,8 @@ def warn_of_date(
 def dated(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
 ) -> dict[str, str]:
-    """
-    What tells, in a reward's description, the texts of one day from those of another.
-
-    Args:
-        tokenizer, messages, variables:
-            As for [`warn_of_date`].
-
-    Returns:
-        `dict`: `"rendering"`, a hash of the conversation's text; nothing if the template cannot write a date.
-    """
+    """`{"rendering": hash of the text}` if the template can write a date, else nothing; part of a reward's
+    description."""
     if "strftime_now" not in str(tokenizer.chat_template):
         return {}
     text = render(tokenizer, messages, "A conversation", variables, add_generation_prompt=False)

@@ -1,35 +1,24 @@
-"""Values for what a user has not set: learning rate for a model's size, reward under which an output is bad."""
+"""Defaults that depend on the run: the learning rate for a model's size, the reward below which an output is bad."""
 
 import math
 
 import numpy as np
 
 
-# Parameters of a model, and the learning rate it was trained with: held-out worlds, published settings 1 and 2
+# Parameters of a model, and its learning rate: in held-out worlds, and in the published settings 1 and 2
 RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
 ADAPTER_RATE = 5.0  # times that of all weights; chosen in held-out worlds (docs/held_out.md)
-LOW = 0.02  # the quantile of the first samples' rewards under which an output is bad
-_NEAR = 0.005, 0.1  # shares of the samples under a gap that is taken in its place
+LOW = 0.02  # quantile of the rewards of the first samples, below which an output is bad
+_NEAR = 0.005, 0.1  # a gap above this share of the samples takes precedence
 
 
 def rounded(value: float, digits: int = 1) -> float:
-    """To so many digits that count."""
+    """Rounds to that many significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def learning_rate_for(parameters: int, adapter: bool) -> float:
-    """
-    Learning rate that the rule of thumb gives a model: [`RATES`], interpolated in logarithms, to one digit.
-
-    Args:
-        parameters (`int`):
-            Parameters of the model, an adapter's base included.
-        adapter (`bool`):
-            Whether an adapter is trained in place of all weights.
-
-    Returns:
-        `float`
-    """
+    """The learning rate of a model with that many parameters (an adapter's base included): [`RATES`], interpolated in logarithms."""
     sizes, rates = np.log([size for size, _ in RATES]), np.log([rate for _, rate in RATES])
     full = rounded(float(np.exp(np.interp(math.log(parameters), sizes, rates))))
     return rounded(ADAPTER_RATE * full, 2) if adapter else full
@@ -37,17 +26,9 @@ def learning_rate_for(parameters: int, adapter: bool) -> float:
 
 def bad_threshold_for(rewards: np.ndarray) -> float:
     """
-    Reward under which an output is bad: about the 2 % quantile, rounded to a tenth of the standard deviation's power of ten, or to more
-    digits where that would change the share of bad ones by more than half. Where a gap divides the rewards into two peaks, the lower one of
-    0.5 to 10 % of the samples, it is in the middle of the gap. If no reward is under it, as may be with few distinct ones, only the
-    lowest is bad, however many samples have it.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(n,)`):
-            Finite rewards of samples, at least two of them different.
-
-    Returns:
-        `float`
+    The reward below which an output is bad, from rewards of shape (n,), finite and not all equal. It is about the 2 % quantile, or the
+    middle of a gap that separates the lowest 0.5 to 10 % of the samples. It is rounded to a tenth of the power of ten of the standard
+    deviation, or less if that changed the share of bad samples by more than half. If no reward is below it, only the lowest is bad.
     """
     low = _gap(rewards)
     low = float(np.quantile(rewards, LOW)) if low is None else low
@@ -64,10 +45,10 @@ def bad_threshold_for(rewards: np.ndarray) -> float:
 
 
 def _gap(rewards: np.ndarray) -> float | None:
-    """The middle of the widest gap near the quantile, if it is wider than the middle half of the rewards on either side."""
+    """The middle of the widest gap near the quantile, if the gap is wider than the interquartile ranges of both sides."""
     ordered = np.sort(rewards)
     first, last = max(3, math.ceil(_NEAR[0] * rewards.size)), math.floor(_NEAR[1] * rewards.size)
-    gaps = np.diff(ordered[first - 1 : last + 1])  # under the first there are `first` samples
+    gaps = np.diff(ordered[first - 1 : last + 1])  # below the first of them are `first` samples
     if not gaps.size:
         return None
     below = first + int(gaps.argmax())

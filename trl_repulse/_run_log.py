@@ -1,4 +1,4 @@
-"""The log of a training run, as a Trainer leaves it, by metric; needs the standard library alone."""
+"""The log of a training run, by metric. Needs only the standard library."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 _STATE = "trainer_state.json"
-# Field of an unusual log -> when it is there; said where a sign cannot be looked at
+# Metric that not every run logs -> when it is logged
 _WHEN = {
     "kl": "it is logged with `beta` above 0",
     "proposal/log_z_gap": "it is logged with a learned proposal",
@@ -20,11 +20,11 @@ _WHEN = {
 
 
 class Unknown(Exception):
-    """Why a symptom cannot be looked for; no error of the user."""
+    """Says why a symptom cannot be looked for. Not an error of the user."""
 
 
 class Span(NamedTuple):
-    """The mean of a metric over updates, the first and the last of which are included."""
+    """The mean of a metric over the updates from `first` to `last`."""
 
     first: int
     last: int
@@ -35,17 +35,7 @@ class Span(NamedTuple):
 
 
 class RunLog:
-    """
-    A run's log, by metric.
-
-    Args:
-        history (`list[dict]`):
-            `trainer.state.log_history`.
-        settings (`dict`):
-            Fields of the run's configuration, as far as they are known.
-        needed (`float`):
-            Updates that a mean is over.
-    """
+    """A run's `log_history`, by metric, with the known fields of its configuration. Means are over `needed` updates."""
 
     def __init__(self, history: Iterable[dict[str, Any]], settings: dict[str, Any], needed: float):
         self.settings, self.needed = settings, needed
@@ -58,7 +48,7 @@ class RunLog:
             step = int(step) if math.isfinite(step) else 0
             for name, value in numbers.items():
                 self.columns.setdefault(name, []).append((step, value))
-        # The updates between this log and the one before it are what a value describes
+        # A value describes the updates since the log before it
         self.steps = sorted(
             {step for name in ("reward", "loss") for step, _ in self.columns.get(name, ()) if step > 0}
         )
@@ -69,12 +59,7 @@ class RunLog:
         return self.steps[-1] if self.steps else 0
 
     def spans(self, name: str) -> list[Span]:
-        """
-        Means of a metric over the fewest logs that cover enough updates, a mean for each log that has as many before it.
-
-        Raises:
-            [`Unknown`]: If the log does not have the metric, or not for long enough.
-        """
+        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates; [`Unknown`] if there is none."""
         if name not in self.columns:
             when = f": {_WHEN[name]}" if name in _WHEN else ""
             raise Unknown(f"the log has no `{name}`{when}")
@@ -92,7 +77,7 @@ class RunLog:
         return spans
 
     def longest(self, name: str, holds: Callable[[float], bool], after: float = 0.0) -> Span | None:
-        """The longest stretch of updates over which the means of a metric show a sign; of what begins after a share of the run."""
+        """The longest stretch of means for which `holds` is true, of those that begin after a share of the run."""
         found: list[list[Span]] = [[]]
         for span in self.spans(name):
             if span.first > after * self.updates and holds(span.mean):
@@ -106,20 +91,20 @@ class RunLog:
         return Span(best[0].first, best[-1].last, mean)
 
     def standard_error(self, name: str) -> float:
-        """Standard error of a mean of [`spans`], from the differences between one log and the next."""
+        """Standard error of a mean of [`spans`], from the differences of successive logs."""
         points = [value for _, value in self.columns[name] if math.isfinite(value)]
         squares = [(one - other) ** 2 / 2 for one, other in zip(points, points[1:], strict=False)]
         logs = max(1.0, self.needed * len(self.steps) / self.updates)  # of a mean
         return math.sqrt(sum(squares) / len(squares) / logs) if squares else 0.0
 
     def count(self, name: str) -> int:
-        """An integer field of the configuration, 0 if it is not known."""
+        """An integer field of the configuration, 0 if unknown."""
         value = self.settings.get(name)
         return value if isinstance(value, int) else 0
 
     @property
     def proposal_samples(self) -> int:
-        """K: samples of a prompt from the proposal, 0 if that is not known."""
+        """K: the proposal's samples of a prompt, 0 if unknown."""
         return self.count("num_proposal_generations") or self.count("num_generations")
 
     @property
@@ -137,18 +122,10 @@ class RunLog:
 
 def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
     """
-    Reads the log of a run.
+    Reads the log of a run from its `output_dir`, or from a checkpoint that has gone further.
 
-    Args:
-        folder (`str` or `Path`):
-            `output_dir` of a run, or one of its checkpoints.
-
-    Returns:
-        `tuple`: the file that was read, its log, and the run's settings, from `results.json` or a checkpoint, empty if there
-        are none. The log of `output_dir` itself is read, unless a checkpoint has gone further.
-
-    Raises:
-        `ValueError`: If there is no log, or it cannot be read.
+    Returns the file that was read, its log, and the run's settings, which are empty if no `results.json` or checkpoint has them.
+    Raises a `ValueError` if there is no log, or it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Rows of the files that users write: CSV, and JSON as a list or as one object a line. What would be misread is refused."""
+"""Strict readers of CSV and JSON files written by users: what could be misread is refused."""
 
 import csv
 import io
@@ -15,23 +15,13 @@ _LINE_BREAK = re.compile(r"\r\n|[\r\n]")
 
 def read_csv(path: Path) -> list[dict[str, str]]:
     """
-    Reads a CSV file with a header. Every field is text: nothing is taken for a number or for a missing value.
+    Rows of a CSV file with a header, by column name. Every field is text: no numbers, no missing values.
 
-    A field in quotes may span lines. Two stray quotes can therefore make one field of several rows; this cannot be told from
-    text that was meant so, and is warned of where the lines of a field look like rows.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `list[dict[str, str]]`: its rows, by the names in the header.
-
-    Raises:
-        `ValueError`: If the file is not UTF-8 text, a quote is not balanced, two columns share a name, or a row has another
-            number of fields than the header.
+    A quoted field may span lines, so two stray quotes can turn several rows into one field. That cannot be told from
+    intended text; a warning is given if the lines of a field look like rows. Raises `ValueError` if the file is not
+    UTF-8, a quote is not balanced, two columns share a name, or a row has more or fewer fields than the header.
     """
-    # Strict: pandas' default engine and pyarrow take text behind a closing quote for the field's, and rows with it
+    # Strict: pandas and pyarrow add text after a closing quote to the field, and rows with it
     reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
     header: list[str] = []
     rows, doubtful = [], []
@@ -78,19 +68,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
-    """
-    Reads a JSON file: a list of objects, or one object a line.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `list[dict]`: its rows.
-
-    Raises:
-        `ValueError`: If the file is not UTF-8 text or not JSON, is nested too deeply, names a key twice, or a row is no object.
-    """
+    """Rows of a JSON file: a list of objects, or one object a line. Raises `ValueError` if the file is not UTF-8 or
+    not JSON, is nested too deeply, repeats a key, or has a row that is no object."""
     text = _read_text(path)
     rows = enumerate(_parse(text, f"`{path}`"), 1) if text.lstrip().startswith("[") else _json_lines(text, path)
     found = []
@@ -102,35 +81,12 @@ def read_json(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """
-    Reads a file with one JSON value a line.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `Iterator[tuple[int, Any]]`: number of a line, and its value; empty lines are left out.
-
-    Raises:
-        `ValueError`: As [`read_json`], but for the kind of the values.
-    """
+    """Line number and value of each non-empty line of a file of JSON lines. Raises `ValueError` like [`read_json`]."""
     return _json_lines(_read_text(path), path)
 
 
 def check_names(columns: list[str], path: Path) -> None:
-    """
-    Refuses columns that share a name, of which a row would keep the last.
-
-    Args:
-        columns (`list[str]`):
-            Names of a file's columns.
-        path (`Path`):
-            The file, for the message.
-
-    Raises:
-        `ValueError`: If a name is there more than once.
-    """
+    """Raises `ValueError` if two columns share a name."""
     for name in columns:
         if columns.count(name) > 1:
             which = f"named '{name}'; rename or remove all but one" if name else "without a name; name or remove them"
@@ -144,7 +100,7 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_text(path: Path) -> str:
-    """The file's text, line breaks as they are, without a mark of byte order."""
+    """The file's text without a byte-order mark; line breaks stay as they are."""
     content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")
@@ -158,11 +114,8 @@ def _read_text(path: Path) -> str:
 
 
 def _looks_like_rows(text: str, place: int, columns: int) -> bool:
-    """
-    Whether the lines of a field have as many parts as rows have fields, none of them empty or with a space in front.
-
-    Of one column, every line would: there it says nothing.
-    """
+    """Whether each line of a field has as many parts as a row has fields, none empty or beginning with a space. With
+    one column this would hold for any text, so it is never true there."""
     if columns == 1 or not _LINE_BREAK.search(text):
         return False
     lines = [line.split(",") for line in _LINE_BREAK.split(text)]
@@ -174,7 +127,7 @@ def _looks_like_rows(text: str, place: int, columns: int) -> bool:
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
-    except ValueError as error:  # that of a number of thousands of digits is no JSONDecodeError
+    except ValueError as error:  # also for numbers with thousands of digits
         raise ValueError(f"{where} is not valid JSON ({error}); write one object a line.") from error
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read; flatten it, or write the value as text.") from None
@@ -183,7 +136,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 class _RepeatedKey(Exception):
-    """A key that an object has twice, of which JSON's own reader would keep the last."""
+    """An object has a key twice; `json` would keep the last value."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Completions as text, as they read behind their prompts, and what a tokenizer adds to plain prompts."""
+"""Text of completions as it reads after the prompt, and tokens that a tokenizer adds to plain prompts."""
 
 from collections.abc import Sequence
 from os.path import commonprefix
@@ -13,17 +13,8 @@ logger = logging.get_logger(__name__)
 
 
 def joins(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """
-    Whether the text of tokens is that of the first ones followed by that of the others, wherever whole characters are parted.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer.
-
-    Returns:
-        `bool`: `True` for decoders known to do so, those of byte-level tokenizers above all. Those of SentencePiece drop the space
-        that begins a text, and others put one between tokens.
-    """
+    """Whether decoding in two parts gives the same text as decoding at once. True for byte-level decoders;
+    SentencePiece drops the space at the start of a text, and others put spaces between tokens."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
         return False
     return isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel | Fuse)
@@ -37,23 +28,11 @@ def completion_texts(
     **options: Any,
 ) -> list[str]:
     """
-    Texts of completions, without special tokens.
+    Texts of completions, without special tokens; `options` go to `batch_decode`.
 
-    After a plain prompt it is what the text of all tokens has beyond the prompt, so that prompt and completion together read as the
-    model wrote them. The answer to a conversation is decoded by itself, as in TRL: a message begins with it.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        prompts (`Sequence`):
-            The prompt of each completion, all of them plain text or all messages.
-        prompt_ids, completion_ids (`Sequence[Sequence[int]]`):
-            Tokens of each prompt and of each completion.
-        **options:
-            Further arguments of `batch_decode`.
-
-    Returns:
-        `list[str]`: one text a completion.
+    After a plain prompt, a completion is what the text of all tokens has beyond the prompt, so that both together read
+    as the model wrote them. The answer to a conversation is decoded on its own, as in TRL. `prompt_ids` and
+    `completion_ids` hold one row a completion; prompts are all plain text or all messages.
     """
 
     def decode(rows: Sequence[Sequence[int]]) -> list[str]:
@@ -64,11 +43,11 @@ def completion_texts(
     keys = list(map(tuple, prompt_ids))
     distinct = list(dict.fromkeys(keys))
     beginnings = dict(zip(distinct, decode(distinct), strict=True))
-    cut = any(text.endswith("\ufffd") for text in beginnings.values())  # in the middle of a character
+    cut = any(text.endswith("\ufffd") for text in beginnings.values())  # a prompt may end in the middle of a character
     if joins(tokenizer) and not cut:
         return decode(completion_ids)
     wholes = decode([[*key, *ids] for key, ids in zip(keys, completion_ids, strict=True)])
-    # A prompt that is not decoded as it was written may still be how the whole begins, as with a space at its end
+    # The whole text may begin with the prompt even if the prompt's tokens decode to something else (a space at its end)
     return [
         next(
             (whole.removeprefix(begin) for begin in (prompt, beginnings[key]) if whole.startswith(begin)),
@@ -79,26 +58,13 @@ def completion_texts(
 
 
 def completion_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Any, text: str) -> list[int]:
-    """
-    Tokens of a completion's text, as they follow a prompt: the inverse of [`completion_texts`], as far as there is one.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        prompt (`str` or `list[dict]`):
-            The prompt.
-        text (`str`):
-            The completion.
-
-    Returns:
-        `list[int]`: its tokens.
-    """
+    """Tokens of a completion's text after a prompt: the inverse of [`completion_texts`], as far as there is one."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     if isinstance(prompt, str) and not joins(tokenizer):
-        # By itself a text has a space more with SentencePiece; the last token of the prompt may be one with the first of the text
+        # Alone, SentencePiece adds a space to the text; after the prompt, tokens may merge across the boundary
         for before in (prompt, "\n"):
             begin, whole = encode(before), encode(before + text)
             if whole[: len(begin)] == begin:
@@ -109,21 +75,9 @@ def completion_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Any, text: str
 def check_added_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]] | None = None
 ) -> None:
-    """
-    Refuses a tokenizer that ends plain prompts with its end token; warns once of another at their end, or of twice the same at their
-    beginning.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        prompts (`Sequence`):
-            Prompts; of messages nothing is checked, since their template writes all special tokens.
-        prompt_ids (`Sequence[Sequence[int]]`, *optional*):
-            Their tokens. If `None`, those of the first prompt alone are looked at.
-
-    Raises:
-        `ValueError`: If prompts end with the end token because the tokenizer adds it.
-    """
+    """Raises `ValueError` if the tokenizer ends plain prompts with its end token. Warns once if it adds another token
+    at the end, or repeats the first one. Without `prompt_ids`, only the first prompt is checked; messages are not,
+    since their template writes all special tokens."""
     if not len(prompts) or not isinstance(prompts[0], str):
         return
     first = tokenizer(next(filter(None, prompts), ""), return_special_tokens_mask=True)

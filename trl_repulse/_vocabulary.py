@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token, as their log-probabilities of one completion suppose."""
+"""Checks that two models share a vocabulary, so that their log-probabilities of a completion can be compared."""
 
 from collections.abc import Sequence
 
@@ -17,25 +17,11 @@ def check_reference(
     trust_remote_code: bool = False,
 ) -> None:
     """
-    Refuses a reference of another vocabulary, which would give log-probabilities of other texts.
+    Raises `ValueError` if the reference has a smaller or another vocabulary than the model.
 
-    Added tokens, such as those of a chat template, may have other names than in the reference: fine-tuning takes what a base
-    model keeps in reserve. Of all others, no token of the prompts may differ, and no more than half of the vocabulary.
-
-    Args:
-        name (`str`, *optional*):
-            Where the reference was loaded from; its tokenizer, if there is one, is compared.
-        reference, model ([`~transformers.PreTrainedModel`]):
-            The models.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's.
-        prompt_ids (`Sequence[Sequence[int]]`):
-            Tokens of the prompts.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the reference's tokenizer may run code of its own.
-
-    Raises:
-        `ValueError`: If the reference has fewer tokens than the model, or others.
+    Added tokens may have other names, since fine-tuning uses reserved ones. Of all others, no token of the prompts may
+    differ, and at most half of the vocabulary. `name` is where the reference was loaded from, with its tokenizer if
+    any.
     """
     own, others = vocab_size(model), vocab_size(reference)
     label = name or reference.config._name_or_path
@@ -57,18 +43,7 @@ def check_reference(
 
 
 def check_vocabulary_size(model: PreTrainedModel, label: str, policy: PreTrainedModel) -> None:
-    """
-    Refuses a second model that has more or fewer tokens than the policy.
-
-    Args:
-        model, policy ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The models.
-        label (`str`):
-            What the message calls the second one.
-
-    Raises:
-        `ValueError`: If the sizes of their vocabularies differ.
-    """
+    """Raises `ValueError` if the sizes of the vocabularies of a second model and the policy differ."""
     size, own = vocab_size(model), vocab_size(policy)
     if size != own:
         raise ValueError(
@@ -80,24 +55,8 @@ def check_vocabulary_size(model: PreTrainedModel, label: str, policy: PreTrained
 def check_same_tokens(
     name: str, label: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> None:
-    """
-    Refuses a model to be used with another's tokenizer if it was saved with one that means something else by the same tokens.
-
-    Added tokens may have other names, as in [`check_reference`]. Where no tokenizer was saved there is nothing to compare.
-
-    Args:
-        name (`str`):
-            Path or Hub id of the model.
-        label (`str`):
-            What the message calls it.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer it is to be used with.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the model's own tokenizer may run code that comes with it.
-
-    Raises:
-        `ValueError`: If a token differs.
-    """
+    """Raises `ValueError` if the model at path or Hub id `name` was saved with a tokenizer that gives another meaning
+    to a token. Names of added tokens may differ; a model without a tokenizer passes."""
     differ, _ = _differences(name, tokenizer, trust_remote_code)
     if differ:
         token = min(differ)
@@ -110,11 +69,12 @@ def check_same_tokens(
 def _differences(
     name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
 ) -> tuple[dict[int, tuple[str, str]], int]:
-    """What a tokenizer, and that of a saved model, have for the same number; how many numbers both have. None are added tokens'."""
+    """Tokens (ours, theirs) by id where the tokenizer and that of a saved model differ, and the number of ids in both;
+    added tokens are left out."""
     try:
         other = load_tokenizer(name, "model", trust_remote_code=trust_remote_code)
     except ValueError:
-        return {}, 0  # a folder of weights alone, as of an adapter
+        return {}, 0  # weights without a tokenizer, such as an adapter
     added = {i for each in (tokenizer, other) for i in each.get_added_vocab().values()}
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, other))
     shared = (ours.keys() & theirs.keys()) - added

@@ -1,4 +1,4 @@
-"""Arguments of the training commands: their dataclasses, and how they are read and listed."""
+"""Arguments of the training commands: their dataclasses, their parser and its help."""
 
 import argparse
 import inspect
@@ -21,19 +21,23 @@ from .configs._checks import own_precision
 from .configs._fields import WholePrompts
 
 
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass
 class TrainingScriptArguments(ScriptArguments):
     """
-    Arguments that the example scripts have beside the trainer's configuration and [`~trl.ModelConfig`].
+    Arguments of the training commands, in addition to the trainer's configuration and [`~trl.ModelConfig`].
 
-    Those of [`~trl.ScriptArguments`] are among them; `dataset_name` may also be a .jsonl, .json, .csv or .parquet file.
+    Includes those of [`~trl.ScriptArguments`]. `dataset_name` may also be a .jsonl, .json, .csv or .parquet file.
 
     Args:
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
         reward_type (`str`, *optional*):
-            What kind of reward it is, as in [`~trl_repulse.rewards.loading.load_reward`]; if unset, TRL's own treatment
-            of sequence classifiers.
+            Kind of reward, as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, TRL's own treatment of sequence
+            classifiers.
         reward_kwargs (`dict` or `str`, *optional*):
             Further arguments of the reward; on the command line as JSON.
         prompt_column (`str`, *optional*, defaults to `"prompt"`):
@@ -41,79 +45,55 @@ class TrainingScriptArguments(ScriptArguments):
         apply_chat_template (`bool`, *optional*, defaults to `False`):
             Whether to make plain prompts messages of a user, so that the tokenizer's chat template is applied.
         single_prompt (`str`, *optional*):
-            The one prompt to train on, in place of the rows of `dataset_name`.
+            The one prompt to train on, instead of the rows of `dataset_name`.
         max_prompt_length (`int`, *optional*):
             Prompts of more tokens are left out.
         eval_dataset_name (`str`, *optional*):
-            Held-out prompts, evaluated by sampling after training: a file, or a data set, of which `dataset_test_split`
-            is taken.
+            Held-out prompts, evaluated by sampling after training: a file, or the `dataset_test_split` of a data set.
         eval_prompt_column (`str`, *optional*):
             Column of `eval_dataset_name` that holds the prompts. If unset, `prompt_column`.
         train_batch_size (`int`, *optional*):
-            Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`, so that an
+            Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`, so that an
             update is the same on any number of devices.
         lr_decay_ratio (`float`, *optional*):
-            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lets the learning
-            rate fall to 0, linearly. If set, and not 0, it decides `num_decay_steps`, so that `max_steps` can be changed
-            alone.
+            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lowers the learning
+            rate to 0, linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
         bad_token_ids (`list[int]`, *optional*):
-            Tokens that make a completion bad. If set, the exact log P(bad) is tracked: completions of one or two tokens.
+            Tokens that make a completion bad. If set, the exact log P(bad) is tracked; for completions of one or two tokens.
         tracking_every (`int`, *optional*, defaults to `10`):
             Updates between two exact evaluations.
         num_table_completions (`int`, *optional*, defaults to `10`):
             Completions in the table of completions before and after training; 0 for no table.
         print_all_metrics (`bool`, *optional*, defaults to `False`):
             Whether to print all metrics at each log, as [`~transformers.Trainer`] does, instead of a line with the main
-            ones. Trackers get all in both cases.
+            ones. Trackers always get all.
     """
 
-    reward_model_path: str | None = field(
-        default=None, metadata={"help": "Reward model: a path, a Hub id, or a server's address."}
+    reward_model_path: str | None = _field(None, "Reward model: a path, a Hub id, or a server's address.")
+    reward_type: str | None = _field(
+        None,
+        "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. If unset, TRL's own "
+        "treatment of sequence classifiers.",
     )
-    reward_type: str | None = field(
-        default=None,
-        metadata={
-            "help": "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. "
-            "If unset, TRL's own treatment of sequence classifiers."
-        },
+    reward_kwargs: dict | str | None = _field(None, 'Further arguments of the reward, e.g. `{"max_length": 300}`.')
+    prompt_column: str = _field("prompt", "Column of the data set that holds the prompts.")
+    apply_chat_template: bool = _field(
+        False, "Whether to make plain prompts messages of a user, in the chat template."
     )
-    reward_kwargs: dict | str | None = field(
-        default=None, metadata={"help": 'Further arguments of the reward, e.g. `{"max_length": 300}`.'}
+    single_prompt: str | None = _field(None, "The one prompt to train on, in place of the rows of `dataset_name`.")
+    max_prompt_length: int | None = _field(None, "Prompts of more tokens are left out.")
+    eval_dataset_name: str | None = _field(None, "Held-out prompts, evaluated by sampling after training.")
+    eval_prompt_column: str | None = _field(None, "Column of the held-out prompts. If unset, `prompt_column`.")
+    train_batch_size: int | None = _field(
+        None, "Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`."
     )
-    prompt_column: str = field(default="prompt", metadata={"help": "Column of the data set that holds the prompts."})
-    apply_chat_template: bool = field(
-        default=False, metadata={"help": "Whether to make plain prompts messages of a user, in the chat template."}
+    lr_decay_ratio: float | None = _field(
+        None, "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."
     )
-    single_prompt: str | None = field(
-        default=None, metadata={"help": "The one prompt to train on, in place of the rows of `dataset_name`."}
-    )
-    max_prompt_length: int | None = field(default=None, metadata={"help": "Prompts of more tokens are left out."})
-    eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Held-out prompts, evaluated by sampling after training."}
-    )
-    eval_prompt_column: str | None = field(
-        default=None, metadata={"help": "Column of the held-out prompts. If unset, `prompt_column`."}
-    )
-    train_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of one update, over all processes. If set, it decides `gradient_accumulation_steps`."
-        },
-    )
-    lr_decay_ratio: float | None = field(
-        default=None,
-        metadata={"help": "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."},
-    )
-    bad_token_ids: list[int] | None = field(
-        default=None, metadata={"help": "Tokens that make a completion bad: tracks the exact log P(bad)."}
-    )
-    tracking_every: int = field(default=10, metadata={"help": "Updates between two exact evaluations."})
-    num_table_completions: int = field(
-        default=10, metadata={"help": "Completions in the table of before and after training. 0: no table."}
-    )
-    print_all_metrics: bool = field(
-        default=False, metadata={"help": "Whether to print all metrics at each log, not a line with the main ones."}
-    )
+    bad_token_ids: list[int] | None = _field(None, "Tokens that make a completion bad: tracks the exact log P(bad).")
+    tracking_every: int = _field(10, "Updates between two exact evaluations.")
+    num_table_completions: int = _field(10, "Completions in the table of before and after training. 0: no table.")
+    print_all_metrics: bool = _field(False, "Whether to print all metrics at each log, not a line with the main ones.")
 
     def __post_init__(self):
         if self.num_table_completions < 0:
@@ -132,24 +112,22 @@ class TrainingScriptArguments(ScriptArguments):
 @dataclass
 class PPOScriptArguments(TrainingScriptArguments):
     """
-    Arguments of the commands with a value model: those of [`TrainingScriptArguments`], and where it starts from.
+    [`TrainingScriptArguments`] of the commands with a value model.
 
     Args:
         value_model_path (`str`, *optional*):
-            Value model: a path or a Hub id, for example of the reward model. If unset, the policy.
+            Initial value model: a path or a Hub id, for example of the reward model. If unset, the policy.
     """
 
-    value_model_path: str | None = field(
-        default=None,
-        metadata={"help": "Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy."},
+    value_model_path: str | None = _field(
+        None, "Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy."
     )
 
 
 @dataclass
 class GRPOScriptArguments(TrainingScriptArguments):
     """
-    Arguments of `grpo`: those of [`TrainingScriptArguments`], and a reward transform, which [`~trl.GRPOConfig`] does not
-    have.
+    [`TrainingScriptArguments`] of `grpo`, with a reward transform, which [`~trl.GRPOConfig`] does not have.
 
     Args:
         reward_transform (`Literal["exponential", "indicator"]`, *optional*):
@@ -162,14 +140,12 @@ class GRPOScriptArguments(TrainingScriptArguments):
             The indicator transform's threshold, in units of reward.
     """
 
-    reward_transform: Literal["exponential", "indicator"] | None = field(
-        default=None, metadata={"help": "`exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r < threshold])."}
+    reward_transform: Literal["exponential", "indicator"] | None = _field(
+        None, "`exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r < threshold])."
     )
-    reward_transform_alpha: float = field(default=1.0, metadata={"help": "The transform's a, at least 0."})
-    reward_transform_beta: float = field(default=-1.0, metadata={"help": "The exponential transform's b, below 0."})
-    reward_transform_threshold: float | None = field(
-        default=None, metadata={"help": "The indicator transform's threshold, in units of reward."}
-    )
+    reward_transform_alpha: float = _field(1.0, "The transform's a, at least 0.")
+    reward_transform_beta: float = _field(-1.0, "The exponential transform's b, below 0.")
+    reward_transform_threshold: float | None = _field(None, "The indicator transform's threshold, in units of reward.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -181,14 +157,14 @@ class GRPOScriptArguments(TrainingScriptArguments):
 
 @dataclass
 class _GRPOConfig(WholePrompts, GRPOConfig):
-    """TRL's, with the default batch of evaluation and the precedence of `bf16` and `fp16` that all commands have."""
+    """TRL's, with the evaluation batch and the precedence of `bf16` and `fp16` of all commands."""
 
     def __post_init__(self):
         with own_precision(self):
             super().__post_init__()
 
 
-# Training command -> dataclasses of the script's arguments and of the trainer's configuration
+# Training command -> dataclasses of its own arguments and of the trainer's configuration
 ARGUMENTS: dict[str, tuple[type, type]] = {
     "repulse": (TrainingScriptArguments, RePULSeConfig),
     "reinforce": (TrainingScriptArguments, ReinforceConfig),
@@ -201,11 +177,11 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
 
 class FieldsParser(Parser, TrlParser):
     """
-    [`~trl.TrlParser`] whose mistakes are raised, in one line each, and which reads a YAML file as it reads flags.
+    [`~trl.TrlParser`] that raises mistakes as one line each, and reads a YAML file as it reads flags.
 
     Args:
         dataclass_types (`Iterable[type]`):
-            Dataclasses to read.
+            Dataclasses to fill in.
         kwargs:
             Further arguments of [`~trl.TrlParser`].
     """
@@ -220,11 +196,11 @@ class FieldsParser(Parser, TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
         """
-        Dataclasses from a command line, and from the YAML file that `--config` names. Flags win over the file.
+        Reads the command line, and the YAML file that `--config` names. Flags win over the file.
 
         Args:
             args (`Iterable[str]`, *optional*):
-                Command line without the name of the script, by default the process's.
+                Command line without the name of the script. If `None`, that of the process.
             kwargs:
                 Further arguments of [`~transformers.HfArgumentParser.parse_args_into_dataclasses`].
 
@@ -232,7 +208,7 @@ class FieldsParser(Parser, TrlParser):
             `tuple`: An instance of each dataclass.
 
         Raises:
-            `ValueError`: If the command line or the file has a name that is no field, or a value that the field does not take.
+            `ValueError`: If a name is unknown, or a value cannot be read or is refused by its dataclass.
         """
         path, argv = split_config(sys.argv[1:] if args is None else list(args))
         if path is not None:
@@ -257,15 +233,14 @@ class _HelpAll(argparse._HelpAction):
 
 class TrainingParser(FieldsParser):
     """
-    [`FieldsParser`] of a training command: its help has the method's own flags and the common ones, a line each, and all flags
-    with `--help-all`.
+    [`FieldsParser`] of a training command. `--help` lists the method's flags and the common ones, `--help-all` all flags.
 
     Args:
         classes (`tuple`):
-            Dataclasses of the script's arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+            Dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
             [`~trl.ModelConfig`] is added.
         default_config (`str`):
-            File of settings that the help names as the one of a run without `--config` and `--model_name_or_path`.
+            Settings file of a run without `--config` and `--model_name_or_path`, which the help names.
         kwargs:
             Further arguments of [`~trl.TrlParser`].
     """
@@ -283,7 +258,7 @@ class TrainingParser(FieldsParser):
             self.set_defaults_with_config(use_cpu=True, bf16=False)
 
     def format_help(self, all_flags: bool = False) -> str:
-        """The usage, and in a line each the flags of the method, of the script and the common ones; or all flags in full."""
+        """The help of the method's, the command's and the common flags, a line each; or that of all flags in full."""
         if all_flags:
             return super().format_help()
         script, config, _ = self.dataclass_types
@@ -297,22 +272,21 @@ class TrainingParser(FieldsParser):
         }
         actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
         width = max(shutil.get_terminal_size().columns, 80) - 2
-        texts = [textwrap.fill(text, width) for text in (self.description, self.epilog) if text]
+        description, *epilog = (textwrap.fill(text, width) for text in (self.description, self.epilog) if text)
         listed = [
             _in_lines(title, [actions[name] for name in dict.fromkeys(names)], width)
             for title, names in sections.items()
             if names
         ]
-        return "\n\n".join([self.format_usage().rstrip(), texts[0], *listed, *texts[1:]]) + "\n"
+        return "\n\n".join([self.format_usage().rstrip(), description, *listed, *epilog]) + "\n"
 
 
 def _in_lines(title: str, actions: list[argparse.Action], width: int) -> str:
-    """A section of the short help: each flag, the first sentence of what it is, and its default if it has one, in a line."""
+    """A section of the short help. Each flag has a line: the first sentence of its help, and its default if there is one."""
     column, lines = 4 + max(len(action.dest) for action in actions), [f"{title}:"]
     for action in actions:
-        default = (
-            "" if action.default is None else f" ({textwrap.shorten(str(action.default), 20, placeholder='...')})"
-        )
+        short = textwrap.shorten(str(action.default), 20, placeholder="...")
+        default = "" if action.default is None else f" ({short})"
         sentence = re.split(r"[.:;] (?=[A-Z])|\.$", action.help.replace("%%", "%"))[0]
         room = width - column - 2 - len(default)
         lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')}{default}")
@@ -323,20 +297,20 @@ def parse(
     argv: list[str], classes: tuple[type, type], default_config: str, launcher_keys: Collection[str] = ()
 ) -> tuple[Any, Any, ModelConfig]:
     """
-    Reads the command line, and the YAML file that `--config` names. Flags win over the file.
+    Reads the arguments of a training command, from the command line and the YAML file that `--config` names. Flags win.
 
     Args:
         argv (`list[str]`):
             Command line without the name of the script.
         classes (`tuple`):
-            Dataclasses of the script's arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+            Dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
         default_config (`str`):
-            File to read where neither `--config` nor `--model_name_or_path` is given.
+            File to read if neither `--config` nor `--model_name_or_path` is given.
         launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
-            Names that the file may also have, for the launcher.
+            Names of the launcher's arguments, which the file may have too.
 
     Returns:
-        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, the paths of the embedded world.
+        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, with the paths of the embedded world.
 
     Raises:
         `ValueError`: If arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
@@ -353,11 +327,8 @@ def parse(
         script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
-        args.lr_scheduler_kwargs = {
-            "decay_type": "linear",
-            **(args.lr_scheduler_kwargs or {}),
-            "num_decay_steps": steps,
-        }
+        more = args.lr_scheduler_kwargs or {}
+        args.lr_scheduler_kwargs = {"decay_type": "linear", **more, "num_decay_steps": steps}
     if model_args.model_name_or_path is None:
         if script_args.reward_type is None or ".py:" not in script_args.reward_type:
             script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
@@ -366,12 +337,12 @@ def parse(
     for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
         if getattr(script_args, name) is None:
             raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
-    model_init_kwargs = {
+    args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
     }
-    args.model_init_kwargs = model_init_kwargs | (args.model_init_kwargs or {})
     return script_args, args, model_args
 
 

@@ -1,9 +1,8 @@
 """The console command `trl-repulse`.
 
-`TRAINING` names the commands that train, which `trl_repulse._commands.train` launches. `COMMANDS` names each of the
-others and its module, which is imported once the command is asked for and has a function `add_arguments(parser)` that
-declares its arguments and, with `parser.set_defaults(run=...)`, what it does. Each of them takes
-`--config` as well. The arguments of `gcg` are fields, as those of training are.
+[`trl_repulse._commands.train`] launches the training commands. Each other command has a module, which is imported when the
+command is given. Its function `add_arguments(parser)` declares the arguments and sets `run`, which takes them and returns
+the exit status. `gcg` has the fields of dataclasses as arguments, as training has.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from pathlib import Path
 from trl_repulse import __version__
 from trl_repulse._commands._fields import Parser, split_config
 from trl_repulse._commands._streams import keep_writing
-from trl_repulse._errors import describe_error, did_you_mean
+from trl_repulse._errors import describe_error, did_you_mean, from_reward
 
 
 # Training command -> what it does in one line
@@ -27,29 +26,29 @@ TRAINING = {
     "repulse-grpo": "train with GRPO and RePULSe's negative term",
 }
 
-# Other command -> its module, and what it does in one line
+# Other command, of the module of that name in `_commands` -> what it does in one line
 COMMANDS = {
-    "diagnose": ("trl_repulse._commands.diagnose", "look for symptoms of failure in the log of a training run"),
-    "evaluate": ("trl_repulse._commands.evaluate", "sample from a model, and report the lower tail of its reward"),
-    "gcg": ("trl_repulse._commands.gcg", "measure how often attacks on a model succeed"),
-    "gcg-report": ("trl_repulse._commands.gcg_report", "report attack success rates from results, without a model"),
-    "merge": ("trl_repulse._commands.merge", "merge a saved adapter into the full weights of its base"),
-    "negatives": ("trl_repulse._commands.negatives", "make preference data of bad completions and samples"),
-    "rare-events": ("trl_repulse._commands.rare_events", "estimate how often a model produces its rarest outputs"),
-    "serve-reward": ("trl_repulse._commands.serve_reward", "serve a reward over HTTP, for trainers elsewhere"),
-    "suggest": ("trl_repulse._commands.suggest", "sample from a model, and suggest settings to train it with"),
+    "diagnose": "look for symptoms of failure in the log of a training run",
+    "evaluate": "sample from a model, and report the lower tail of its reward",
+    "gcg": "measure how often attacks on a model succeed",
+    "gcg-report": "report attack success rates from results, without a model",
+    "merge": "merge a saved adapter into the full weights of its base",
+    "negatives": "make preference data of bad completions and samples",
+    "rare-events": "estimate how often a model produces its rarest outputs",
+    "serve-reward": "serve a reward over HTTP, for trainers elsewhere",
+    "suggest": "sample from a model, and suggest settings to train it with",
 }
 
 
 def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
     """
-    The parser of the console command.
+    Builds the parser of the console command.
 
     Args:
         command (`str`, *optional*):
-            Sub-command whose arguments are declared; those of the others stay unknown, and their modules unloaded.
+            Sub-command whose arguments are declared. The modules of the others are not imported.
         config (`Path`, *optional*):
-            YAML file with arguments of the sub-command, which flags win over.
+            YAML file with arguments of the sub-command. Flags win over it.
 
     Returns:
         `argparse.ArgumentParser`: The parser.
@@ -62,10 +61,10 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in TRAINING.items():
         commands.add_parser(name, help=summary)
-    for name, (module, summary) in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
-            import_module(module).add_arguments(subparser)
+            import_module(f"trl_repulse._commands.{name.replace('-', '_')}").add_arguments(subparser)
             subparser.add_argument(
                 "--config", metavar="FILE", help="YAML file with arguments by name; flags win over it"
             )
@@ -76,14 +75,14 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Runs the console command.
+    Runs the console command. Mistakes of the user, and errors of a reward function, end it with one line.
 
     Args:
         argv (`list[str]`, *optional*):
-            Arguments, by default those of the process.
+            Arguments. If `None`, those of the process.
 
     Returns:
-        `int`: Exit status; wrong arguments exit with status 2 before that.
+        `int`: Exit status. Wrong arguments exit with status 2 instead.
     """
     keep_writing()
     argv = sys.argv[1:] if argv is None else argv
@@ -101,18 +100,18 @@ def main(argv: list[str] | None = None) -> int:
             from ._commands.gcg import main as gcg  # imports TRL
 
             return gcg(argv[1:])
-        try:
-            config, argv = split_config(argv)
-            parser = build_parser(command, config)
-        except ValueError as error:  # of the file of `--config`
-            print(f"trl-repulse {command}: {error}", file=sys.stderr)
-            return 1
-        args = parser.parse_args(argv)
+        config, argv = split_config(argv)
+        args = build_parser(command, config).parse_args(argv)
         return args.run(args)
     except KeyboardInterrupt:
         print(f"trl-repulse {command}: interrupted", file=sys.stderr)
         return 130
-    except ImportError as error:  # of an optional package
+    except Exception as error:  # a reward function may raise any
+        expected = ValueError | OSError | ImportError | OverflowError
+        if command not in TRAINING:
+            expected |= RuntimeError  # of torch: weights that do not fit, memory that is full
+        if not (isinstance(error, expected) or from_reward(error)):
+            raise
         print(f"trl-repulse {command}: {describe_error(error)}", file=sys.stderr)
         return 1
 

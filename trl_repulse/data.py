@@ -19,7 +19,7 @@ from ._tables import check_names, read_csv, read_json
 
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-# A name that ends like this is taken for a file even where there is none, and not for a data set on the Hub.
+# Names with these suffixes are files, never data sets on the Hub, even if the file is missing.
 _FILE_SUFFIXES = (*LOCAL_SUFFIXES, ".arrow", ".gz", ".md", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip", ".zst")
 
 _NAME_SPLIT = (
@@ -37,36 +37,32 @@ def load_prompts(
     as_conversation: bool = False,
 ) -> Dataset | IterableDataset:
     """
-    Loads prompts, and refuses what a trainer could not use with one line that says what to fix.
+    Loads prompts and checks that a trainer can use them.
 
     A prompt is plain text, or a conversation: a list of messages `{"role": ..., "content": ...}`. A file has one
-    prompt a row in the column `"prompt"`; its other columns are kept, and reach custom reward functions. A `.json` file
-    is a list of rows or has one row a line. CSV holds plain text only: what looks like a number is text, and `NA` is too.
+    prompt a row in the column `"prompt"`; other columns are kept and passed to custom reward functions. A `.json` file
+    is a list of rows, or has one row a line. CSV holds plain text only: numbers and `NA` are read as text.
 
     Args:
         path_or_name (`str` or `Path`):
-            A `.jsonl`, `.json`, `.csv` or `.parquet` file, or what [`~datasets.load_dataset`] takes: the name of a data
-            set on the Hugging Face Hub, or a folder.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split to load. A file has one, `"train"`.
-        config (`str`, *optional*):
-            Configuration of a data set on the Hub.
+            A `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder, or the name of a data set on the Hugging Face
+            Hub.
+        split (`str`, *optional*, defaults to `"train"`): Split to load. A file only has `"train"`.
+        config (`str`, *optional*): Configuration of a data set on the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
-            Whether to stream. A file is read whole all the same. Rows that are streamed from the Hub are checked as training
-            reads them.
+            Whether to stream. A file is still read whole. Rows streamed from the Hub are checked during training.
         column (`str`, *optional*, defaults to `"prompt"`):
-            Column that holds the prompts; it is renamed to `"prompt"`, in place of one of that name.
+            Column with the prompts; it is renamed to `"prompt"` and replaces a column of that name.
         as_conversation (`bool`, *optional*, defaults to `False`):
-            Whether to make a plain prompt the message of a user, so that the tokenizer's chat template is applied.
-            Conversations stay as they are.
+            Whether to turn a plain prompt into a user's message, so that the chat template is applied.
 
     Returns:
-        [`~datasets.Dataset`], or [`~datasets.IterableDataset`] if `streaming`: rows with a `"prompt"`.
+        [`~datasets.Dataset`], or [`~datasets.IterableDataset`] if `streaming`: Rows with a `"prompt"`.
 
     Raises:
-        `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if a quote of CSV is not
-            balanced, or a column or a key of an object is there twice; if there is no row or no such column; if a prompt is
-            empty, or neither text nor messages.
+        `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if a quote in CSV
+            is not balanced, or a column or an object's key is repeated; if there are no rows or no such column; if a
+            prompt is empty, or neither text nor messages.
 
     Example:
 
@@ -101,26 +97,23 @@ def drop_long_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> Dataset | IterableDataset:
     """
-    Leaves out the prompts that have more tokens than `max_length`, and says how many.
+    Removes prompts with more than `max_length` tokens, and warns how many.
 
-    A prompt that was cut would be another prompt, and one that exceeds the model's context ends a run in the middle.
+    Prompts are not cut, which would change them, and one that exceeds the model's context would end a run.
 
     Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows with a `"prompt"`, plain text or messages.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The policy's tokenizer; messages are counted in its chat template.
-        max_length (`int`):
-            Tokens a prompt may have.
-        chat_template_kwargs (`dict`, *optional*):
-            Further variables of the template, as the trainer's configuration has them.
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Rows with a `"prompt"`, plain text or
+            messages.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The policy's; its chat template is applied to messages.
+        max_length (`int`): Most tokens of a prompt.
+        chat_template_kwargs (`dict`, *optional*): Further variables of the template, as in the trainer's
+            configuration.
 
     Returns:
-        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: the other rows. A stream is filtered while it is read.
+        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: The other rows. A stream is filtered while it is read.
 
     Raises:
-        `ValueError`: If `max_length` is less than 1 or no prompt is left, or there is no chat template for messages, or it
-            refuses them.
+        `ValueError`: If `max_length` is less than 1, no prompt is left, or the chat template is missing or fails.
     """
     if max_length < 1:
         raise ValueError(f"`max_prompt_length={max_length}` must be at least 1.")
@@ -129,7 +122,7 @@ def drop_long_prompts(
         text, options = row["prompt"], {}
         if not isinstance(text, str):
             text = render(tokenizer, text, f"Row {index + 1} of the prompts", chat_template_kwargs)
-            options = {"add_special_tokens": False}  # the template wrote them
+            options = {"add_special_tokens": False}  # the template adds them
         return len(tokenizer(text, **options)["input_ids"]) <= max_length
 
     kept = dataset.filter(fits, with_indices=True)
@@ -149,11 +142,11 @@ def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_by_name(name: str, path: Path, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """A folder, or a data set on the Hub."""
+    """Loads a folder, or a data set from the Hub."""
     try:
         return load_dataset(name, config, split=split, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError, RuntimeError) as error:
-        # What went wrong in a file of the data set is the cause
+        # Errors in a file of the data set are the cause
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         if path.is_dir():
             raise ValueError(f"The folder `{name}` cannot be read as a data set ({reason}); name one file.") from error
@@ -207,7 +200,7 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
     _check_column(columns, column, str(path))
     if column != "prompt":
         columns["prompt"] = columns.pop(column)
-    # Before Arrow meets the column: it refuses text beside messages, without saying where
+    # Before Arrow, whose error about mixed text and messages does not name the row
     _check_prompts(columns["prompt"], str(path))
     try:
         dataset = from_columns(columns)
@@ -251,6 +244,7 @@ def _read_parquet(path: Path) -> Dataset:
 
 
 def _check_prompts(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
-    """Raises `ValueError` naming the first row whose prompt is empty, no text and no conversation, or of another kind."""
+    """Raises `ValueError` naming the first row whose prompt is empty, neither text nor messages, or of another
+    kind."""
     blank = (None if isinstance(prompt, str) and not prompt.strip() else prompt for prompt in prompts)
     check_conversations(blank, f"`{name}`", stored)

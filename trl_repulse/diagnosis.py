@@ -1,6 +1,6 @@
-"""What is wrong with a training run, as far as its log shows it.
+"""Symptoms of failure in the log of a training run.
 
-Each symptom has a section in docs/reading_a_run.md. This module imports the standard library alone.
+Each symptom has a section in docs/reading_a_run.md. This module imports only the standard library.
 """
 
 import math
@@ -17,7 +17,7 @@ PAGE = "docs/reading_a_run.md"
 
 
 class Threshold(NamedTuple):
-    """Where a sign begins, and why there."""
+    """The value at which a sign begins, and the reason for it."""
 
     value: float
     reason: str
@@ -78,28 +78,29 @@ class Symptom:
 
     Args:
         title (`str`):
-            Its name, in words.
+            Its name, which is also the heading of its section in docs/reading_a_run.md.
         cause (`str`):
-            What it mostly comes from.
+            Its usual cause.
         remedy (`tuple[str, ...]`):
-            Which fields to set, and in which direction: alternatives, the best first. Fields stand in braces.
-        heading (`str`):
-            The anchor of its section in docs/reading_a_run.md.
+            Which fields to set, and in which direction: alternatives, the best first. Fields are in braces.
     """
 
     title: str
     cause: str
     remedy: tuple[str, ...]
-    heading: str
+
+    @property
+    def heading(self) -> str:
+        """The anchor of its section."""
+        return self.title.lower().replace(" ", "-")
 
 
-# In the order in which they explain one another: of the numbers and the reward, the policy, the proposal
+# Each may be a consequence of those before it: of the numbers and the reward, the policy, the proposal
 SYMPTOMS = {
     "not_finite": Symptom(
         "Losses or gradients that are not finite",
         "the reward has a huge scale, the learning rate is far too high, or fp16 overflows",
         ("scale or clip the reward", "lower {learning_rate}", "set `bf16=True` in place of `fp16=True`"),
-        "losses-or-gradients-that-are-not-finite",
     ),
     "constant_reward": Symptom(
         "A reward that does not vary",
@@ -107,50 +108,42 @@ SYMPTOMS = {
         (
             "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
         ),
-        "a-reward-that-does-not-vary",
     ),
     "empty": Symptom(
         "Completions are empty",
         "the reward pays for saying nothing or, where it is the proposal that says nothing, punishes it more than anything else",
         ("give empty completions the reward of other bad outputs, neither a higher nor a lower one",),
-        "completions-are-empty",
     ),
     "cut": Symptom(
         "Completions are cut off",
         "the policy does not end its completions within {max_completion_length} tokens, or learns to go on because the reward "
         "pays for length",
         ("raise {max_completion_length}", "take length out of the reward"),
-        "completions-are-cut-off",
     ),
     "falling_return": Symptom(
         "The return falls",
         "the learning rate is too high, the negative term is too strong, or prompts are lost",
         ("lower {learning_rate}", "lower {alpha}", "lower {max_grad_norm}", "raise {beta}"),
-        "the-return-falls",
     ),
     "rising_kl": Symptom(
         "The KL rises without a gain in reward",
         "the policy drifts: the KL penalty is too weak, or the learning rate or the negative term too strong",
         ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "stop where the reward stopped growing"),
-        "the-kl-rises-without-a-gain-in-reward",
     ),
     "narrow": Symptom(
         "The policy has collapsed",
         "the KL penalty is too weak for the scale of the reward, or the learning rate or the negative term too strong",
         ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "go back to an earlier checkpoint"),
-        "the-policy-has-collapsed",
     ),
     "nothing_bad": Symptom(
         "Nothing bad is found",
         "{bad_reward_threshold} is below every reward that is drawn, or bad outputs are too rare for so few samples",
         ("raise {bad_reward_threshold}", "raise {num_proposal_generations}"),
-        "nothing-bad-is-found",
     ),
     "finds_no_more": Symptom(
         "Extra samples find no more",
         "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
         ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
-        "extra-samples-find-no-more",
     ),
     "turned_target": Symptom(
         "The proposal draws good outputs",
@@ -161,7 +154,6 @@ SYMPTOMS = {
             "raise {proposal_learning_rate}",
             "stop before the rewards meet",
         ),
-        "the-proposal-draws-good-outputs",
     ),
     "collapse": Symptom(
         "The proposal has collapsed",
@@ -171,17 +163,15 @@ SYMPTOMS = {
             "bring {target_dist_beta} nearer to 0",
             "go back to an earlier checkpoint",
         ),
-        "the-proposal-has-collapsed",
     ),
     "ess": Symptom(
         "One sample carries the weights",
         "{target_dist_beta} is too strong, or the proposal is far from its target",
         ("bring {target_dist_beta} nearer to 0", "raise {num_generations}", "raise {proposal_learning_rate}"),
-        "one-sample-carries-the-weights",
     ),
 }
 
-# Of these a value that is not finite is a symptom; others are NaN where there is nothing to average
+# Metrics that should be finite. Others are NaN if there is nothing to average
 _FINITE = ("loss", "grad_norm", "kl", "entropy")
 _NO_SETTINGS = "`num_generations` is not known, without `results.json` or a checkpoint of these trainers"
 
@@ -189,7 +179,7 @@ _NO_SETTINGS = "`num_generations` is not known, without `results.json` or a chec
 @dataclass(frozen=True)
 class Finding:
     """
-    A symptom that is seen.
+    A symptom that was found.
 
     Args:
         symptom (`str`):
@@ -197,9 +187,9 @@ class Finding:
         evidence (`str`):
             The numbers that show it, with their updates.
         cause, remedy (`str`):
-            Those of the symptom, with the values that the run's fields have.
+            Those of the symptom, with the values of the run's fields.
         page (`str`):
-            Where the documentation explains it.
+            Page and anchor of the documentation that explain it.
     """
 
     symptom: str
@@ -222,11 +212,11 @@ class Diagnosis:
         updates (`int`):
             Updates that the log covers.
         findings (`list[Finding]`):
-            The symptoms that are seen.
+            The symptoms that were found.
         sound (`list[str]`):
-            Keys of the symptoms that were looked for and are not seen.
+            Keys of the symptoms that were looked for and not found.
         unknown (`dict[str, str]`):
-            Key of each symptom that could not be looked for -> why.
+            Key of each symptom that could not be looked for -> the reason.
     """
 
     updates: int
@@ -243,8 +233,8 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
         history (`list[dict]`):
             `trainer.state.log_history`.
         settings (`dict`, *optional*):
-            Fields of the run's configuration, such as those of `results.json`. Without `num_generations` and
-            `max_completion_length` some signs cannot be looked at.
+            Fields of the run's configuration, such as those of `results.json`. Some signs need `num_generations` and
+            `max_completion_length`.
 
     Returns:
         [`Diagnosis`]
@@ -284,7 +274,7 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
 
 
 def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
-    """A sentence of the alternatives, without those that name a field that does nothing in this run."""
+    """Joins the alternatives, without those that name a field that has no effect in this run."""
     idle = set()
     if settings and not settings.get("alpha", "potential" in settings):
         idle.add("{alpha}")
@@ -295,7 +285,7 @@ def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
 
 
 def _with_values(text: str, settings: dict[str, Any]) -> str:
-    """The text with its fields, and the values that these have."""
+    """Replaces each `{field}` by its name and its value."""
 
     def show(found: re.Match[str]) -> str:
         value = settings.get(found[1])
@@ -339,8 +329,8 @@ def _collapse(log: RunLog) -> str | None:
     if samples >= THRESHOLDS["samples"].value:
         same = log.longest("proposal/distinct", lambda mean: mean * samples < limit)
         if same is not None:
-            alike = f"{same.mean * samples:.1f} of a prompt's {samples} samples are distinct"
-            signs.append(f"`proposal/distinct` is {same.mean:.3g} on average over {same}: {alike}")
+            distinct = f"{same.mean * samples:.1f} of a prompt's {samples} samples are distinct"
+            signs.append(f"`proposal/distinct` is {same.mean:.3g} on average over {same}: {distinct}")
     if not (signs or samples):
         raise Unknown(f"`proposal/log_z_gap` is sound, but `proposal/distinct` cannot be judged: {_NO_SETTINGS}")
     return "; ".join(signs) or None
@@ -351,10 +341,10 @@ def _turned_target(log: RunLog) -> str | None:
         raise Unknown("the hot policy has no target")
     theirs = {(span.first, span.last): span.mean for span in log.spans("proposal/reward")}
     own = {(span.first, span.last): span.mean for span in log.spans("reward")}
-    apart = [Span(*place, own[place] - theirs[place]) for place in own if place in theirs]
-    if not apart:
+    distances = [Span(*place, own[place] - theirs[place]) for place in own if place in theirs]
+    if not distances:
         raise Unknown("`reward` and `proposal/reward` are not in the same logs")
-    farthest, last = max(apart, key=lambda span: span.mean), apart[-1]
+    farthest, last = max(distances, key=lambda span: span.mean), distances[-1]
     if farthest.mean < THRESHOLDS["apart"].value * log.spread:
         return (
             f"`proposal/reward` is never far below `reward`: at most {farthest.mean:.2g} ({farthest}), with a "
@@ -393,8 +383,8 @@ def _nothing_bad(log: RunLog) -> str | None:
     spans = [log.spans(name) for name in names]
     if any(span.mean > 0 for each in spans for span in each):
         return None
-    said = " and ".join(f"`{name}`" for name in names)
-    return f"{said} {'is' if len(names) == 1 else 'are'} 0 over updates {spans[0][0].first} to {spans[0][-1].last}"
+    listed = " and ".join(f"`{name}`" for name in names)
+    return f"{listed} {'is' if len(names) == 1 else 'are'} 0 over updates {spans[0][0].first} to {spans[0][-1].last}"
 
 
 def _finds_no_more(log: RunLog) -> str | None:
@@ -436,8 +426,8 @@ def _narrow(log: RunLog) -> str | None:
     if samples >= THRESHOLDS["samples"].value and name in log.columns:
         spans, limit = log.spans(name), THRESHOLDS["distinct"].value / samples
         if spans[-1].mean < limit <= spans[0].mean:
-            alike = f"{spans[-1].mean * samples:.1f} of a prompt's {samples} completions are distinct"
-            signs.append(f"`{name}` fell from {spans[0].mean:.3g} to {spans[-1].mean:.3g} ({spans[-1]}): {alike}")
+            distinct = f"{spans[-1].mean * samples:.1f} of a prompt's {samples} completions are distinct"
+            signs.append(f"`{name}` fell from {spans[0].mean:.3g} to {spans[-1].mean:.3g} ({spans[-1]}): {distinct}")
     return "; ".join(signs) or None
 
 
@@ -455,13 +445,13 @@ def _falling_return(log: RunLog) -> str | None:
 
 
 def _longest_completion(log: RunLog) -> float:
-    """How many tokens a completion may have, or, where that is not known, had."""
+    """The most tokens that a completion may have, or had if that is unknown."""
     longest = max((value for _, value in log.columns.get("completions/max_length", ())), default=0.0)
     return log.count("max_completion_length") or longest
 
 
 def _models(log: RunLog, name: str) -> Iterator[str]:
-    """A metric of the policy, and that of the proposal if there is one."""
+    """Names of a metric for the policy, and for the proposal if there is one."""
     return (each for each in (name, f"proposal/{name}") if each == name or each in log.columns)
 
 

@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from ._numbers import kl_per_completion
-from .evaluation.gcg.rates import Estimate
+from .evaluation.tails import Estimate
 
 
 _MODELS = {  # label, colour, line style
@@ -31,18 +30,7 @@ _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Effective sample size", "samples"): {"proposal": ("proposal/ess", "negative/ess")},
     ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
 }
-_COLOURS = (
-    "#c8502d",
-    "#1f5fa8",
-    "#3f8f4f",
-    "#7b52a1",
-    "#8a6d1f",
-    "#2b8c99",
-    "#555555",
-    "#d68fb0",
-    "#111111",
-    "#9bbf3b",
-)
+_COLOURS = "#c8502d #1f5fa8 #3f8f4f #7b52a1 #8a6d1f #2b8c99 #555555 #d68fb0 #111111 #9bbf3b".split()
 _AXES = {"samples": "samples drawn", "update": "policy updates"}
 _INK, _FAINT = "#333333", "#dddddd"
 
@@ -57,26 +45,23 @@ def plot_training(
     beside_label: str = "another run",
 ) -> None:
     """
-    Draws a training run: expected reward and exact log P(bad) where they are known, and the main metrics that were logged.
+    Draws a training run: expected reward and exact log P(bad), if they are known, and the main metrics that were logged.
 
     Args:
         history (`list[dict]`):
             [`~trl_repulse.evaluation.tracking.ExactTrackingCallback.history`], or the `history` of a results file.
-            Where it has log P(bad) alone, so has the figure.
         path (`str` or `Path`):
-            File to write; its suffix decides the format, its folder is created if missing.
+            File to write. Its suffix is the format; its folder is created.
         x (`str`, *optional*, defaults to `"samples"`):
             The horizontal axis of exact values: completions drawn (`"samples"`) or updates of the policy (`"update"`).
         logs (`Sequence[dict]`, *optional*, defaults to `()`):
-            `trainer.state.log_history`. Of its metrics, reward, bad fraction, KL, effective sample size and the gap of log
-            Z are drawn, those that were logged.
+            `trainer.state.log_history`, for reward, bad fraction, KL, effective sample size and the gap of log Z.
         metrics (`dict`, *optional*):
-            What to draw of the log in place of these: title and unit of a panel -> `"policy"` or `"proposal"` -> names of
-            the metric.
+            Metrics of the log to draw instead: title and unit of a panel -> `"policy"` or `"proposal"` -> names of the metric.
         beside (`Sequence[dict]`, *optional*, defaults to `()`):
-            Log of another run, drawn thin in the same panels.
+            Log of another run, drawn with thin lines in the same panels.
         beside_label (`str`, *optional*, defaults to `"another run"`):
-            What the legend calls it.
+            Name of that run in the legend.
 
     Raises:
         `ValueError`: If there is nothing to draw.
@@ -88,7 +73,6 @@ def plot_training(
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
     places = figure.subplots(rows, columns, squeeze=False).flatten()
     for place in places[len(panels) :]:
@@ -137,7 +121,7 @@ def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) 
 
 
 def _finite(series: dict[str, list[tuple[float, float | None]]]) -> dict[str, list[tuple[float, float]]]:
-    """The points that have a value, of the models that have any."""
+    """The points with a finite value, for the models that have any."""
     known = {
         model: [(place, value) for place, value in points if value is not None and math.isfinite(value)]
         for model, points in series.items()
@@ -151,20 +135,17 @@ def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str
         panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
         panel.plot(*points[-1], "o", color=colour, markersize=4.5)
     panel.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
-    panel.set_ylabel(unit, color=_INK)
-    panel.set_xlabel(axis, color=_INK)
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panel.margins(x=0.02, y=0.08)
     panel.set_xlim(left=0)
-    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
-    _tidy(panel)
+    _tidy(panel, axis, unit)
 
 
 def _draw_beside(
     figure: Figure, places: Sequence[Axes], panels: list[_Panel], others: list[_Panel], label: str
 ) -> None:
-    """Draws another run thin in panels that are drawn, and a legend under them."""
+    """Adds another run with thin lines to the panels, and a legend below them."""
     thin = {title: series for title, *_, series in others}
     for place, (title, *_) in zip(places, panels, strict=False):
         for model, points in thin.get(title, {}).items():
@@ -181,20 +162,20 @@ def plot_rewards(
     rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
 ) -> None:
     """
-    Draws how the rewards of samples are distributed, as shares on a logarithmic axis, so that a rare tail is visible.
+    Draws a histogram of rewards on a logarithmic axis, so that a rare tail is visible.
 
     Args:
         rewards (`Mapping[str, numpy.ndarray]`):
-            Rewards of one model or of several, by the name in the legend. Those that are not finite are left out.
+            Rewards of each model, by its name in the legend. Rewards that are not finite are left out.
         path (`str` or `Path`):
-            File to write; its suffix decides the format, its folder is created if missing.
+            File to write. Its suffix is the format; its folder is created.
         thresholds (`Sequence[float]`, *optional*, defaults to `()`):
-            Rewards η to mark; the legend gives each model's share of samples under them.
+            Rewards η to mark. The legend has each model's share of samples below them.
         label (`str`, *optional*, defaults to `"reward"`):
-            What the horizontal axis shows.
+            Label of the horizontal axis.
 
     Raises:
-        `ValueError`: If no model has a reward that is a finite number.
+        `ValueError`: If no model has a finite reward.
     """
     known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
     known = {name: values for name, values in known.items() if values.size}
@@ -203,7 +184,6 @@ def plot_rewards(
     edges = np.histogram_bin_edges(np.concatenate(list(known.values())), bins=50)
     floor = 0.5 / max(values.size for values in known.values())  # under the share of a single sample
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panel = figure.subplots()
     for i, (name, values) in enumerate(known.items()):
         under = ", ".join(f"{np.mean(values < eta):.3g} under {eta:g}" for eta in thresholds)
@@ -214,10 +194,7 @@ def plot_rewards(
         panel.axvline(threshold, color="#999999", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
     panel.set_yscale("log")
     panel.set_ylim(bottom=floor)
-    panel.set_xlabel(label, color=_INK)
-    panel.set_ylabel("share of samples", color=_INK)
-    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
-    _tidy(panel)
+    _tidy(panel, label, "share of samples")
     figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=_INK)
     _save(figure, path)
 
@@ -226,18 +203,17 @@ def plot_attack_success(
     curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
 ) -> None:
     """
-    Draws the attack success rate against the threshold under which a response is bad, before and after the attack.
+    Draws the attack success rate, before and after the attack, against the threshold below which a response is bad.
 
     Args:
         curve (`dict[str, list[tuple[float, Estimate]]]`):
-            What [`~trl_repulse.evaluation.gcg.report.success_curve`] returned.
+            Returned by [`~trl_repulse.evaluation.gcg.report.success_curve`].
         path (`str` or `Path`):
-            File to write; its suffix decides the format, its folder is created if missing.
+            File to write. Its suffix is the format; its folder is created.
         thresholds (`Sequence[float]`, *optional*, defaults to `()`):
             Thresholds to mark.
     """
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panel = figure.subplots()
     ends = [score for points in curve.values() for score, _ in points]
     margin = 0.05 * (max(ends) - min(ends)) or 1.0 if ends else 1.0
@@ -254,16 +230,16 @@ def plot_attack_success(
     for threshold in thresholds:
         panel.axvline(threshold, color=_FAINT, linewidth=1.2, zorder=0)
     panel.set_ylim(-0.02, 1.02)
-    panel.set_xlabel("threshold under which a response is bad", color=_INK)
-    panel.set_ylabel("attack success rate", color=_INK)
-    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
-    _tidy(panel)
+    _tidy(panel, "threshold under which a response is bad", "attack success rate")
     if ends:
         panel.legend(frameon=False, fontsize=9, labelcolor=_INK)
     _save(figure, path)
 
 
-def _tidy(panel: Axes) -> None:
+def _tidy(panel: Axes, x_label: str, y_label: str) -> None:
+    panel.set_xlabel(x_label, color=_INK)
+    panel.set_ylabel(y_label, color=_INK)
+    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#999999")

@@ -1,4 +1,4 @@
-"""Preference data of completions with rewards: bad ones that training has met, and samples, in TRL's formats."""
+"""Preference data in TRL's formats, from completions with rewards."""
 
 import json
 import math
@@ -24,7 +24,7 @@ class RewardedCompletion:
 
     Args:
         prompt (`str` or `list[dict]`): Text, or messages.
-        completion (`str` or `list[dict]`): The same kind as the prompt.
+        completion (`str` or `list[dict]`): Of the same kind as the prompt.
         reward (`float`): Its reward.
     """
 
@@ -39,15 +39,15 @@ def read_rewarded(path: str | Path) -> list[RewardedCompletion]:
 
     Args:
         path (`str` or `Path`):
-            A folder of samples that `trl-repulse evaluate` wrote, or a file with a JSON object a line, with `"prompt"`, `"completion"`
-            and `"reward"`, such as a `negatives.jsonl` (`save_negatives`).
+            Folder of samples that `trl-repulse evaluate` wrote, or JSON lines with `"prompt"`, `"completion"` and `"reward"`,
+            such as a `negatives.jsonl` (`save_negatives`).
 
     Returns:
-        `list[RewardedCompletion]`: In their order; those without a reward are left out.
+        `list[RewardedCompletion]`: In the order of the rows; those without a reward are left out.
 
     Raises:
-        `ValueError`: If there is no such file or folder, samples are not complete, or a row lacks one of the three or has
-            prompt and completion of different kinds.
+        `ValueError`: If there is no such file or folder, samples are incomplete, or a row lacks one of the three or mixes text
+            and messages.
     """
     path = Path(path)
     if path.is_dir():
@@ -83,25 +83,24 @@ def preference_rows(
     """
     Pairs of a good and a bad completion of the same prompt, in TRL's preference format.
 
-    Each bad completion is rejected once, the worst first, for the next of the good ones, the best first and from the start again
-    where there are fewer. A completion that was drawn several times counts once.
+    Each bad completion, the worst first, is paired with the next good one, the best first. The good ones are repeated if they
+    are fewer. Duplicates count once.
 
     Args:
         completions (`Iterable[RewardedCompletion]`):
-            Of any prompts, in any order.
+            Completions of any prompts, in any order.
         threshold (`float`):
-            Reward under which a completion is bad.
+            Reward below which a completion is bad.
         margin (`float`, *optional*, defaults to `0.0`):
-            How far above the threshold, in units of reward, a completion is good; between the two it is neither.
+            How far above the threshold, in units of reward, a completion is good. In between it is neither.
         max_bad (`int`, *optional*):
-            Bad completions of a prompt, the worst ones. If `None`, all.
+            Most bad completions of a prompt, the worst ones. If `None`, all.
 
     Returns:
         `list[dict]`: Rows with `prompt`, `chosen`, `rejected`, the difference of their rewards as `margin`, and both rewards.
 
     Raises:
-        `ValueError`: If an argument is out of range, text and messages are mixed, or no prompt has both a good completion and a
-            bad one.
+        `ValueError`: If an argument is out of range, text and messages are mixed, or no prompt has a good and a bad completion.
     """
     groups = _sides(completions, threshold, margin, max_bad)
     rows = [
@@ -159,13 +158,13 @@ def unpaired_rows(
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
-    Writes rows as JSON lines or parquet, as the file's suffix says; the file is there as a whole or not at all.
+    Writes rows as JSON lines or parquet, atomically.
 
     Args:
         path (`Path`):
-            A `.jsonl` or a `.parquet`.
+            A `.jsonl` or `.parquet` file.
         rows (`Sequence[dict]`):
-            What [`preference_rows`] or [`unpaired_rows`] gave.
+            Rows of [`preference_rows`] or [`unpaired_rows`].
 
     Raises:
         `ValueError`: If parquet would change messages, such as calls of tools.
@@ -189,7 +188,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _sides(
     completions: Iterable[RewardedCompletion], threshold: float, margin: float, max_bad: int | None
 ) -> list[tuple[list[RewardedCompletion], list[RewardedCompletion]]]:
-    """Of each prompt its good completions, the best first, and its bad ones, the worst first."""
+    """For each prompt its good completions, the best first, and its bad ones, the worst first."""
     if not margin >= 0:
         raise ValueError(f"`margin` is {margin}; it must be at least 0, in units of reward.")
     if max_bad is not None and max_bad < 1:

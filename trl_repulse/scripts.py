@@ -1,4 +1,4 @@
-"""What the training commands share: prompts, rewards, tracking, the run itself, the report at the end."""
+"""Parts of the training commands: prompts, rewards, tracking, the run, and the report at its end."""
 
 import functools
 import logging
@@ -52,9 +52,9 @@ from .trainers._trl_bridge import withheld_from_uploads
 
 logger = logging.getLogger(__name__)
 
-# Of the metrics logged last, where the expected reward is not computed exactly
+# Metrics of the last log that are reported if the expected reward is not computed exactly
 SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
-# Exact evaluations of a vocabulary as large as GPT-2's take tens of thousands of sequences a prompt
+# An exact evaluation takes tens of thousands of sequences a prompt for a vocabulary as large as GPT-2's
 MAX_EXACT_PROMPTS = 64
 
 
@@ -68,12 +68,12 @@ def load_data(
         script_args ([`TrainingScriptArguments`]):
             Names the data.
         args ([`~trl.GRPOConfig`]):
-            The trainer's configuration; `eval_strategy` asks for held-out prompts.
+            The trainer's configuration. Held-out prompts are needed unless its `eval_strategy` is "no".
         model_name (`str`):
-            The policy, whose tokenizer counts the prompts' tokens.
+            The policy, whose tokenizer counts the tokens of prompts.
 
     Returns:
-        The prompts to train on and the held-out ones, or `None` where none are asked for.
+        The prompts to train on, and the held-out ones or `None`.
 
     Raises:
         `ValueError`: If prompts cannot be loaded or used.
@@ -118,15 +118,15 @@ def make_tracking(
     trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, is_embedded: bool
 ) -> TrackingCallback:
     """
-    The callback that follows a run: exactly where that can be done, else counting what the run spends.
+    Makes the callback that tracks a run: by exact evaluations if they are possible, else by the run's costs alone.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            Trainer to follow.
+            Trainer to track.
         script_args ([`TrainingScriptArguments`]):
             Names the bad tokens and how often to evaluate.
         prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            The prompts trained on, each once.
+            The training prompts, each once.
         is_embedded (`bool`):
             Whether the policy is the embedded world's.
 
@@ -134,7 +134,7 @@ def make_tracking(
         [`~trl_repulse.evaluation.tracking.TrackingCallback`]
 
     Raises:
-        `ValueError`: If the bad tokens are given, but prompts or completions are too many or too long to enumerate.
+        `ValueError`: If bad tokens are given, but the completions of the prompts are too many to enumerate.
     """
     bad, every = script_args.bad_token_ids, script_args.tracking_every
     if is_embedded:
@@ -160,7 +160,7 @@ def make_tracking(
 def _embedded_evaluator(
     reward_model_path: str, prompts: tuple[str, ...], bad_token_ids: tuple[int, ...], max_completion_length: int
 ) -> ExactEvaluator:
-    """Kept for the next run of the same process: enumerating costs as much as a tenth of a run."""
+    """Cached for further runs of this process, as enumeration takes up to a tenth of a run."""
     policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
     reward = AutoModelForSequenceClassification.from_pretrained(reward_model_path)
     with gathered(policy), gathered(reward):
@@ -184,22 +184,22 @@ def run(
     **kwargs: Any,
 ) -> None:
     """
-    Trains, saves, and says what became of it: a table on the standard output; in `output_dir` `results.json`, a figure, and
-    a table of completions from before and after training.
+    Trains, saves and reports: prints a table, and writes `results.json`, a figure, and a table of completions from before and
+    after training to `output_dir`.
 
     Args:
         trainer_cls (`type`):
             Class of the trainer.
         script_args, args, model_args:
-            What [`~trl_repulse.arguments.parse`] returned.
+            Returned by [`~trl_repulse.arguments.parse`].
         method (`str`):
             Name of the method in the report.
         kwargs:
-            Further arguments of the trainer. `reward_funcs` takes the place of the reward that `script_args` names.
+            Further arguments of the trainer. `reward_funcs` replaces the reward that `script_args` names.
     """
     name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
     check_output_dir(args)
-    # The field is text on the command line, where the last checkpoint, or none, is asked for by a word
+    # On the command line the field is text: a path, or `true` for the last checkpoint, or `false`
     resume = args.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
     if resume:  # before models are loaded
@@ -242,7 +242,7 @@ def run(
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
         tokenize = trainer._tokenize_prompts
         trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
-    # By TRL's trainers too
+    # TRL's trainers get these too
     with withheld_from_uploads(TrainerHooks._withheld), naming_a_full_disk(args.output_dir):
         try:
             trainer.train(resume_from_checkpoint=resume)
@@ -265,7 +265,7 @@ def run(
 
 
 def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-    """In place of the dictionary that transformers' callbacks print; trackers and `trainer_state.json` get all metrics."""
+    """Replaces what transformers' callbacks print, a dictionary. Trackers and `trainer_state.json` get all metrics."""
     line = format_logs(logs or {}, state.global_step, state.max_steps)
     if state.is_world_process_zero and line:
         tqdm.write(line)  # above a progress bar, if there is one
@@ -273,7 +273,7 @@ def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None 
 
 def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
     """
-    The reward that the arguments name.
+    Loads the reward that the arguments name.
 
     Args:
         script_args ([`TrainingScriptArguments`]):
@@ -293,7 +293,7 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
         trainer ([`~transformers.Trainer`]):
             Trainer that has finished.
         tracking ([`~trl_repulse.evaluation.tracking.TrackingCallback`]):
-            Callback that followed it.
+            Callback that tracked it.
         method (`str`):
             Name of the method.
     """
@@ -329,14 +329,15 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
 
 def main_or_exit(main: Callable[[], None]) -> None:
     """
-    Runs a script's main function; a mistake of the user, or Ctrl-C, ends it with one line and exit code 1.
+    Runs a script's main function. A mistake of the user, an error of a reward function or Ctrl-C ends it with one line and exit
+    status 1.
 
     Args:
         main (`Callable`):
             The function.
 
     Raises:
-        `Exception`: If one is raised that is neither a mistake of the user's nor of a reward function.
+        `Exception`: Any other error of the function.
     """
     keep_writing()
     try:

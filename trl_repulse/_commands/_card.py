@@ -24,13 +24,7 @@ tags:
 
 
 def add_card(parser: Any) -> None:
-    """
-    Declares `--card`.
-
-    Args:
-        parser:
-            The sub-command's parser, or a group of its arguments.
-    """
+    """Declares `--card`."""
     parser.add_argument(
         "--card",
         metavar="MODEL_DIR",
@@ -40,18 +34,7 @@ def add_card(parser: Any) -> None:
 
 
 def check_card(folder: Path | None, models: int = 1) -> None:
-    """
-    Refuses a folder without a model, and a report of several models.
-
-    Args:
-        folder (`Path`, *optional*):
-            What `--card` names. `None` passes.
-        models (`int`, *optional*, defaults to `1`):
-            How many models the report is of.
-
-    Raises:
-        `ValueError`: If the folder holds no model, or there are several models.
-    """
+    """Raises a `ValueError` if the folder that `--card` names holds no model, or the report has several models."""
     if folder is None:
         return
     if models > 1:
@@ -62,18 +45,8 @@ def check_card(folder: Path | None, models: int = 1) -> None:
 
 def check_measured(folder: Path, weights: str, name: str) -> None:
     """
-    Refuses the card of another model than the one that was measured. Warns if the folder's model cannot be loaded.
-
-    Args:
-        folder (`Path`):
-            What `--card` names.
-        weights (`str`):
-            Hash of the weights that were measured, as [`~trl_repulse.evaluation._generation.hash_model`] gives it.
-        name (`str`):
-            What the measured model was loaded by, for the message.
-
-    Raises:
-        `ValueError`: If the model in the folder has other weights, in every precision.
+    Raises a `ValueError` if no precision of the model in the folder has the hash of the measured weights. Warns if that model
+    cannot be loaded. `name` is that of the measured model, for the message.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,11 +57,11 @@ def check_measured(folder: Path, weights: str, name: str) -> None:
 
     try:
         model = load_model(AutoModelForCausalLM, str(folder), "model", dtype="auto")
-    except ValueError as error:  # for one, a model with code of its own, which was allowed when it was measured
-        said = "Whether its model is the one that was measured was not checked"
-        logging.get_logger(__name__).warning(f"`--card {folder}`: {said}. {error}")
+    except ValueError as error:  # such as a model with custom code, which was allowed when it was measured
+        unchecked = "Whether its model is the one that was measured was not checked"
+        logging.get_logger(__name__).warning(f"`--card {folder}`: {unchecked}. {error}")
         return
-    for dtype in (None, torch.float32, torch.bfloat16, torch.float16):  # what `--dtype` may have said
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float16):  # which `--dtype` may have chosen
         if hash_model(model, dtype) == weights:
             return
     raise ValueError(
@@ -101,22 +74,9 @@ def write_on_card(
     folder: Path, heading: str, text: str, metrics: Mapping[str, Estimate], data: str, confidence: float
 ) -> None:
     """
-    Writes a section on a model card, in the place of an earlier one of the same heading, and its metrics into the card's
-    `model-index`. A model without a card gets one.
-
-    Args:
-        folder (`Path`):
-            Folder of the model.
-        heading (`str`):
-            Heading of the section.
-        text (`str`):
-            The section, Markdown.
-        metrics (`Mapping[str, Estimate]`):
-            Estimates by name; those that are not finite are left out.
-        data (`str`):
-            What the model was measured on.
-        confidence (`float`):
-            Nominal coverage of the intervals.
+    Writes a section (Markdown) on the model card in a folder, and its metrics into the card's `model-index`. Replaces an earlier
+    section with the heading. A model without a card gets one. `data` says what the model was measured on, and `confidence` is the
+    nominal coverage of the intervals. Metrics that are not finite are left out.
     """
     path = folder / "README.md"
     card = ModelCard.load(path) if path.is_file() else ModelCard(_NEW.format(name=folder.resolve().name))
@@ -141,15 +101,13 @@ def write_on_card(
             metric_args={
                 "confidence": confidence,
                 **{
-                    end: float(f"{getattr(estimate, end):.6g}") for end in ("low", "high") if _is_finite(estimate, end)
+                    end: float(f"{bound:.6g}")
+                    for end, bound in (("low", estimate.low), ("high", estimate.high))
+                    if math.isfinite(bound)
                 },
             },
         )
         for name, estimate in metrics.items()
-        if _is_finite(estimate, "value")
+        if math.isfinite(estimate.value)
     ]
     card.save(path)
-
-
-def _is_finite(estimate: Estimate, name: str) -> bool:
-    return math.isfinite(getattr(estimate, name))

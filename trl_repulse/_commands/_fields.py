@@ -1,4 +1,4 @@
-"""The parser of all commands, and arguments that several of them have."""
+"""The parser of all commands, and arguments that several commands have."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ import yaml
 from .._errors import did_you_mean, unknown_name
 
 
-# What argparse takes for a number, not for an option; its own (Python 3.11) knows neither `-1e1` nor `-inf`
+# argparse (Python 3.11) takes neither `-1e1` nor `-inf` for a number
 _NEGATIVE_NUMBER = re.compile(r"-(?:\.?\d|inf(?:inity)?$|nan$)", re.IGNORECASE)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping with a key that stands twice, of which PyYAML takes the last."""
+    """Refuses a mapping that has a key twice; PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node, seen = super().compose_mapping_node(anchor), {}
@@ -32,19 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """
-    What a YAML file of settings has.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `dict[str, Any]`: The settings by name.
-
-    Raises:
-        `ValueError`: If there is no such file, it cannot be read, is no mapping, or has a name twice, nested ones included.
-    """
+    """The settings in a YAML file, by name. Raises a `ValueError` if it cannot be read, is no mapping, or has a name twice."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`, which `--config` names; give the path of a YAML file.")
     try:
@@ -61,23 +49,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 class Parser(argparse.ArgumentParser):
     """
-    A parser, and the sub-parsers it makes, that take `-1e1` and `-inf` for numbers, take names in full alone, answer an unknown one
-    with the nearest, and read a YAML file as they read flags.
+    A parser that takes full names only, reads `-1e1` and `-inf` as numbers, suggests the nearest name for an unknown one, and reads a
+    YAML file as it reads flags. Its sub-parsers do the same.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
         self._negative_number_matcher = _NEGATIVE_NUMBER
-        # Names that are arguments of a launcher, not of this parser
-        self.others: Collection[str] = ()
-        # Types of arguments that are fields: these take `None`, and lists and mappings as they are. Elsewhere `null` leaves one out
+        self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
+        # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
 
     def parse_known_args(self, args=None, namespace=None):
-        """As [`argparse.ArgumentParser.parse_known_args`], but unknown options end with a message here too."""
+        """As [`argparse.ArgumentParser.parse_known_args`], but an unknown option is an error."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            # Not its value, which may be an address with a key
+            # Without its value, which may be an address with a key
             flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
             known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
             hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), known)
@@ -86,47 +73,74 @@ class Parser(argparse.ArgumentParser):
 
     def set_defaults_from(self, path: Path) -> None:
         """
-        Makes what a YAML file has the defaults of the arguments, as the values that flags would give.
-
-        Args:
-            path (`Path`):
-                YAML file with arguments by the names of their flags; those without a flag by `folders`, `output` and the like.
-
-        Raises:
-            `ValueError`: If the file cannot be read, or has other names, or values that an argument does not take.
+        Makes the values in a YAML file the defaults, converted as those of flags are. The file has options by the names of their
+        flags and the others by their `dest`. Raises a `ValueError` for an unknown name or a value that an argument does not take.
         """
-        # A field's `--no_...` is no name of its own
+        # Without the `--no_...` of a field
         actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
         named = {(action.option_strings or [action.dest])[0].lstrip("-"): action for action in actions}
         known = [*named.keys() - {"h", "help", "help-all", "config"}, *self.others]
         for name, value in read_yaml(path).items():
-            if name == "env" and self.hints is not None:  # variables of the environment, as TRL's parser reads them
+            if name == "env" and self.hints is not None:  # environment variables, as TRL's parser sets them
                 if not isinstance(value, dict | None):
                     raise ValueError(f"`{path}` has `env: {value}`, which must hold environment variables by name.")
                 os.environ |= {key: str(each) for key, each in (value or {}).items()}
-                continue
-            if name not in known:
+            elif name not in known:
                 raise unknown_name(f"`{path}`", name, value, known)
-            if name in self.others or (value is None and self.hints is None):
-                continue
-            action = named[name]
-            parsed = _from_file(path, name, value, action, (self.hints or {}).get(name))
-            action.required = False
-            self.set_defaults(
-                **{action.dest: _Replaced(parsed) if isinstance(action, argparse._AppendAction) else parsed}
-            )
+            elif name not in self.others and (value is not None or self.hints is not None):
+                action = named[name]
+                try:
+                    parsed = _from_file(value, action, (self.hints or {}).get(name))
+                except ValueError as error:
+                    raise ValueError(f"`{path}` has `{name}: {value}`, which {error}.") from error
+                action.required = False
+                if isinstance(action, argparse._AppendAction):
+                    parsed = _Replaced(parsed)
+                self.set_defaults(**{action.dest: parsed})
+
+
+class _Replaced(list):
+    """Default of a flag that appends. argparse copies it before it appends the first flag, so that flags win over the file."""
+
+    def __copy__(self) -> list[Any]:
+        return []
+
+
+def _from_file(value: Any, action: argparse.Action, hint: Any) -> Any:
+    """A YAML value as the flag would give it: PyYAML reads `1e-3` as text, and `off` as false. The error continues a sentence."""
+    several = action.nargs not in (None, 0, "?") or isinstance(action, argparse._AppendAction)
+    # Each value of a list is converted
+    kept = {get_origin(each) or each for each in get_args(hint)} - ({list} if several else set())
+    if type(value) in kept & {list, dict, type(None)}:
+        return value
+    if action.choices is not None:
+        if isinstance(value, bool):
+            words = ("on", "yes", "true") if value else ("off", "no", "false")
+            value = next((word for word in words if word in action.choices), value)
+        if value not in action.choices:
+            raise ValueError(f"must be one of {', '.join(map(str, action.choices))}")
+        return value
+    if isinstance(value, list) and not several:
+        raise ValueError("takes one value; give it without the brackets")
+    kind: Any = parse_boolean if action.nargs == 0 else action.type or str
+
+    def convert(each: Any) -> Any:
+        if isinstance(each, dict) and kind is parse_object:
+            return each
+        if isinstance(each, list | dict):
+            raise ValueError("it takes plain values, such as numbers or text")
+        return kind(str(each))
+
+    try:
+        if not several:
+            return convert(value)
+        return [convert(each) for each in (value if isinstance(value, list) else [value])]
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise ValueError(f"cannot be read ({error})") from error
 
 
 def add_prompts(group: Any, required: bool) -> None:
-    """
-    Declares the prompts of a command, as all commands that sample name them.
-
-    Args:
-        group:
-            The parser, or a group of its arguments.
-        required (`bool`):
-            Whether there is no such command without prompts.
-    """
+    """Declares the arguments that name prompts."""
     group.add_argument("--prompts", required=required, help="file or data set of prompts")
     group.add_argument("--split", default="train", help="split of a data set (train)")
     group.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
@@ -138,60 +152,12 @@ def add_prompts(group: Any, required: bool) -> None:
 
 
 def add_reward(group: Any) -> None:
-    """
-    Declares the reward of a command, as all commands that score name it.
-
-    Args:
-        group:
-            The parser, or a group of its arguments.
-    """
+    """Declares the arguments that name a reward."""
     group.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
     group.add_argument("--reward_type", help="kind of reward, as in the training commands (TRL's own treatment)")
     group.add_argument(
         "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
     )
-
-
-class _Replaced(list):
-    """The default of a flag that appends: argparse copies it before the first flag is appended, and flags win over the file."""
-
-    def __copy__(self) -> list[Any]:
-        return []
-
-
-def _from_file(path: Path, name: str, value: Any, action: argparse.Action, hint: Any) -> Any:
-    """A value of a YAML file as the flag of that name would give it: PyYAML takes `1e-3` for text, and `off` for false."""
-    several = action.nargs not in (None, 0, "?") or isinstance(action, argparse._AppendAction)
-    # Of a list, each value is read
-    taken = {get_origin(each) or each for each in get_args(hint)} - ({list} if several else set())
-    if type(value) in taken & {list, dict, type(None)}:
-        return value
-    if action.choices is not None:
-        if isinstance(value, bool):
-            words = ("on", "yes", "true") if value else ("off", "no", "false")
-            value = next((word for word in words if word in action.choices), value)
-        if value not in action.choices:
-            choices = ", ".join(map(str, action.choices))
-            raise ValueError(f"`{path}` has `{name}: {value}`, which must be one of {choices}.")
-        return value
-    kind: Any = parse_boolean if action.nargs == 0 else action.type or str
-
-    def parse(each: Any) -> Any:
-        if isinstance(each, list) and isinstance(action, argparse._AppendAction) and action.nargs is not None:
-            return [parse(part) for part in each]
-        if isinstance(each, dict) and kind is parse_object:
-            return each
-        if isinstance(each, list | dict):
-            raise ValueError("it takes plain values, such as numbers or text")
-        return kind(str(each))
-
-    if isinstance(value, list) and not several:
-        raise ValueError(f"`{path}` has `{name}: {value}`, which takes one value; give it without the brackets.")
-    values = value if isinstance(value, list) else [value]
-    try:
-        return [parse(each) for each in values] if several else parse(value)
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise ValueError(f"`{path}` has `{name}: {value}`, which cannot be read ({error}).") from error
 
 
 def parse_boolean(value: str) -> bool:
@@ -213,45 +179,21 @@ def parse_object(value: str) -> dict[str, Any]:
 
 
 def check_output(path: Path | None, flag: str = "--output") -> None:
-    """
-    Refuses a file that could not be written, before there is anything to lose.
-
-    Args:
-        path (`Path`, *optional*):
-            File to write; its folder is made. `None` passes.
-        flag (`str`, *optional*, defaults to `"--output"`):
-            The flag that names it.
-
-    Raises:
-        `ValueError`: If it is a folder, or its folder cannot be made or written to.
-    """
+    """Makes the folder of a file that will be written. Raises a `ValueError` that names the flag if it cannot be written."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`{flag} {path}` cannot be written: {error}.") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        fault = (
-            "is a folder; name a file" if path.is_dir() else "is in a folder that cannot be written to; name another"
-        )
-        raise ValueError(f"`{flag} {path}` {fault}.")
+    if path.is_dir():
+        raise ValueError(f"`{flag} {path}` is a folder; name a file.")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"`{flag} {path}` is in a folder that cannot be written to; name another.")
 
 
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """
-    The file that `--config` names, and the command line without it.
-
-    Args:
-        argv (`list[str]`):
-            Command line without the name of the script.
-
-    Returns:
-        `tuple`: The path, or `None`, and the other words.
-
-    Raises:
-        `ValueError`: If no file follows `--config`, or it is there twice.
-    """
+    """The file that `--config` names, if any, and the other words. Raises a `ValueError` for none behind it, or two."""
     path, rest, words = None, [], iter(argv)
     for word in words:
         flag, has_value, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Streams of a command that nothing ends."""
+"""Standard streams that do not end a command."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Stream(io.FileIO):
-    """A standard stream that loses what nobody reads any more, as where it was piped to `head`."""
+    """A standard stream that drops what nobody reads, as after a pipe to `head`."""
 
     def write(self, data: Any) -> int:
         try:
@@ -18,8 +18,8 @@ class _Stream(io.FileIO):
 
 def keep_writing() -> None:
     """
-    Lets nothing that a command says end it: readers may leave, the shell may have closed a stream, and letters that the
-    locale lacks are written as escapes. Streams that a caller has put in place of Python's stay as they are.
+    Makes output safe: readers may leave, the shell may have closed a stream, and letters that the locale lacks are escaped.
+    Streams with which a caller has replaced Python's stay.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""`trl-repulse diagnose`: what is wrong with a run, as far as its log shows it. No model is needed."""
+"""`trl-repulse diagnose`: symptoms of failure in the log of a run. No model is needed."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the symptoms; returns 0 if there are none, 1 if there are some, or 2 with a message if there is no log."""
+    """Prints the symptoms. Returns 0 if there are none, 1 if there are some, or 2 with a message if there is no log."""
     try:
         path, history, settings = load_log(args.folder)
         diagnosis = diagnose(history, settings)

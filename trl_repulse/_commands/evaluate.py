@@ -1,13 +1,11 @@
 """`trl-repulse evaluate`: held-out samples of a model, and what they say about the lower tail of its reward."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .._errors import describe_error, from_reward
 from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import add_prompts, add_reward, check_output, parse_object
@@ -90,38 +88,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Samples what is missing, reports and returns 0, or 1 with a message if that cannot be done."""
+    """Samples what is missing, writes and prints the report, and returns 0."""
     from ..evaluation._generation import process_state
 
-    try:
-        state = process_state()
-        report = evaluate(args)
-        if state.is_main_process:
-            _write(args, *report)
-    except Exception as error:  # a reward may fail with any
-        if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
-            raise
-        print(f"trl-repulse evaluate: {describe_error(error)}", file=sys.stderr)
-        return 1
+    state = process_state()
+    report = evaluate(args)
+    if state.is_main_process:
+        _write(args, *report)
     state.destroy_process_group()
     return 0
 
 
 def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     """
-    Samples if a model is given, then reads.
-
-    Args:
-        args (`argparse.Namespace`):
-            Arguments of the command.
-
-    Returns:
-        `tuple`: the [`~trl_repulse.evaluation.records.SampleSet`] of each folder, the
-        [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
-
-    Raises:
-        `ValueError`: If arguments do not fit together or something cannot be used.
-        `OSError`: If a model or a file cannot be loaded.
+    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, the
+    [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
     """
     from ..evaluation.records import load_samples
     from ..evaluation.report import estimates, tail_report
@@ -133,15 +114,15 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     check_card(args.card, len(args.folders))
     if args.per_prompt and len(args.folders) > 1:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
-    # What is wrong of the reading is said before anything is sampled
+    # Refuses mistakes in the options of the report before anything is sampled
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is not None:
         _sample(args)
     else:
-        unset: dict[str, Any] = dict.fromkeys(("prompts", "reward_model_path", "reward_type", "rewards", "reference"))
-        unset |= {"negatives": None, "reward_kwargs": {}, "engine_kwargs": None, "apply_chat_template": False}
-        unset |= {"trust_remote_code": False}
-        unset |= {"split": "train", "prompt_column": "prompt", **dict.fromkeys(SETTINGS)}
+        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", "engine_kwargs")
+        unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
+        unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
+        unset |= {"split": "train", "prompt_column": "prompt"}
         given = [name for name, default in unset.items() if getattr(args, name, default) != default]
         if given:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
@@ -193,7 +174,7 @@ def _sample(args: argparse.Namespace) -> None:
 
 
 def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
-    """Refuses a column of numbers that the samples will not have."""
+    """Refuses a column that the samples will not have."""
     from .._loading import _adapter_config
 
     known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
@@ -201,11 +182,8 @@ def _check_column(column: str, rewards: Any, transformed: bool, has_reference: b
     known += ["kl", "log_prob_reference"] if has_reference else []
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(reward, str):  # an adapter goes by the name of its base
-            name = (
-                ((_adapter_config(reward, None) or {}).get("base_model_name_or_path") or reward)
-                .rstrip("/")
-                .split("/")[-1]
-            )
+            base = (_adapter_config(reward, None) or {}).get("base_model_name_or_path")
+            name = (base or reward).rstrip("/").split("/")[-1]
         else:
             name = getattr(reward, "__name__", type(reward).__name__)
         known.append(f"rewards/{name}")
@@ -254,7 +232,7 @@ def _score_negatives(args: argparse.Namespace) -> Any:
 
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
-    """Writes the report and draws the figure, if asked to; prints it."""
+    """Prints the report, and writes it to the files that the arguments name."""
     from ..evaluation._files import write_json
 
     content, text = report.to_dict(), report.to_markdown(args.per_prompt)
@@ -270,9 +248,8 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
     if args.figure is not None:
         from ..plots import plot_rewards
 
-        columns = {
-            str(folder): each.column(args.column).ravel() for folder, each in zip(args.folders, samples, strict=True)
-        }
+        folders = map(str, args.folders)
+        columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
         plot_rewards(columns, args.figure, args.thresholds, args.column)
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))

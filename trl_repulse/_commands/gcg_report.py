@@ -1,7 +1,6 @@
 """`trl-repulse gcg-report`: what the results of attacks say at given thresholds. No model is needed."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes what is asked for, prints the report and returns 0, or 1 with a message if there is nothing to report."""
-    try:
-        check_card(args.card)
-        check_output(args.json, "--json")
-        check_output(args.figure, "--figure")
-        header, records = read_results(*args.results)
-        summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
-        if args.json is not None:
-            write_report(args.json, summary)
-        if args.figure is not None:
-            from ..plots import plot_attack_success
+    """Writes the files and the card that are asked for, prints the report and returns 0."""
+    check_card(args.card)
+    check_output(args.json, "--json")
+    check_output(args.figure, "--figure")
+    header, records = read_results(*args.results)
+    summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
+    if args.json is not None:
+        write_report(args.json, summary)
+    if args.figure is not None:
+        from ..plots import plot_attack_success
 
-            plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
-        if args.card is not None:
-            check_measured(args.card, header["identity"]["model"], header["model"])
-            _write_on_card(args, summary)
-    except (ValueError, OSError) as error:
-        print(f"trl-repulse gcg-report: {error}", file=sys.stderr)
-        return 1
+        plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
+    if args.card is not None:
+        check_measured(args.card, header["identity"]["model"], header["model"])
+        _write_on_card(args, summary)
     print(format_report(summary))
     return 0
 

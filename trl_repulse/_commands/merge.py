@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merges and returns 0, or 1 with a message if that cannot be done; then nothing is written."""
-    try:
-        merge(args.adapter, args.output, args.dtype, args.base_model, args.allow_proposal, args.trust_remote_code)
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        print(f"trl-repulse merge: {error}", file=sys.stderr)
-        return 1
+    """Merges and returns 0. Nothing is written if that fails."""
+    merge(args.adapter, args.output, args.dtype, args.base_model, args.allow_proposal, args.trust_remote_code)
     print(f"Merged {args.adapter} into {args.output}.")
     return 0
 
@@ -50,30 +45,9 @@ def merge(
     trust_remote_code: bool = False,
 ) -> None:
     """
-    Merges a saved adapter of a language model into its base and saves model and tokenizer.
-
-    Head and embedding that share weights get weights of their own if the adapter changes one of them. What was saved is read
-    again, and stays only if it gives the adapter's logits.
-
-    Args:
-        adapter (`Path`):
-            Folder of the adapter.
-        output (`Path`):
-            Folder to write to; new or empty.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Precision of the weights, `"auto"` for that of the base.
-        base_model (`str`, *optional*):
-            Path or id of the base, if not the one that the adapter names.
-        allow_proposal (`bool`, *optional*, defaults to `False`):
-            Whether to merge a proposal's adapter, with the card that warns of it.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with the base.
-
-    Raises:
-        `ValueError`: If there is no adapter, it is a proposal's or cannot be merged, the output is in the way, or the merged
-            model gives other logits than the adapter.
-        `OSError`: If the base or its tokenizer cannot be loaded.
-        `RuntimeError`: If the adapter's weights do not fit the base.
+    Merges a saved adapter of a language model into its base, and saves model and tokenizer in a folder that is new or empty. If
+    head and embedding share weights and the adapter changes one of them, they are separated. The saved model is loaded again,
+    and deleted with a `ValueError` unless its logits are those of the adapter.
     """
     config = _check(adapter, output, allow_proposal)
 
@@ -118,7 +92,7 @@ def merge(
 
 
 def _write_card(adapter: Path, output: Path) -> None:
-    """Takes along the card of a trained adapter, as one of full weights; PEFT's form, which nobody has filled in, stays behind."""
+    """Copies the card of a trained adapter, as one of full weights, but not the empty form that PEFT writes."""
     if "trl" not in _tags(adapter):
         return
     card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
@@ -133,14 +107,14 @@ def _write_card(adapter: Path, output: Path) -> None:
 
 
 def _untie(adapted: Any) -> None:
-    """Gives the head weights of its own where it shares those of the embedding and the adapter changes one of the two."""
+    """Gives the head its own weights if it shares those of the embedding and the adapter changes one of the two."""
     base = adapted.get_base_model()
     layers = [base.get_input_embeddings(), base.get_output_embeddings()]
     if None in layers:
         return
     embedding, head = (getattr(layer, "base_layer", layer) for layer in layers)
     changed = any(adapted.prefix in name for layer in layers for name, _ in layer.named_parameters())
-    # Copies of whole layers (`modules_to_save`) PEFT sets apart itself
+    # PEFT itself separates copies of whole layers (`modules_to_save`)
     if changed and getattr(head, "weight", None) is embedding.weight:
         head.weight = type(head.weight)(head.weight.detach().clone(), requires_grad=False)
         base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
@@ -154,7 +128,7 @@ def _logits(model: Any, ids: Any) -> Any:
 
 
 def _check_logits(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Refuses logits that differ by more than a share of their spread; a number added to all changes no probability."""
+    """Refuses logits that differ by more than a share of their spread. Adding a constant to all changes no probability."""
     found, expected = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, expected))
     distance = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
     if not distance <= tolerance:
@@ -165,7 +139,7 @@ def _check_logits(found: Any, expected: Any, tolerance: float, what: str) -> Non
 
 
 def _check(adapter: Path, output: Path, allow_proposal: bool) -> Any:
-    """The adapter's configuration, if all that can be known before anything is loaded allows to merge it."""
+    """The adapter's configuration. Refuses what can be refused before a model is loaded."""
     if not (adapter / "adapter_config.json").is_file():
         if (adapter / "config.json").is_file():
             raise ValueError(f"{adapter} holds a model with full weights; there is nothing to merge.")
@@ -191,16 +165,7 @@ def _check(adapter: Path, output: Path, allow_proposal: bool) -> Any:
 
 
 def is_proposal(folder: Path) -> bool:
-    """
-    Whether a folder holds a proposal, by the tags of its card.
-
-    Args:
-        folder (`Path`):
-            Folder of a model or an adapter.
-
-    Returns:
-        `bool`: `False` without a card.
-    """
+    """Whether a folder's model or adapter is a proposal, by the tags of its card; `False` without a card."""
     return {"proposal", "not-for-deployment"} <= set(_tags(folder))
 
 

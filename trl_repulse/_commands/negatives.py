@@ -1,7 +1,6 @@
 """`trl-repulse negatives`: preference data of bad completions that training has met, and of samples. No model is needed."""
 
 import argparse
-import sys
 from pathlib import Path
 
 
@@ -29,27 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the rows, prints how many there are and returns 0, or 1 with a message if that cannot be done."""
+    """Writes the rows, prints how many there are and returns 0."""
     from ..preferences import preference_rows, read_rewarded, unpaired_rows, write_rows
 
-    try:
-        if args.output.suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f"`{args.output}` must end with .jsonl or .parquet, which says what is written.")
-        if args.output.resolve() in [source.resolve() for source in args.sources]:
-            raise ValueError(f"`{args.output}` is one of the sources and would be written over; name another file.")
-        completions = [each for source in args.sources for each in read_rewarded(source)]
-        make = preference_rows if args.format == "preference" else unpaired_rows
-        rows = make(completions, args.threshold, args.margin, args.max_bad)
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(args.output, rows)
-    except (ValueError, OSError) as error:
-        print(f"trl-repulse negatives: {error}", file=sys.stderr)
-        return 1
+    if args.output.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"`{args.output}` must end with .jsonl or .parquet, which says what is written.")
+    if args.output.resolve() in [source.resolve() for source in args.sources]:
+        raise ValueError(f"`{args.output}` is one of the sources and would be written over; name another file.")
+    completions = [each for source in args.sources for each in read_rewarded(source)]
+    make = preference_rows if args.format == "preference" else unpaired_rows
+    rows = make(completions, args.threshold, args.margin, args.max_bad)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(args.output, rows)
     prompts = len({str(row["prompt"]) for row in rows})
-    if args.format == "preference":
-        said = f"{len(rows):,} pairs"
-    else:
+    written = f"{len(rows):,} pairs"
+    if args.format == "unpaired":
         good = sum(row["label"] for row in rows)
-        said = f"{good:,} good and {len(rows) - good:,} bad completions"
-    print(f"{said} of {prompts:,} prompts, from {len(completions):,} completions: {args.output}")
+        written = f"{good:,} good and {len(rows) - good:,} bad completions"
+    print(f"{written} of {prompts:,} prompts, from {len(completions):,} completions: {args.output}")
     return 0

@@ -2,11 +2,9 @@
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from .._errors import describe_error, from_reward
 from ..evaluation._files import write_report
 from ._fields import add_prompts, add_reward, check_output, parse_object
 
@@ -46,10 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
     drawing.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
-    asked = parser.add_argument_group("estimates")
-    asked.add_argument("--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad")
-    asked.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
-    asked.add_argument(
+    estimates = parser.add_argument_group("estimates")
+    estimates.add_argument(
+        "--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad"
+    )
+    estimates.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
+    estimates.add_argument(
         "--forecast",
         metavar="N",
         type=_count,
@@ -57,65 +57,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="completions to extrapolate the lowest reward to",
     )
-    asked.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
-    asked.add_argument(
+    estimates.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    estimates.add_argument(
         "--output", metavar="FILE", type=Path, help="JSON file for the report, with each prompt's estimates"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Estimates and returns 0, or 1 with a message if that cannot be done."""
+    """Estimates, writes and prints the report, and returns 0."""
     from ..evaluation._generation import process_state
     from ..evaluation.rare.report import format_report
 
-    try:
-        state = process_state()
-        report = estimate(args)
-        if state.is_main_process:
-            if args.output is not None:
-                write_report(args.output, report)
-            print(format_report(report))
-    except Exception as error:  # a reward may fail with any
-        if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
-            raise
-        print(f"trl-repulse rare-events: {describe_error(error)}", file=sys.stderr)
-        return 1
+    state = process_state()
+    report = estimate(args)
+    if state.is_main_process:
+        if args.output is not None:
+            write_report(args.output, report)
+        print(format_report(report))
     state.destroy_process_group()
     return 0
 
 
-def estimate(args: argparse.Namespace) -> dict[str, Any]:
-    """
-    Loads, draws and estimates.
+def _check(args: argparse.Namespace) -> int:
+    """Refuses what can be refused before anything is loaded. Returns the completions a prompt from each proposal."""
+    from ..evaluation._generation import check_dtype
+    from ..evaluation.rare.mixture import check_counts
+    from ..evaluation.rare.sampling import check_sizes
+    from ..evaluation.tails import check_share
 
-    Args:
-        args (`argparse.Namespace`):
-            Arguments of the command.
-
-    Returns:
-        `dict`: as [`~trl_repulse.evaluation.rare.report.rare_event_report`], with `settings`, and the `temperatures` of the components.
-
-    Raises:
-        `ValueError`: If arguments do not fit together or something cannot be used.
-        `OSError`: If a model or a file cannot be loaded.
-    """
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
-    from accelerate.utils import broadcast_object_list
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from .._loading import load_model, load_tokenizer
-    from .._vocabulary import check_same_tokens
-    from ..data import load_prompts
-    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
-    from ..evaluation.rare.mixture import check_counts
-    from ..evaluation.rare.report import rare_event_report
-    from ..evaluation.rare.sampling import check_sizes, draw, find_temperature
-    from ..evaluation.tails import check_share
-    from ..rewards import RemoteReward
-    from ..rewards.loading import load_reward
-
     for name in args.proposal:
         folder = Path(name)
         if folder.name == "proposal" and folder.parent.is_dir() and not folder.exists():
@@ -146,6 +118,27 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     check_output(args.output)
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
     check_counts([args.num_samples, *(others for _ in args.proposal)])
+    return others
+
+
+def estimate(args: argparse.Namespace) -> dict[str, Any]:
+    """
+    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, and the
+    `temperatures` of the components.
+    """
+    others = _check(args)
+    from accelerate.utils import broadcast_object_list
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from .._loading import load_model, load_tokenizer
+    from .._vocabulary import check_same_tokens
+    from ..data import load_prompts
+    from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
+    from ..evaluation.rare.report import rare_event_report
+    from ..evaluation.rare.sampling import draw, find_temperature
+    from ..rewards import RemoteReward
+    from ..rewards.loading import load_reward
+
     device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
     prompts = load_prompts(
         args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template

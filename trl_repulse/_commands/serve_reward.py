@@ -3,7 +3,6 @@
 import argparse
 import logging
 import signal
-import sys
 import threading
 from typing import Any
 
@@ -48,20 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; then answers the requests it has and returns 0, or 1 if it cannot serve."""
+    """Serves until SIGINT or SIGTERM, then answers the requests it has and returns 0."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    try:
-        check_installed()
-        if args.reward_type is None:
-            raise ValueError("`--reward_type` is needed; give a kind of reward, or `path/to/file.py:function`.")
-        from ..rewards.loading import load_reward
+    check_installed()
+    if args.reward_type is None:
+        raise ValueError("`--reward_type` is needed; give a kind of reward, or `path/to/file.py:function`.")
+    from ..rewards.loading import load_reward
 
-        labels = {"label_column": "labels"} if ".py:" in args.reward_type else {}
-        reward = load_reward(args.reward_type, args.reward_model_path, **labels, **args.reward_kwargs)
-        server = RewardServer(reward, **{name: getattr(args, name) for name in _SERVER})
-    except (ValueError, OSError, OverflowError, ImportError) as error:
-        print(f"trl-repulse serve-reward: {error}", file=sys.stderr)
-        return 1
+    labels = {"label_column": "labels"} if ".py:" in args.reward_type else {}
+    reward = load_reward(args.reward_type, args.reward_model_path, **labels, **args.reward_kwargs)
+    server = RewardServer(reward, **{name: getattr(args, name) for name in _SERVER})
     stop = threading.Event()
 
     def end(number: int, frame: Any) -> None:

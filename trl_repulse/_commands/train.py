@@ -1,8 +1,8 @@
 """
-The training commands, `trl-repulse repulse` and its kin, which run through `accelerate launch` as `trl grpo` does.
+The training commands, which run through `accelerate launch` as `trl grpo` does.
 
-As a module, `python -m trl_repulse._commands.train COMMAND [flags]`, it is what each process of the launcher runs. The
-launcher itself imports neither TRL nor the trainers.
+`python -m trl_repulse._commands.train COMMAND [flags]` is what each process of the launcher runs. The launcher itself
+imports neither TRL nor the trainers.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .. import embedded
-from .._errors import describe_error
 from ._fields import read_yaml, split_config
 
 
@@ -33,77 +32,59 @@ _EPILOG = (
 
 
 def launch(command: str, argv: list[str]) -> int:
-    """
-    Launches a training command in as many processes as Accelerate is asked for.
-
-    Args:
-        command (`str`):
-            Training command, such as `"repulse"`.
-        argv (`list[str]`):
-            Its flags. Those of `accelerate launch` are for the launcher, as are their names in the file of `--config`.
-
-    Returns:
-        `int`: Exit status, 1 with a message if the run cannot be launched or has failed.
-    """
-    prog = f"trl-repulse {command}"
+    """Launches a training command. `accelerate launch` takes its own options from the flags and from the file of `--config`."""
+    path, rest = split_config(argv)
+    settings = {} if path is None else read_yaml(path)
+    prog, everything = f"trl-repulse {command}", not {"--help-all", "--help_all"}.isdisjoint(rest)
+    if everything or not {"-h", "--help"}.isdisjoint(rest):
+        print(_help(command, prog, settings, everything), end="")
+        return 0
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # its notice is about `accelerate launch`
     try:
-        path, rest = split_config(argv)
-        settings = {} if path is None else read_yaml(path)
-        if not {"-h", "--help", "--help-all", "--help_all"}.isdisjoint(rest):
-            # transformers (5.23) imports an installed PEFT beside its arguments, half of the time until the help is there
-            hidden = "transformers" not in sys.modules and "peft" not in sys.modules
-            if hidden:
-                sys.modules["peft"] = None
-            try:
-                from ..arguments import ARGUMENTS, TrainingParser
-            finally:
-                if hidden:
-                    del sys.modules["peft"]
-
-            parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
-            parser.set_defaults_with_config(**settings)
-            print(parser.format_help(not {"--help-all", "--help_all"}.isdisjoint(rest)), end="")
-            return 0
-        logging.getLogger("accelerate.commands.launch").setLevel(
-            logging.ERROR
-        )  # its notice is about `accelerate launch`
         launch_command(_parse_launch(prog, [command, *argv], settings))
     except (KeyboardInterrupt, SignalException):
-        _wait_for_processes()
+        # The processes say how to resume. They got no Ctrl-C if it was sent to this process alone
+        for process in psutil.wait_procs(psutil.Process().children(), timeout=10)[1]:
+            process.send_signal(signal.SIGINT)
         return 130
     except (subprocess.CalledProcessError, ChildFailedError):
         return 1  # the processes have said why
-    except (ValueError, OSError) as error:
-        print(f"{prog}: {describe_error(error)}", file=sys.stderr)
-        return 1
     return 0
 
 
-def _wait_for_processes() -> None:
-    """Lets the processes say how to go on, after Ctrl-C; those that did not get it, since it was sent to this one alone, do."""
-    _, running = psutil.wait_procs(psutil.Process().children(), timeout=10)
-    for process in running:
-        process.send_signal(signal.SIGINT)
+def _help(command: str, prog: str, settings: dict[str, Any], everything: bool) -> str:
+    # transformers (5.23) imports an installed PEFT with its arguments, which takes as long as all the rest
+    hidden = "transformers" not in sys.modules and "peft" not in sys.modules
+    if hidden:
+        sys.modules["peft"] = None
+    try:
+        from ..arguments import ARGUMENTS, TrainingParser
+    finally:
+        if hidden:
+            del sys.modules["peft"]
+
+    parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
+    parser.set_defaults_with_config(**settings)
+    return parser.format_help(everything)
 
 
 def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argparse.Namespace:
-    """Arguments of `accelerate launch`: those of the line and the file that are its own, this module, and the rest."""
+    """Arguments of `accelerate launch`: its options, this module, and all other words."""
     parser = launch_command_parser()
     parser.prog, parser.usage = prog, "%(prog)s [--config FILE] [--FLAG VALUE ...]"
     parser.add_argument("--accelerate_config", dest="config_file", help="As `--config_file`; the name that `trl` has.")
     options = _options(parser)
-    forwarded, rest = [], []
+    forwarded, rest, words = [], [], iter(argv)
     for name, value in settings.items():
         option = options.get(f"--{name}")
         if option is not None and (option.nargs != 0 or value):
             forwarded += [f"--{name}"] if option.nargs == 0 else [f"--{name}", str(value)]
-    words = iter(argv)
     for word in words:
         option = options.get(word.partition("=")[0])
         if option is None:
             rest.append(word)
-            continue
-        forwarded += [word, *islice(words, 0 if option.nargs == 0 or "=" in word else 1)]
+        else:
+            forwarded += [word, *islice(words, 0 if option.nargs == 0 or "=" in word else 1)]
     return parser.parse_args([*forwarded, "--module", "trl_repulse._commands.train", *rest])
 
 

@@ -1,28 +1,46 @@
-"""What the configurations refuse, each with one message that names the field and the remedy."""
+"""Checks of the configurations. All raise `ValueError` with the field and the remedy."""
 
 import contextlib
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import patch_environment
 
 from .._prompts import check_template_variables
-from ._uploads import check_uploads
 
 
 logger = get_logger(__name__)
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
+_TRUE = ("1", "on", "true", "yes")
+# Trackers that can upload whole checkpoints or `output_dir` (transformers 5.23): the environment variable, its default, and
+# the values that turn it on.
+_CHECKPOINT_UPLOADS = (
+    ("clearml", "CLEARML_LOG_MODEL", "true", _TRUE),
+    ("comet_ml", "COMET_LOG_ASSETS", "false", _TRUE),
+    ("dagshub", "HF_DAGSHUB_LOG_ARTIFACTS", "false", _TRUE),
+    ("dagshub", "HF_MLFLOW_LOG_ARTIFACTS", "false", _TRUE),
+    ("dvclive", "HF_DVCLIVE_LOG_MODEL", "false", ("all",)),
+    ("mlflow", "HF_MLFLOW_LOG_ARTIFACTS", "false", _TRUE),
+    ("wandb", "WANDB_LOG_MODEL", "false", ("checkpoint",)),
+)
 
 
 def require(args: Any, condition: bool, name: str, remedy: str) -> None:
-    """Raises `ValueError` naming the field, its value and the remedy unless the condition holds."""
+    """Raises `ValueError` with the field, its value and the remedy unless the condition holds."""
     if not condition:
         raise ValueError(f"`{name}={getattr(args, name)!r}` {remedy}.")
+
+
+def require_defaults(args: Any, defaults: dict[str, Any], remedy: str) -> None:
+    """Raises `ValueError` unless all fields have their defaults, which `remedy` may show as `{!r}`."""
+    for name, default in defaults.items():
+        require(args, getattr(args, name) == default, name, remedy.format(default))
 
 
 def require_choice(args: Any, name: str, choices: tuple) -> None:
@@ -33,10 +51,10 @@ def require_choice(args: Any, name: str, choices: tuple) -> None:
 @contextlib.contextmanager
 def own_precision(args: Any) -> Iterator[None]:
     """
-    Context in which TRL fills in a configuration: its `bf16` and `fp16` decide the precision, also where both are False.
+    Context in which TRL fills in a configuration, so that only its `bf16` and `fp16` decide the precision.
 
-    TrainingArguments (transformers 5.23) would then take the launcher's, and the configuration would not say what was used. Warns
-    where the launcher's is another one.
+    With both False, TrainingArguments (transformers 5.23) would take the launcher's precision without saying so. Warns
+    if the launcher's is another.
     """
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     with patch_environment(ACCELERATE_MIXED_PRECISION="no"):
@@ -49,7 +67,7 @@ def own_precision(args: Any) -> Iterator[None]:
 
 
 def _check_reward(args: Any) -> None:
-    """Refuses bad or contradictory values among [`RewardConfig`]'s fields."""
+    """Checks the fields of [`RewardConfig`]."""
     require_choice(args, "reward_transform", ("exponential", "indicator", None))
     for name in ("reward_transform_alpha", "reward_transform_beta"):
         require(args, math.isfinite(getattr(args, name)), name, "must be a finite number")
@@ -58,15 +76,11 @@ def _check_reward(args: Any) -> None:
         require(args, value is None or math.isfinite(value), name, "must be a finite number, or left unset")
     if args.reward_transform is None:
         unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
-        for name, default in unset.items():
-            remedy = "has no effect; set `reward_transform` to 'exponential' or 'indicator'"
-            require(args, getattr(args, name) == default, name, remedy)
+        require_defaults(args, unset, "has no effect; set `reward_transform` to 'exponential' or 'indicator'")
     require(args, args.reward_transform_alpha >= 0, "reward_transform_alpha", "must be at least 0")
-    other = {"exponential": ("reward_transform_threshold", None), "indicator": ("reward_transform_beta", -1.0)}
-    if args.reward_transform in other:
-        name, default = other[args.reward_transform]
-        remedy = f"has no effect with `reward_transform='{args.reward_transform}'`; leave it at {default}"
-        require(args, getattr(args, name) == default, name, remedy)
+    unused = {"exponential": {"reward_transform_threshold": None}, "indicator": {"reward_transform_beta": -1.0}}
+    remedy = f"has no effect with `reward_transform='{args.reward_transform}'`; leave it at {{}}"
+    require_defaults(args, unused.get(args.reward_transform, {}), remedy)
     if args.reward_transform == "exponential":
         remedy = "must be below 0: the exponential transform takes the most from the lowest rewards"
         require(args, args.reward_transform_beta < 0, "reward_transform_beta", remedy)
@@ -79,7 +93,7 @@ def _check_reward(args: Any) -> None:
 
 
 def _check_scoring(args: Any) -> None:
-    """Refuses bad values among [`ScoringConfig`]'s fields; `"true"` and `"false"` of a command line are the booleans."""
+    """Checks the fields of [`ScoringConfig`]; `"true"` and `"false"` from a command line become booleans."""
     if isinstance(args.share_prompts, str):
         args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
     fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"
@@ -87,7 +101,7 @@ def _check_scoring(args: Any) -> None:
 
 
 def _check_engine(args: Any) -> None:
-    """Refuses bad values among [`EngineConfig`]'s fields, and completions without an end."""
+    """Checks the fields of [`EngineConfig`], and that completions have a maximum length."""
     remedy = "must be a number of tokens, at least 1"
     require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
     require_choice(args, "vllm_sleep_level", (1, 2, None))
@@ -100,13 +114,13 @@ def _check_engine(args: Any) -> None:
 
 
 def check_compared(args: Any) -> None:
-    """Refuses one completion a prompt, before TRL does, which calls any trainer GRPO."""
+    """Refuses one completion a prompt, before TRL does with a message about GRPO."""
     remedy = "must be at least 2: advantages compare the policy's own completions of a prompt"
     require(args, args.num_generations is not None and args.num_generations >= 2, "num_generations", remedy)
 
 
 def check_shared(args: Any) -> None:
-    """Refuses bad values among what all trainers share, TRL's fields with which it would train something else among them."""
+    """Checks the fields that all trainers share, including TRL's."""
     _check_reward(args)
     _check_engine(args)
     _check_scoring(args)
@@ -140,7 +154,7 @@ def check_shared(args: Any) -> None:
 
 
 def check_target_is_used(args: Any) -> None:
-    """Refuses a β where the potential that the proposal brings with it has none; before defaults are filled in."""
+    """Refuses a β that the proposal's default potential ignores; called before defaults are filled in."""
     ignored = args.proposal == "hot_policy" and args.potential is None and args.alpha != 0
     remedy = (
         "has no effect on the hot policy, which pushes down what is under `bad_reward_threshold`; set `proposal='learned'` "
@@ -150,7 +164,7 @@ def check_target_is_used(args: Any) -> None:
 
 
 def check_repulse_config(args: Any, in_rows: bool = False) -> None:
-    """Refuses bad or contradictory values among [`NegativeTermConfig`]'s fields; `in_rows` where completions are batched singly."""
+    """Checks the fields of [`NegativeTermConfig`]; `in_rows` if completions are batched one by one."""
     require_choice(args, "potential", ("tilted", "indicator", "class"))
     require_choice(args, "target_class", (0, 1))
     require_choice(args, "alpha_normalization", ("samples", "none"))
@@ -163,7 +177,7 @@ def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 leaves the negative term out)")
     _check_target(args)
     if args.alpha == 0:
-        return  # one switch to the policy's own loss: what belongs to the proposal may stay in a configuration file
+        return  # alpha=0 alone turns the term off; fields of the proposal may stay in a configuration file
     _check_schedules(args)
     if args.proposal != "hot_policy":
         remedy = "is the hot policy's; set `proposal='hot_policy'`, or leave it unset"
@@ -194,10 +208,8 @@ def _check_target(args: Any) -> None:
         remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
         known = args.alpha == 0 or args.draws_hot or args.bad_reward_threshold is not None
         require(args, known, "bad_reward_threshold", remedy)
-        for name in ("target_dist_beta_start", "reweighting_beta"):
-            require(
-                args, getattr(args, name) is None, name, "has no effect on the indicator potential; leave it unset"
-            )
+        unset = {"target_dist_beta_start": None, "reweighting_beta": None}
+        require_defaults(args, unset, "has no effect on the indicator potential; leave it unset")
     if args.reward_cap is not None:
         require(args, math.isfinite(args.reward_cap), "reward_cap", "must be a finite number, or left unset")
         require(args, args.potential == "tilted", "reward_cap", "acts on the tilted potential only; leave it unset")
@@ -251,7 +263,7 @@ def _check_negative_term(args: Any) -> None:
 
 
 def _check_rows(args: Any) -> None:
-    """Refuses what needs all samples of a prompt in one micro-batch: GRPO's batches are of single completions."""
+    """Refuses what needs all samples of a prompt in one micro-batch: GRPO batches single completions."""
     drawn = args.num_proposal_generations or args.num_generations
     remedy = f"must be a multiple of `num_generations={args.num_generations}`: each completion gets as many proposal samples"
     require(args, drawn % args.num_generations == 0, "num_proposal_generations", remedy)
@@ -267,8 +279,7 @@ def _check_rows(args: Any) -> None:
         "proposal_updates_per_step": 1,
         "proposal_update_order": "before",
     }
-    for name, default in unset.items():
-        require(args, getattr(args, name) == default, name, f"is for `RePULSeTrainer` alone; leave it at {default!r}")
+    require_defaults(args, unset, "is for `RePULSeTrainer` alone; leave it at {!r}")
     remedy = "is for `RePULSeTrainer` alone; choose 'ctl', 'ctl_no_second_term', 'sixo' or 'vargrad'"
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
     require_choice(args, "logprob_reduction", ("mean", "sum"))
@@ -285,7 +296,7 @@ def _check_proposal(args: Any) -> None:
     _check_number_of_proposals(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
     if args.proposal_updates_per_step > 1:
-        # Within an update of the policy, a step would take the gradient that is still being accumulated
+        # Otherwise a step would use a gradient that is still being accumulated
         whole = args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps == 0
         remedy = (
             "needs batches of generations that begin with an update of the policy; make `steps_per_generation` a multiple "
@@ -314,7 +325,7 @@ def _check_number_of_proposals(args: Any) -> None:
 
 
 def _check_cut_prompts(args: Any) -> None:
-    """Refuses what needs all samples of a prompt in one micro-batch, where they are in several."""
+    """Refuses what needs all samples of a prompt in one micro-batch if they are in several."""
     remedy = (
         "needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
         f"`num_generations={args.num_generations}`"
@@ -337,11 +348,8 @@ def _check_no_proposal(args: Any) -> None:
         "proposal_vllm_server_base_url": None,
         "proposal_vllm_group_port": 51217,
     }
-    for name, default in unset.items():
-        remedy = (
-            f"is for `proposal='learned'`, and `{args.proposal!r}` builds no second model; leave it at {default!r}"
-        )
-        require(args, getattr(args, name) == default, name, remedy)
+    remedy = f"is for `proposal='learned'`, and `{args.proposal!r}` builds no second model; leave it at {{!r}}"
+    require_defaults(args, unset, remedy)
     if args.proposal == "policy":
         remedy = (
             "asks for samples beside the policy's own; set `proposal` to 'hot_policy' or 'learned', or leave it unset"
@@ -362,3 +370,48 @@ def _check_hot_policy(args: Any) -> None:
     require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
     require(args, not args.uniform_weights, "uniform_weights", f"{remedy}False")
     _check_number_of_proposals(args)
+
+
+def check_uploads(args: Any, pushing: bool = False) -> None:
+    """
+    Refuses to upload the proposal, or its completions, except to a private repository of its own.
+
+    Called when the configuration is made and again by the trainer, since fields and environment may change. `pushing`
+    says that the policy is being pushed, which is possible without `push_to_hub=True`. Raises `ValueError`.
+    """
+    if args.push_proposal_to_hub:
+        if not args.push_to_hub:
+            raise ValueError(
+                "`push_proposal_to_hub=True` pushes the proposal whenever the policy is; set `push_to_hub=True`."
+            )
+        if args.hub_proposal_model_id == (args.hub_model_id or Path(args.output_dir).absolute().name):
+            raise ValueError(
+                f"`hub_proposal_model_id={args.hub_proposal_model_id!r}` is the policy's repository; name another, or "
+                "leave it unset."
+            )
+    elif args.hub_proposal_model_id is not None:
+        raise ValueError(
+            f"`hub_proposal_model_id={args.hub_proposal_model_id!r}` has no effect; set `push_proposal_to_hub=True`."
+        )
+    report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # set by hand
+    if "all" in report_to:
+        from transformers.integrations import get_available_reporting_integrations  # slow import
+
+        report_to = get_available_reporting_integrations()
+    for tracker, variable, default, uploading in _CHECKPOINT_UPLOADS:
+        value = os.environ.get(variable, default)
+        if tracker in report_to and value.lower() in uploading:
+            raise ValueError(
+                f"`report_to={args.report_to}` with {variable}={value} in the environment uploads whole checkpoints, "
+                f"the proposal in them; set {variable}=false."
+            )
+    if "flyte" in report_to:
+        raise ValueError("`report_to='flyte'` uploads whole checkpoints, the proposal in them; report elsewhere.")
+    pushing |= args.push_to_hub
+    published = pushing and not args.hub_private_repo and args.trackio_static_space_id is not False
+    if "trackio" in report_to and args.log_completions and published and args.trackio_space_id is None:
+        raise ValueError(
+            "`report_to='trackio'` copies what it logged to a public Space when the policy is pushed, with "
+            "`log_completions=True` the proposal's completions too; set `trackio_static_space_id=False`, or "
+            "`hub_private_repo=True`."
+        )

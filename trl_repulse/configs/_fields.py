@@ -1,4 +1,4 @@
-"""What dataclasses of configurations share: a misspelt field is refused with the nearest, and evaluation has a default batch."""
+"""Mixins of the configurations: clear errors for misspelt fields, and a default evaluation batch."""
 
 import inspect
 from dataclasses import dataclass, field
@@ -8,13 +8,11 @@ from .._errors import did_you_mean
 
 
 class KnownFields:
-    """Mixin of dataclasses whose message about an unknown field names the nearest one."""
+    """Mixin of dataclasses whose error about an unknown field names the nearest one."""
 
     def __new__(cls, *args: Any, **kwargs: Any):
         known = inspect.signature(cls.__init__).parameters
-        takes_any = any(
-            each.kind is each.VAR_KEYWORD for each in known.values()
-        )  # a subclass with arguments of its own
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())  # a subclass with its own arguments
         for name in kwargs:
             if name not in known and not takes_any:
                 raise TypeError(f"{cls.__name__} has no field `{name}`.{did_you_mean(name, known)}")
@@ -23,9 +21,9 @@ class KnownFields:
 
 @dataclass
 class WholePrompts:
-    """Mixin before [`~trl.GRPOConfig`] whose default batch of evaluation does not cut a prompt's completions apart."""
+    """Mixin before [`~trl.GRPOConfig`] whose default evaluation batch does not split a prompt's completions."""
 
-    per_device_eval_batch_size: int | None = field(  # a number once the configuration is made
+    per_device_eval_batch_size: int | None = field(  # a number after `__post_init__`
         default=None,
         metadata={"help": "Completions of one pass of evaluation. If unset, 8, rounded up to whole prompts."},
     )

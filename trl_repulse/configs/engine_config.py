@@ -1,4 +1,4 @@
-"""What the configurations of all trainers say about sampling with vLLM, beyond TRL's own."""
+"""Options of all trainers for sampling with vLLM, beyond TRL's own."""
 
 import re
 from dataclasses import dataclass, field
@@ -6,16 +6,8 @@ from typing import Any, Literal
 
 
 def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
-    """
-    Settings of a run as files and trackers may hold them. transformers' `to_dict` (5.23) hides only fields that are tokens.
-
-    Args:
-        settings (`dict`):
-            What `to_dict` of a configuration gave.
-
-    Returns:
-        `dict`: the same without the token in `model_init_kwargs`, and without user info and query in the addresses of servers.
-    """
+    """Settings of a run (from `to_dict`) for files and trackers: without the token in `model_init_kwargs`, and without
+    user info and query in server addresses. transformers' `to_dict` (5.23) hides only fields that are tokens."""
     shown = dict(settings)
     if (shown.get("model_init_kwargs") or {}).get("token"):
         shown["model_init_kwargs"] = shown["model_init_kwargs"] | {"token": "<TOKEN>"}
@@ -28,15 +20,15 @@ def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
 @dataclass
 class EngineConfig:
     r"""
-    Parameters of sampling with vLLM (`use_vllm=True`) that all trainers here share; not a configuration by itself.
+    Options for sampling with vLLM (`use_vllm=True`) that all trainers share; not a configuration by itself.
 
     Parameters:
         vllm_sleep_level (`int`, *optional*):
-            With `vllm_enable_sleep_mode=True`, what the engine does between samplings: keep its weights in main memory (1)
-            or drop them (2). If `None`, 1 where LoRA adapters are pushed over a base that stays, and 2 elsewhere.
+            What the engine does between samplings with `vllm_enable_sleep_mode=True`: keep its weights in main memory
+            (1) or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
         vllm_logp_difference_threshold (`float`, *optional*, defaults to `0.1`):
-            Mean distance, in nats a token, between the engine's log-probabilities of what it sampled and the trainer's
-            own, from which on a warning is given. Only the trainer's enter importance weights.
+            Mean difference, in nats a token, between the log-probabilities of engine and trainer above which a warning
+            is given. Importance weights use only the trainer's.
     """
 
     vllm_sleep_level: Literal[1, 2] | None = field(
@@ -55,5 +47,5 @@ class EngineConfig:
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """As [`~transformers.TrainingArguments.to_dict`], which files and trackers are given, without secrets."""
+        """Like [`~transformers.TrainingArguments.to_dict`], which files and trackers get, but without secrets."""
         return without_secrets(super().to_dict())

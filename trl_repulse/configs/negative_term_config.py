@@ -1,4 +1,4 @@
-"""What the configurations of all trainers with a negative term say about it."""
+"""Options for the negative term, for all trainers that have one."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,85 +26,84 @@ _PAPERS_DEFAULTS = _HOT_DEFAULTS | {
 @dataclass
 class NegativeTermConfig(KnownFields):
     r"""
-    Parameters of the negative term, and of the proposal whose samples it pushes down; not a configuration by itself.
+    Options for the negative term and the proposal, whose samples it pushes down; not a configuration by itself.
 
     Parameters:
         > Parameters that control the target distribution
 
         target_dist_beta (`float`, *optional*):
             Inverse temperature β of the target, per unit of reward: below 0 for `potential="tilted"`, above 0 for
-            `"class"` (its multiplier of the class's log-probability), without effect for `"indicator"`. If `None`, -10.
+            `"class"` (a multiplier of the class's log-probability), unused for `"indicator"`. If `None`, -10.
         target_dist_beta_start (`float`, *optional*):
             If set, β moves geometrically from this value to `target_dist_beta` over all updates.
         potential (`str`, *optional*):
-            How the target weighs a completion of reward r: `"tilted"` by exp(β·min(r, `reward_cap`)), `"indicator"` by
-            1[r < `bad_reward_threshold`] (+ 1e-16), `"class"` by P(`target_class` | r)^β with r a classifier's logit. If `None`,
-            `"indicator"` with `proposal="hot_policy"`, else `"tilted"`.
+            Weight of a completion of reward r in the target: `"tilted"`: exp(β·min(r, `reward_cap`)). `"indicator"`:
+            1[r < `bad_reward_threshold`] (+ 1e-16). `"class"`: P(`target_class` | r)^β, with r a classifier's logit.
+            If `None`, `"indicator"` with `proposal="hot_policy"`, else `"tilted"`.
         target_class (`int`, *optional*, defaults to `1`):
-            Class of the `"class"` potential: 1 is sought where the logit is high, 0 where it is low.
+            Class of the `"class"` potential: 1 seeks high logits, 0 low ones.
         reward_cap (`float`, *optional*):
-            Rewards above the cap count as the cap in the tilted potential.
+            Upper limit of rewards in the tilted potential.
 
         > Parameters that control the negative term
 
         alpha (`float`, *optional*):
-            Weight of the negative term, in units of the policy's advantages. 0 leaves it out: no proposal is built, nothing is drawn from
-            it. If `None`, 1 with `proposal="hot_policy"`, else 0.1; on GRPO see [`RePULSeGRPOConfig`].
+            Weight of the negative term, in units of the policy's advantages. With 0 there is no negative term and no
+            proposal. If `None`, 1 with `proposal="hot_policy"`, else 0.1; for GRPO see [`RePULSeGRPOConfig`].
         alpha_start (`float`, *optional*):
             If set, α moves geometrically from this value to `alpha` over all updates.
         alpha_normalization (`str`, *optional*):
             `"samples"`: the convention of the published α, the paper's Eq. 4 with α / N (N proposal samples a prompt).
             `"none"`: Eq. 4 itself, whose fixed point does not depend on N. If `None`, `"none"` with
-            `proposal="hot_policy"`, else `"samples"`, as on GRPO where `alpha` is unset.
+            `proposal="hot_policy"`, else `"samples"`; for GRPO with `alpha` unset, `"samples"`.
         negative_loss (`str`, *optional*, defaults to `"push_down"`):
-            What the policy does with the weighted proposal samples: `"push_down"` lowers their log-probability,
-            `"reinforce"` applies REINFORCE to them (the paper found it harmful).
+            Loss on the weighted proposal samples: `"push_down"` lowers their log-probability, `"reinforce"` applies
+            REINFORCE to them (harmful according to the paper).
         negative_baseline (`str`, *optional*, defaults to `"none"`):
             Baseline of `negative_loss="reinforce"`: `"none"`, the mean return of the prompt's other proposal samples
             (`"proposal"`) or of its policy samples (`"policy"`).
         reweighting_beta (`float`, *optional*):
-            If set, the negative term's weights use this β instead of `target_dist_beta`, which the proposal keeps.
+            If set, the β of the negative term's weights; the proposal keeps `target_dist_beta`.
         uniform_weights (`bool`, *optional*, defaults to `False`):
-            Whether the negative term weighs a prompt's proposal samples equally instead of by importance.
+            Whether to weigh a prompt's proposal samples equally in the negative term, without importance weights.
 
         > Parameters that control the proposal
 
         proposal (`str`, *optional*, defaults to `"hot_policy"`):
-            What finds the policy's bad outputs. `"hot_policy"`: the policy draws `num_proposal_generations` more completions a
-            prompt, of which more are bad; these *hot* samples and its own serve the negative term together, weighed against
-            their mixture, and only samples with a reward under `bad_reward_threshold` are pushed down.
-            `"learned"`: a second model that learns to draw them, as in the paper. `"policy"`: the policy's own samples,
-            weighted by the potential alone: no second sampling. The defaults of `alpha`, `alpha_normalization` and `potential`
-            depend on it.
+            What finds the policy's bad outputs. `"hot_policy"`: the policy draws `num_proposal_generations` further
+            completions a prompt so that more are bad. These *hot* samples and its own are weighted against their
+            mixture, and those with a reward below `bad_reward_threshold` are pushed down. `"learned"`: a second model
+            that learns to draw them, as in the paper. `"policy"`: the policy's own samples, weighted by the potential
+            alone, without a second sampling. The defaults of `alpha`, `alpha_normalization` and `potential` depend on
+            it.
         proposal_temperature (`float`, *optional*):
-            One temperature, above 1, at which hot samples are drawn; vLLM draws at temperatures up to 2. If `None`, they are drawn by
-            what finds bad outputs most often as training goes on: the policy at temperature 1, 1.3, 1.6 or 2, or the policy with the
-            logits of tokens raised that lower the reward.
+            Temperature of hot samples, above 1; at most 2 with vLLM. If `None`, the run chooses, by what finds bad outputs most
+            often: the policy at temperature 1, 1.3, 1.6 or 2, or the policy with raised logits of tokens that lower the reward.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
             Contrastive twist learning (`"ctl"`, Eq. 6), the same without its second term (`"ctl_no_second_term"`),
-            `"dpg"` (second term by an exact sum over the vocabulary; one more policy pass and full logits), `"sixo"`, or
-            trajectory balance in its variance form (`"vargrad"`).
+            `"dpg"` (second term as an exact sum over the vocabulary; needs another policy pass and full logits),
+            `"sixo"`, or trajectory balance in its variance form (`"vargrad"`).
         proposal_parameterization (`str`, *optional*, defaults to `"token"`):
             Twist of CTL: from each token's log-ratio (`"token"`, Eq. 7) or from the prefix's (`"prefix"`).
         num_proposal_generations (`int`, *optional*):
             Proposal samples a prompt, at least 2. If `None`, `num_generations`.
         proposal_updates_per_step (`int`, *optional*, defaults to `1`):
-            Proposal updates for each batch of generations. Each draws afresh; the last draw also serves the policy, and
-            the last update is repeated with each update of the policy that is made with the batch. Above 1,
-            `steps_per_generation` must be a multiple of `gradient_accumulation_steps`, as it is by default.
+            Proposal updates for each generation batch, each with new samples. The last samples also serve the policy,
+            and the last update is repeated with each policy update on the batch. Above 1, `steps_per_generation` must
+            be a multiple of `gradient_accumulation_steps`, as by default.
         proposal_update_order (`str`, *optional*, defaults to `"before"`):
-            Whether the proposal learns from the policy as it was `"before"` its update (no extra pass) or `"after"`.
+            Whether the proposal learns from the policy `"before"` its update (no extra pass) or `"after"`.
         push_proposal_to_hub (`bool`, *optional*, defaults to `False`):
-            Whether to push the proposal too when `push_to_hub` pushes the final policy, to a **private** repository of
-            its own; one that exists and is public is refused.
+            Whether `push_to_hub` also pushes the final proposal, to a **private** repository of its own; an existing
+            public one is refused.
         hub_proposal_model_id (`str`, *optional*):
-            Name of that repository. If `None`, the policy's with `-proposal` behind it.
+            Name of that repository. If `None`, the policy's name followed by `-proposal`.
         proposal_vllm_server_base_url (`str`, *optional*):
-            With `vllm_mode="server"`, a server for the proposal. If `None`, both models take turns on the policy's.
+            Server for the proposal with `vllm_mode="server"`. If `None`, both models take turns on the policy's.
         proposal_vllm_group_port (`int`, *optional*, defaults to `51217`):
-            Port over which the proposal's server gets its weights.
+            Port for sending weights to the proposal's server.
     """
 
     target_dist_beta: float | None = field(
@@ -214,19 +213,19 @@ class NegativeTermConfig(KnownFields):
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        super().__post_init__()  # type: ignore[misc]  # of the configuration that this one is mixed into
+        super().__post_init__()  # type: ignore[misc]  # of the other base class
 
     @property
     def has_proposal(self) -> bool:
-        """Whether a second model is built: α above 0 and a proposal that learns."""
+        """Whether a second model is built."""
         return bool(self.alpha) and self.proposal == "learned"
 
     @property
     def draws_hot(self) -> bool:
-        """Whether the policy itself is drawn in the place of a proposal, so that more of its samples are bad."""
+        """Whether the policy itself draws the samples of the proposal."""
         return bool(self.alpha) and self.proposal == "hot_policy"
 
     @property
     def draws_twice(self) -> bool:
-        """Whether a second set of completions is drawn, from a proposal or from the policy."""
+        """Whether a second set of completions is drawn."""
         return self.has_proposal or self.draws_hot

@@ -13,11 +13,10 @@ from .scoring_config import ScoringConfig
 
 class _Single(int):
     """
-    The number 1, which passes TRL's check that a prompt has at least two generations.
+    The number 1, passing TRL's check for at least two generations a prompt.
 
-    GRPO compares the generations of a prompt; PPO does not, and one is enough. `GRPOConfig.__post_init__` (TRL 1.16)
-    refuses `num_generations < 2` with no way to opt out; its trainer runs with 1. Way out: a class attribute for the
-    minimum in TRL.
+    `GRPOConfig.__post_init__` (TRL 1.16) refuses `num_generations < 2`, which GRPO compares and PPO does not; its
+    trainer runs with 1. Way out: a class attribute for the minimum in TRL.
     """
 
     def __lt__(self, other: int) -> bool:
@@ -29,52 +28,50 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
     Configuration class for the [`PPOTrainer`].
 
-    This class includes only the parameters that are specific to PPO. For the other arguments, refer to [`RewardConfig`]
-    (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
-    [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Among GRPO's,
-    `beta` is the coefficient of the KL penalty (in the token rewards, not in the loss), `epsilon` and `epsilon_high` clip
-    the policy's ratio, `num_iterations` is the number of epochs over a generation batch and `steps_per_generation` the
-    number of micro-batches it is cut into: an epoch has `steps_per_generation / gradient_accumulation_steps` updates.
-    `use_bias_correction_kl`, about a KL term in the loss, has no effect.
+    This class includes only the parameters that are specific to PPO. For the other arguments, refer to
+    [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
+    [`~trl_repulse.configs.ScoringConfig`] (shared prompts), [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`]. `beta` is the coefficient of the KL penalty in the token rewards (not in the
+    loss), `epsilon` and `epsilon_high` clip the policy's ratio, `num_iterations` is the number of epochs over a
+    generation batch, and `steps_per_generation` the number of its micro-batches: an epoch has `steps_per_generation /
+    gradient_accumulation_steps` updates. `use_bias_correction_kl` has no effect.
 
     Parameters:
         > Parameters that control the value model
 
         value_learning_rate (`float`, *optional*):
             Peak learning rate of the value model. If `None`, the policy's. Schedule, weight decay and clipping
-            (`max_grad_norm`) are the policy's arguments, applied to each model by itself.
+            (`max_grad_norm`) are the policy's, applied to each model separately.
         value_clip (`float`, *optional*, defaults to `0.2`):
-            How far a value may move from the one at sampling time before the value loss stops following it, in units of
-            reward. If `None`, the value loss is not clipped.
+            Change of a value since sampling, in units of reward, above which the value loss is clipped. If `None`, it is
+            never clipped.
         value_warmup_steps (`int`, *optional*, defaults to `0`):
-            Number of first updates in which the value model learns alone and the policy stays as it is. They count as
-            updates: the policy's learning-rate schedule runs on.
+            Number of first updates in which only the value model learns. The policy's learning-rate schedule counts
+            them.
 
         > Parameters that control the advantages
 
         gae_lambda (`float`, *optional*, defaults to `0.95`):
-            λ of generalized advantage estimation, from 0 (one token's reward and the next value) to 1 (all rewards to
-            come).
+            λ of generalized advantage estimation, from 0 (one reward and the next value) to 1 (all rewards to come).
         gamma (`float`, *optional*, defaults to `1.0`):
-            Discount of a token's delay.
+            Discount for each token.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of a generation batch, over
-            all processes.
+            Whether to normalise advantages to mean 0 and variance 1 over the tokens of a generation batch, over all
+            processes.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
     > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
-    > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which the
-    >   trainer sets and prints.
+    > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which
+    >   the trainer sets and prints.
     > - `beta`: Defaults to `0.05` instead of `0.0`.
-    > - `num_generations`: Defaults to `1` instead of `8`: nothing is compared within a prompt, and TRL's minimum of 2
-    >   does not apply.
-    > - `scale_rewards`: Defaults to `none` instead of `group`: there are no group advantages to scale.
-    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
+    > - `num_generations`: Defaults to `1` instead of `8`: a prompt's completions are not compared.
+    > - `scale_rewards`: Defaults to `none` instead of `group`: there are no group advantages.
+    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of a completion
     >   differ from pass to pass. The value model never has dropout.
     """
 
-    learning_rate: float | None = field(  # type: ignore[assignment]  # of a configuration that is still without a model
+    learning_rate: float | None = field(  # type: ignore[assignment]  # set with the model
         default=None,
         metadata={
             "help": "Peak learning rate. If unset, a rule of thumb for the model's size, as in `trl-repulse suggest`."
@@ -135,7 +132,7 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
 
 def _check(args: PPOConfig) -> None:
-    """Refuses bad or contradictory values among [`PPOConfig`]'s own fields and those of GRPO it cannot follow."""
+    """Checks [`PPOConfig`]'s own fields and GRPO's fields that it cannot follow."""
     check_shared(args)
     for name in ("gamma", "gae_lambda"):
         require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
@@ -146,7 +143,7 @@ def _check(args: PPOConfig) -> None:
         remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
         require(args, 0 < args.value_clip < math.inf, "value_clip", remedy)
     require(args, args.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
-    if args.fp16 and args.max_grad_norm == 0:  # nothing would have unscaled the gradient that is dropped
+    if args.fp16 and args.max_grad_norm == 0:  # the dropped gradient would not be unscaled
         remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
         require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
     _check_group_free(args)
@@ -154,7 +151,7 @@ def _check(args: PPOConfig) -> None:
 
 
 def _check_group_free(args: PPOConfig) -> None:
-    """Refuses what GRPO offers around group advantages and losses that are not PPO's."""
+    """Refuses GRPO's options for group advantages and for losses other than PPO's."""
     remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
     require(args, args.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
     unused = "has no effect: advantages come from the value model, not from a prompt's other completions"

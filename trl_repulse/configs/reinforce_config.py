@@ -6,13 +6,13 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, check_shared, own_precision, require, require_choice
+from ._checks import check_compared, check_shared, own_precision, require, require_choice, require_defaults
 from .engine_config import EngineConfig
 from .reward_config import RewardConfig
 from .scoring_config import ScoringConfig
 
 
-# GRPO's fields that nothing here reads, by what to do instead: refused where they are set
+# GRPO's fields that REINFORCE does not use, by remedy
 _GRPO_ONLY = {
     "is about the kind of GRPO's loss, and the loss here is REINFORCE's; see `logprob_reduction` and `epsilon`": (
         *("loss_type", "importance_sampling_level", "delta", "use_bias_correction_kl", "off_policy_mask_threshold"),
@@ -40,65 +40,65 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
     Configuration class for the [`ReinforceTrainer`].
 
-    This class includes only the parameters that are specific to REINFORCE as the RePULSe paper runs it. For the other
-    arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
-    [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.GRPOConfig`] and
-    [`~transformers.TrainingArguments`]. Those of GRPO's own loss, advantages and corrections (`loss_type`, `scale_rewards`,
-    `entropy_coef`, ...) are refused. Mind one name: `beta` is, as
-    everywhere in TRL, **the coefficient of the KL penalty** to the reference model. The inverse temperature of
-    RePULSe's target distribution is `target_dist_beta`, that of a reward transform `reward_transform_beta`.
+    This class includes only the parameters that are specific to REINFORCE as in the RePULSe paper. For the other
+    arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`]
+    (vLLM), [`~trl_repulse.configs.ScoringConfig`] (shared prompts), [`~trl.GRPOConfig`] and
+    [`~transformers.TrainingArguments`]. Options of GRPO's own loss, advantages and corrections (`loss_type`,
+    `scale_rewards`, `entropy_coef`, ...) are refused. `beta` is, as everywhere in TRL, **the coefficient of the KL
+    penalty** to the reference model. The inverse temperature of RePULSe's target distribution is `target_dist_beta`,
+    that of a reward transform `reward_transform_beta`.
 
     Parameters:
         > Parameters that control the policy loss
 
         baseline (`str`, *optional*, defaults to `"leave_one_out"`):
-            What is subtracted from a return to give the advantage: the mean return of the prompt's other samples
+            Subtracted from a return to give the advantage: the mean return of the prompt's other samples
             (`"leave_one_out"`) or of all of them (`"group_mean"`), `baseline_constant` (`"constant"`), or nothing
-            (`"none"`). With `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"`
-            REINFORCE++-baseline.
+            (`"none"`). With `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"` REINFORCE++-baseline.
         baseline_constant (`float`, *optional*, defaults to `0.0`):
-            Constant subtracted from each return when `baseline="constant"`, in units of reward.
+            The baseline with `baseline="constant"`, in units of reward.
         normalize_advantages (`bool`, *optional*, defaults to `False`):
-            Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch, over all
-            processes, as [`~trl.RLOOConfig`]'s field does.
+            Whether to normalise advantages to mean 0 and standard deviation 1 over a generation batch, over all
+            processes, like [`~trl.RLOOConfig`]'s field.
         cvar_level (`float`, *optional*):
-            If set, the policy maximises the conditional value at risk (CVaR) at this level κ, the mean of the worst share κ of
-            its rewards, instead of their mean. Above 0 and at most 1; 1 is the mean. It acts on rewards after clipping and
-            transform, and before the KL penalty and the baseline.
+            If set, the policy maximises the conditional value at risk (CVaR) at this level κ: the mean of the worst
+            share κ of its rewards. Above 0 and at most 1, which is the mean. It acts after clipping and transform, and
+            before the KL penalty and the baseline.
         cvar_over (`str`, *optional*, defaults to `"batch"`):
-            Which rewards κ is a share of: those of a generation batch, over all its prompts and all processes
-            (`"batch"`), or of each prompt (`"prompt"`), which takes many samples a prompt.
+            Rewards that κ is a share of: those of a generation batch, over all prompts and processes (`"batch"`), or
+            of each prompt (`"prompt"`), which needs many samples a prompt.
         cvar_schedule_ratio (`float`, *optional*, defaults to `0.5`):
-            Share of all updates in which κ falls linearly from 1, the mean, to `cvar_level`: RA-RLHF's soft schedule. 0:
+            Share of all updates in which κ falls linearly from 1 to `cvar_level`: RA-RLHF's soft schedule. 0:
             `cvar_level` from the start.
         max_bad_probability (`float`, *optional*):
-            If set, the policy is held to this probability ε of a reward under `bad_reward_threshold`, on average over the
-            prompts, by a dual variable. It is what a bad completion costs, in units of reward, and begins with 1; in
-            [`RePULSeTrainer`] it is `alpha`, and begins with the value that is set, unless that is 0.
+            If set, limit ε on the probability of a reward below `bad_reward_threshold`, averaged over the prompts,
+            enforced by a dual variable: the cost of a bad completion in units of reward, initially 1. In
+            [`RePULSeTrainer`] it is `alpha`, with its own initial value, unless that is 0.
         constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
-            How far the logarithm of that variable, plus a tenth of its first value, moves after the first update on each batch of
-            generations, in nats: at most this if there are no bad completions, half of this if there are steadily twice as many as ε
-            allows, and nearly this if many more.
+            Step of the logarithm of that variable, plus a tenth of its first value, after the first update on each
+            generation batch, in nats: at most this without bad completions, half of this with twice as many as ε
+            allows, and nearly this with many more.
         reward_clip_range (`list[float]`, *optional*):
-            Lowest and highest reward: the policy maximises rewards clipped to them, before any transform, as with
-            [`~trl.RLOOConfig`]'s field. The target distribution, the logged `reward` and the evaluation see them as they are.
+            Lowest and highest reward that the policy sees, before any transform, like [`~trl.RLOOConfig`]'s field. The
+            target distribution, the logged `reward` and evaluations use unclipped rewards.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
-            How a completion's token log-probabilities enter the policy loss: their `"mean"` (the convention to which
-            the published learning rates and `alpha` belong) or their `"sum"` (what the derivation gives).
+            How a completion's token log-probabilities enter the policy loss: their `"mean"` (the convention of the
+            published learning rates and `alpha`) or their `"sum"` (as derived).
 
     > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`], `beta` and `num_generations` as in [`~trl.RLOOConfig`]:
+    > These parameters have default values different from [`~trl.GRPOConfig`]; `beta` and `num_generations` are as in
+    > [`~trl.RLOOConfig`]:
     > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
-    > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which the
-    >   trainer sets and prints.
+    > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which
+    >   the trainer sets and prints.
     > - `beta`: Defaults to `0.05` instead of `0.0`.
     > - `num_generations`: Defaults to `2` instead of `8`.
     > - `vllm_importance_sampling_correction`: Defaults to `False` instead of `True`: samples count as the policy's own.
-    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
+    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of a completion
     >   differ from pass to pass.
     """
 
-    learning_rate: float | None = field(  # type: ignore[assignment]  # of a configuration that is still without a model
+    learning_rate: float | None = field(  # type: ignore[assignment]  # set with the model
         default=None,
         metadata={
             "help": "Peak learning rate. If unset, a rule of thumb for the model's size, as in `trl-repulse suggest`."
@@ -180,10 +180,9 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         check_shared(self)
         defaults = {each.name: each.default for each in fields(ReinforceConfig)}
         for what, names in _GRPO_ONLY.items():
-            for name in names:
-                require(self, getattr(self, name) == defaults[name], name, f"{what}; leave it at {defaults[name]!r}")
+            require_defaults(self, {name: defaults[name] for name in names}, what + "; leave it at {!r}")
         if self.reward_clip_range is not None:
-            # A file may have numbers like 1e-3, which PyYAML takes for text
+            # PyYAML reads numbers like 1e-3 as text
             limits = [] if isinstance(self.reward_clip_range, str) else list(map(float, self.reward_clip_range))
             ordered = len(limits) == 2 and limits[0] < limits[1]
             require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
@@ -204,9 +203,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     def _check_cvar(self) -> None:
         require_choice(self, "cvar_over", ("batch", "prompt"))
         if self.cvar_level is None:
-            for name, default in {"cvar_over": "batch", "cvar_schedule_ratio": 0.5}.items():
-                require(self, getattr(self, name) == default, name, "has no effect; set `cvar_level`")
-            return
+            unset = {"cvar_over": "batch", "cvar_schedule_ratio": 0.5}
+            return require_defaults(self, unset, "has no effect; set `cvar_level`")
         remedy = "must be above 0 and at most 1: the share of the worst rewards that counts"
         require(self, 0 < self.cvar_level <= 1, "cvar_level", remedy)
         remedy = "must be from 0 to 1: the share of the updates in which the level falls to `cvar_level`"
@@ -218,7 +216,7 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     @property
     def charges_bad(self) -> bool:
-        """Whether a constraint on bad completions takes their cost off the reward."""
+        """Whether a constraint subtracts the cost of bad completions from the reward."""
         return self.max_bad_probability is not None
 
     def _check_constraint(self) -> None:

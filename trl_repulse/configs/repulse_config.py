@@ -13,16 +13,16 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
     Configuration class for the [`RePULSeTrainer`].
 
     > [!WARNING]
-    > **`beta` is not RePULSe's β.** `beta` stays what it is everywhere in TRL, the coefficient of the KL penalty to the
-    > reference model (0.2 by default). The paper's β, the inverse temperature of the target
-    > σ ∝ policy · exp(β·reward), is `target_dist_beta`, and it is **negative** here: σ seeks low rewards.
+    > **`beta` is not RePULSe's β.** As everywhere in TRL, `beta` is the coefficient of the KL penalty to the reference
+    > model (0.2 by default). The paper's β, the inverse temperature of the target σ ∝ policy · exp(β·reward), is
+    > `target_dist_beta`, and it is **negative** here: σ seeks low rewards.
 
-    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`ReinforceConfig`], [`~trl.GRPOConfig`] and
-    [`~transformers.TrainingArguments`]. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler
-    apply to each model on its own; only the proposal's learning rate can differ.
+    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`ReinforceConfig`], [`~trl.GRPOConfig`]
+    and [`~transformers.TrainingArguments`]. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the
+    scheduler apply to each model separately; only the proposal's learning rate can differ.
 
     > [!NOTE]
-    > These parameters have default values different from [`ReinforceConfig`]. They are those that did best in two held-out worlds
+    > These parameters have default values different from [`ReinforceConfig`]; they did best in two held-out worlds
     > (docs/held_out.md):
     > - `beta`: Defaults to `0.2` instead of `0.05`.
     > - `num_generations`: Defaults to `4` instead of `2`.

@@ -18,29 +18,30 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     Configuration class for the [`RePULSeGRPOTrainer`].
 
     Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`RewardConfig`] (negative data),
-    [`~trl_repulse.configs.EngineConfig`] (vLLM), [`~trl_repulse.configs.ScoringConfig`] (prompts read once), [`~trl.GRPOConfig`] and
-    [`~transformers.TrainingArguments`]. `beta` is the KL coefficient, and `target_dist_beta` the inverse temperature of the target
-    distribution. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler apply to each model on its own; only the
-    proposal's learning rate can differ.
+    [`~trl_repulse.configs.EngineConfig`] (vLLM), [`~trl_repulse.configs.ScoringConfig`] (shared prompts),
+    [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. `beta` is the KL coefficient, and `target_dist_beta`
+    the inverse temperature of the target distribution. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and
+    the scheduler apply to each model separately; only the proposal's learning rate can differ.
 
     Parameters:
         logprob_reduction (`str`, *optional*):
-            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention that the
-            published `alpha` belongs to) or their `"sum"`. GRPO's own loss has `loss_type`. If `None`, `"mean"`, or where `alpha` is
-            unset too and `loss_type` is `"dr_grpo"` or `"luspo"`, `"sum"` as in these.
+            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention of
+            the published `alpha`) or their `"sum"`. For GRPO's own loss see `loss_type`. If `None`, `"mean"`; with
+            `alpha` unset and `loss_type` `"dr_grpo"` or `"luspo"`, `"sum"`, as in these losses.
         proposal_tools (`bool`, *optional*, defaults to `False`):
-            Whether the proposal, or the hot policy, may act with the trainer's `tools`, which take effect, and in environments that a
-            `proposal_environment_factory` makes. What it seeks there is the policy's worst behaviour.
+            Whether the proposal, or the hot policy, may use the trainer's `tools`, which take effect, and environments
+            of a `proposal_environment_factory`. It seeks the policy's worst behaviour there.
 
     > [!NOTE]
-    > These parameters have default values different from [`~trl.GRPOConfig`] and [`~trl_repulse.configs.NegativeTermConfig`]:
-    > - `alpha`: Defaults to 0.1 with any `proposal`, and `alpha_normalization` to `"samples"`, in units of the advantages, which have a
-    >   standard deviation of about 1 unless `scale_rewards="none"`. The default is divided by the number of proposal samples with
-    >   `alpha_normalization="none"`, and by `max_completion_length` with `loss_type="dr_grpo"`, which does so too, or
-    >   `logprob_reduction="sum"` (not with `loss_type="luspo"`, which is a sum itself). With `loss_type="cispo"` it is multiplied by
-    >   `epsilon_high` if that is below 1, as the advantages are.
+    > These parameters have default values different from [`~trl.GRPOConfig`] and
+    > [`~trl_repulse.configs.NegativeTermConfig`]:
+    > - `alpha`: Defaults to 0.1 with any `proposal`, and `alpha_normalization` to `"samples"`, in units of the advantages,
+    >   which have a standard deviation of about 1 unless `scale_rewards="none"`. The default is divided by the number of
+    >   proposal samples with `alpha_normalization="none"`, and by `max_completion_length` with `loss_type="dr_grpo"`, which
+    >   divides by it too, or `logprob_reduction="sum"` (not with `loss_type="luspo"`, which is a sum itself). With
+    >   `loss_type="cispo"` it is multiplied by `epsilon_high` if that is below 1, as the advantages are.
     > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
-    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of one completion
+    > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of a completion
     >   differ from pass to pass.
     """
 
@@ -91,6 +92,6 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
             self.alpha /= self.num_proposal_generations or self.num_generations
         # Only LUSPO's loss is a sum; DR-GRPO divides sums by the greatest length
         if self.loss_type == "dr_grpo" or (self.logprob_reduction == "sum" and self.loss_type != "luspo"):
-            self.alpha /= self.max_completion_length or 1  # what is refused later
-        if self.loss_type == "cispo":  # the ratio, 1 at first, is cut off there
+            self.alpha /= self.max_completion_length or 1  # 0 is refused later
+        if self.loss_type == "cispo":  # the ratio, initially 1, is clipped there
             self.alpha *= min(self.epsilon if self.epsilon_high is None else self.epsilon_high, 1.0)

@@ -14,14 +14,14 @@ class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
     Configuration class for the [`RePULSePPOTrainer`].
 
     Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`PPOConfig`], [`~trl.GRPOConfig`] and
-    [`~transformers.TrainingArguments`]. `beta` is the KL coefficient, and `target_dist_beta` the inverse temperature of the target
-    distribution. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler apply to each model on its own; the
-    learning rates of value model and proposal can differ.
+    [`~transformers.TrainingArguments`]. `beta` is the KL coefficient, and `target_dist_beta` the inverse temperature
+    of the target distribution. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and the scheduler apply to
+    each model separately; the learning rates of value model and proposal can differ.
 
     Parameters:
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
-            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention that the
-            published `alpha` belongs to) or their `"sum"`. PPO's own loss has `loss_type`.
+            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention of
+            the published `alpha`) or their `"sum"`. For PPO's own loss see `loss_type`.
 
     > [!NOTE]
     > These parameters have default values different from [`PPOConfig`]:

@@ -1,4 +1,4 @@
-"""What the configurations of all trainers say about rewards."""
+"""Options of all trainers for rewards."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,13 +9,13 @@ from ._fields import KnownFields
 @dataclass
 class RewardConfig(KnownFields):
     r"""
-    Parameters of the reward that all trainers here share; not a configuration by itself.
+    Options for rewards that all trainers share; not a configuration by itself.
 
     Parameters:
         reward_transform (`str`, *optional*):
-            Transform of the reward the policy maximises: `"exponential"` (r − a·exp(b·r)) or `"indicator"`
-            (r − a·1[r < threshold]). If `None`, the reward itself. Acts before the KL penalty, and never on the
-            reward that the target distribution, the logged `reward` and the evaluation see.
+            Transform of the reward that the policy maximises: `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r −
+            a·1[r < threshold]). If `None`, none. It acts before the KL penalty; the target distribution, the logged
+            `reward` and evaluations use the raw reward.
         reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
             The transform's a, at least 0.
         reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
@@ -23,11 +23,12 @@ class RewardConfig(KnownFields):
         reward_transform_threshold (`float`, *optional*):
             The indicator transform's threshold, in units of reward.
         bad_reward_threshold (`float`, *optional*):
-            Reward under which a completion counts as bad: the logged shares of bad samples, the negative data and the
-            indicator potential use it. If `None`, the hot policy of RePULSe takes about the 2 % quantile of the rewards of the first
-            500 samples (of a tenth of all, but at least 50, if a run draws fewer than 5,000), and pushes nothing down before.
+            Reward below which a completion is bad, for the logged shares of bad samples, the negative data and the
+            indicator potential. If `None`, the hot policy of RePULSe takes about the 2 % quantile of the first 500
+            rewards (of a tenth of all, but at least 50, if a run draws fewer than 5,000), and pushes nothing down
+            until then.
         save_negatives (`bool`, *optional*, defaults to `False`):
-            Whether to append each sampled completion with a reward under `bad_reward_threshold` to
+            Whether to append sampled completions with a reward below `bad_reward_threshold` to
             `output_dir/negatives.jsonl`.
     """
 

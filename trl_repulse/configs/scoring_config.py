@@ -1,4 +1,4 @@
-"""What the configurations of all trainers say about scoring completions."""
+"""Options of all trainers for scoring completions."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,15 +9,15 @@ from ._fields import WholePrompts
 @dataclass
 class ScoringConfig(WholePrompts):
     r"""
-    Parameters of scoring that all trainers here share; not a configuration by itself.
+    Options for scoring completions that all trainers share; not a configuration by itself.
 
     Parameters:
         share_prompts (`str` or `bool`, *optional*, defaults to `"auto"`):
-            Whether completions of a prompt are scored and trained on in common rows, so that the prompt is read once:
-            wherever a check at set-up finds that the models take such rows (`"auto"`, with a warning if they do not), in any
-            case (`True`, an error if they do not), or not (`False`). As many of them share a row as makes the pass cheapest.
+            Whether completions of a prompt share rows in scoring and training, so that the prompt is read once.
+            `"auto"`: if a check at set-up finds that the models support it, else with a warning not. `True`: an error
+            if they do not. `False`: never. The number of completions in a row is chosen to make the pass cheapest.
         per_device_eval_batch_size (`int`, *optional*):
-            Completions of one pass of evaluation on each device. If `None`, 8, rounded up to whole prompts: a multiple of
+            Completions of one evaluation pass on each device. If `None`, 8, rounded up to whole prompts: a multiple of
             `num_generations_eval`, or of `num_generations`.
     """
 

@@ -1,5 +1,5 @@
 """
-Files that are there as a whole or not at all, and the folder of held-out samples, of which a kill costs one shard at most.
+Atomic writing of files, and the folder of held-out samples, of which a kill costs one shard at most.
 
     header.json            what the samples depend on: models, prompts, rewards, settings, versions, and a hash of it all
     shard-00000.parquet    rows, in order
@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .._dates import KEEP_DATE
+from .._errors import KEEP_DATE
 
 
 FORMAT = "trl-repulse samples 1"
@@ -26,7 +26,7 @@ HEADER, COMPLETE = "header.json", "complete.json"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file so that it is there as a whole or not at all, even if the process is killed or another writes it too."""
+    """Writes a file so that it exists as a whole or not at all, even if killed or written by several processes."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
         write(partial)
@@ -34,14 +34,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except FileNotFoundError:
-        if not path.is_file():  # else another process has finished the folder, and swept it
+        if not path.is_file():  # else another process has finished and cleaned the folder
             raise
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name, too, is on the disk
+        os.fsync(folder)  # writes the file's name to the disk too
     finally:
         os.close(folder)
 
@@ -53,21 +53,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_report(path: Path, content: dict[str, Any]) -> None:
-    """As [`write_json`], in a folder that is made; what JSON does not know becomes text, and what is not finite `None`."""
+    """Writes JSON as [`write_json`], with its folder; unknown values become text, and numbers not finite `None`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, plain_json(_finite(content)))
+    write_json(path, plain_json(finite_json(content)))
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
+    """The value with text as keys, lists in place of tuples, and `None` in place of numbers that are not finite."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a value, in hexadecimal digits; what JSON does not know, such as dates and bytes, counts by its text."""
+    """SHA-256 of a value, hexadecimal; values unknown to JSON, such as dates and bytes, count by their text."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_as_text)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -78,12 +79,12 @@ def plain_json(content: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """What JSON does not know; of long arrays `str` would leave numbers out."""
+    """A value unknown to JSON. Of long arrays, `str` would leave numbers out."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that samples cannot be written to; one that was killed while it began is as good as empty."""
+    """Refuses a folder that holds anything but samples. One with only a partial header counts as empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`{folder}` is a file; name a folder that is new or empty.")
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -92,7 +93,7 @@ def check_folder(folder: Path) -> None:
 
 
 def open_folder(folder: Path, header: dict[str, Any]) -> bool:
-    """Begins a folder of samples with a header, to which format and hash are added; whether it was begun before, with the same."""
+    """Begins a folder with a header, and returns whether it had been begun before with the same header."""
     header = {"format": FORMAT, **header}
     header["hash"] = digest(header)
     check_folder(folder)
@@ -110,10 +111,10 @@ def open_folder(folder: Path, header: dict[str, Any]) -> bool:
 
 def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str] = ()) -> str | None:
     """
-    Dotted name of the first difference between two headers of samples, other than how something was called.
+    Dotted name of the first difference between two headers of samples, apart from names.
 
-    What has a hash of its weights may have been found under another path, name or revision. Variables of a chat template may
-    differ, since the texts that it makes with them are compared.
+    Names and revisions may differ where there is a hash of the weights. Variables of a chat template may differ, as the texts
+    that it makes with them are compared.
     """
     one, other = dict(_flat(one)), dict(_flat(other))
     hashed = [name.removesuffix("weights") for name in (*one, *other) if name.endswith(".weights")]
@@ -121,14 +122,14 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     for name in sorted({*one, *other} - {"hash", "settings.revision", *labels, *ignored}):
         in_both = name in one and name in other
         if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
-            continue  # a template into which the date was written is no longer rendered for its date
+            continue  # a template with a fixed date has no rendering
         if not in_both or one[name] != other[name]:
             return name
     return None
 
 
 def remedy(name: str) -> str:
-    """How a difference in `name` is avoided, in brackets, if the name does not show it."""
+    """How to avoid a difference in `name`, in brackets, where the name does not tell."""
     return f" ({KEEP_DATE})" if name.endswith((".token_ids_sha256", ".rendering")) else ""
 
 
@@ -139,12 +140,11 @@ def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Where a shard is kept."""
     return folder / f"shard-{number:05d}.parquet"
 
 
 def has_shard(folder: Path, number: int, rows: int) -> bool:
-    """Whether a shard is there with all of its rows; `False` too for a file that was cut off, as a disk that fails may do."""
+    """Whether a shard exists with all of its rows and is not cut off."""
     try:
         return pq.read_metadata(shard_path(folder, number)).num_rows == rows
     except (FileNotFoundError, pa.ArrowInvalid):
@@ -152,12 +152,11 @@ def has_shard(folder: Path, number: int, rows: int) -> bool:
 
 
 def write_shard(folder: Path, number: int, table: pa.Table) -> None:
-    """Writes a shard."""
     write_atomically(shard_path(folder, number), lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
 def close_folder(folder: Path, shards: int) -> None:
-    """Marks samples as complete, and clears away what a kill left of files."""
+    """Marks samples as complete, and removes partial files that a kill left."""
     paths = [shard_path(folder, number) for number in range(shards)]
     entries = [
         {"file": path.name, "rows": pq.read_metadata(path).num_rows, "sha256": hash_file(path)} for path in paths

@@ -1,4 +1,4 @@
-"""Drawing and rewarding completions outside a trainer: what held-out sampling and the callback share."""
+"""Drawing and rewarding completions outside a trainer."""
 
 import asyncio
 import functools
@@ -28,29 +28,28 @@ from .._prompts import check_template_variables, render, warn_of_date
 from .._texts import check_added_tokens
 from ..generation._defaults import end_tokens, until_end, without_generation_defaults
 from ..generation._padding import batches, padding_token
-from ..generation._probe import probe
+from ..generation._probe import in_mode, probe
 from ..trainers._rewards import with_checks
 from ..trainers._trl_bridge import is_async_callable
-from .exact import _evaluating, _reward_of_model
+from .exact import reward_of_model
 
 
 logger = logging.get_logger(__name__)
 
 Prompt = str | list[dict[str, str]]
-# Tokens of one prompt a completion, and a seed -> tokens of the completions, the one that ends each included
+# Prompt tokens of each completion, and a seed -> completion tokens, including end tokens
 Engine = Callable[[list[list[int]], int], list[list[int]]]
 EngineName = Literal["transformers", "vllm"]
 _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 
-def process_state() -> PartialState:
-    """This process among those of a launch, on CPU as well; refuses to take itself for the only one if it is not."""
-    # The time is for the wait for the process that is last
-    return check_processes(PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7)))
-
-
-def check_processes(state: PartialState) -> PartialState:
-    """The same; refuses a process that takes itself for the only one of several."""
+def process_state(cpu: bool | None = None) -> PartialState:
+    """
+    The state of this process, by default on CPU if there is no accelerator. Raises `ValueError` if it takes one of several
+    processes for the only one.
+    """
+    cpu = not torch.accelerator.is_available() if cpu is None else cpu
+    state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # how long the other processes wait for the last one
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != started:
         raise ValueError(
@@ -62,16 +61,7 @@ def check_processes(state: PartialState) -> PartialState:
 
 def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
     """
-    Hash of a model's weights.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        dtype (`torch.dtype`, *optional*):
-            Precision in which the weights are hashed. If `None`, their own.
-
-    Returns:
-        `str`: SHA-256 of names, shapes and bytes, hexadecimal.
+    SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -83,7 +73,7 @@ def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
 
 
 def hash_folder(folder: Path) -> str:
-    """SHA-256 of a model's folder: names and bytes of configuration and weights."""
+    """SHA-256 of a model's folder: names, sizes and bytes of configuration and weights."""
     digest = hashlib.sha256()
     for path in sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind)):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -94,7 +84,7 @@ def hash_folder(folder: Path) -> str:
 
 
 def check_dtype(name: str) -> None:
-    """Refuses what is neither `"auto"` nor a precision of weights, before anything is loaded."""
+    """Refuses anything but `"auto"` and floating-point types."""
     if name != "auto" and not (
         isinstance(found := getattr(torch, name, None), torch.dtype) and found.is_floating_point
     ):
@@ -102,7 +92,7 @@ def check_dtype(name: str) -> None:
 
 
 def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[str, Any] | None) -> None:
-    """Refuses variables for a template where no prompt has one, and what is none; without a trainer, tools come with them."""
+    """Refuses variables for a chat template that prompts of plain text do not use, and reserved ones."""
     check_template_variables(chat_template_kwargs, ("tools",))
     if chat_template_kwargs and len(prompts) and isinstance(prompts[0], str):
         raise ValueError(
@@ -116,14 +106,14 @@ def prompt_text(
     chat_template_kwargs: dict[str, Any] | None = None,
     where: str = "A prompt",
 ) -> str:
-    """A prompt as the model reads it: plain text, or messages in the tokenizer's chat template; `where` names it in an error."""
+    """A prompt as the model reads it, by the chat template if it is messages; `where` names it in an error."""
     return prompt if isinstance(prompt, str) else render(tokenizer, prompt, where, chat_template_kwargs)
 
 
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that ends plain ones with its end token."""
+    """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that adds its end token to plain text."""
     prompts = list(prompts)
     rows: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
@@ -147,8 +137,8 @@ def transformers_engine(
     on_drawn: Callable[[int], object] = lambda count: None,
 ) -> Engine:
     """
-    Draws with `generate`, from all tokens; what the model was saved with plays no part but for its end tokens. `on_drawn` is
-    told the completions of each pass.
+    Draws with `generate` from all tokens, ignoring the model's generation configuration except for its end tokens. `on_drawn`
+    gets the number of completions of each pass.
     """
     end = end_tokens(model, tokenizer) if end is None else end
     if not end:
@@ -173,7 +163,7 @@ def transformers_engine(
         width = max(map(len, prompt_ids))
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompt_ids], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
-        with _evaluating(model), without_generation_defaults(model):
+        with in_mode(model, training=False), without_generation_defaults(model):
             output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         return [until_end(row, end) for row in output[:, width:].tolist()]
 
@@ -191,22 +181,22 @@ def transformers_engine(
 
 
 def vllm_version() -> str:
-    """Version of vLLM, which is not loaded for it; its builds for other devices are packages of other names."""
+    """Version of vLLM, without loading it; builds for other devices are packages of other names."""
     packages = packages_distributions().get("vllm")
     if not packages:
         raise ImportError(_NO_VLLM)
     return version(packages[0])
 
 
-def request_seed(seed: int, row: int) -> int:
-    """Seed of one completion, of 63 bits: those of shards with neighbouring seeds would overlap, and repeat completions."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {row}".encode()).digest()[:8], "big") >> 1
+def hashed_seed(text: str) -> int:
+    """A seed of 63 bits made from a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def vllm_engine(
     model: str, end: list[int], max_completion_length: int, dtype: str, revision: str | None, **kwargs: Any
 ) -> Engine:
-    """Draws with vLLM in this process, by the same distribution; each completion has a seed of its own."""
+    """Draws with vLLM in this process, from the same distribution; each completion has its own seed."""
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
@@ -223,7 +213,7 @@ def vllm_engine(
                 top_k=0,
                 max_tokens=max_completion_length,
                 stop_token_ids=end,
-                seed=request_seed(seed, row),
+                seed=hashed_seed(f"{seed} {row}"),  # consecutive seeds would repeat completions across shards
                 detokenize=False,
             )
             for row in range(len(prompt_ids))
@@ -241,7 +231,7 @@ def as_function(
     chat_template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[str, Callable[..., Any]]:
-    """Name and function of a reward as TRL takes one: a path, a classifier, or a function, asynchronous or not."""
+    """Name and function of a reward as TRL takes it: a path, a classifier, or a function, asynchronous or not."""
     if isinstance(reward, str):
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         tokenizer = tokenizer or load_tokenizer(reward, "reward model", **code)
@@ -256,24 +246,16 @@ def as_function(
         raise ValueError("A reward is a model; pass its tokenizer in `reward_processing_classes`.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    name, of_texts = type(reward).__name__, _reward_of_model(reward, tokenizer)
+    name, of_texts = type(reward).__name__, reward_of_model(reward, tokenizer)
     if hasattr(reward, "config"):  # as TRL does
         reward.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         name = reward.config._name_or_path.rstrip("/").split("/")[-1]
 
     def function(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        texts = [
-            prompt + completion
-            if isinstance(prompt, str)
-            else render(
-                tokenizer,
-                prompt + completion,
-                f"A prompt with its completion, as the reward model '{name}' reads it,",
-                chat_template_kwargs,
-                False,
-            )
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        where = f"A prompt with its completion, as the reward model '{name}' reads it,"
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        if prompts and not isinstance(prompts[0], str):
+            texts = [render(tokenizer, text, where, chat_template_kwargs, False) for text in texts]
         return of_texts(texts).tolist()
 
     return name, with_checks(function, name)
@@ -282,9 +264,8 @@ def as_function(
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """
-    The loop of asynchronous rewards, in a thread of its own: one for all batches, as a client that is kept is tied to the first.
-
-    The caller's thread may have a loop that runs, as a notebook's does.
+    The loop of asynchronous rewards, in its own thread, as the caller's thread may have a running loop. There is one for all
+    batches, since a client is tied to its first loop.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="trl-repulse rewards", daemon=True).start()
@@ -300,7 +281,7 @@ def evaluate_rewards(
     batch_size: int,
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> dict[str, list[float | None]]:
-    """One reward a completion from each function; `None` where a function gave none. Asynchronous ones run in `loop`."""
+    """One reward a completion from each function, or `None`. Asynchronous functions run in `loop`."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
     more = {key: values for key, values in columns.items() if key != "completion"}  # as TRL (1.16) does
     if completion_ids is not None:

@@ -1,11 +1,10 @@
 """
-Descriptions of models, rewards and judges in the headers of sample folders and of attack results.
+Descriptions of models, rewards and judges in the headers of samples and of attack results.
 
-A description is a JSON value that changes whenever scores may change. It contains no secret, no server address, and nothing
-that only changes speed.
+A description is a JSON value that changes whenever scores may change. It holds no secret, no server address, and nothing
+that only affects speed.
 """
 
-import hashlib
 import inspect
 import json
 import re
@@ -27,15 +26,15 @@ from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
 from ..rewards.remote import RemoteReward
 from ..rewards.transformed import TransformedReward
-from ._files import digest, plain_json
+from ._files import digest, hash_file, plain_json
 from ._generation import hash_folder, hash_model
 
 
 logger = get_logger(__name__)
 
-# Fields that change no reward of the same weights
+# Fields that do not affect rewards
 _IRRELEVANT_FIELDS = ("model", "revision", "name", "batch_size", "device")
-# Last words of names, in code of users, of secrets and of what says where and how fast something runs
+# Endings of names, in users' code, of secrets and of settings that only affect where and how fast something runs
 _IRRELEVANT_TO_SCORES = re.compile(
     r"(^|_)(key|token|secret|password|url|host|port|device|rank|timeout|retries|batch_size)$", re.IGNORECASE
 )
@@ -45,37 +44,19 @@ _PLAIN = bool | int | float | complex | str | bytes | None
 
 
 def identify_model(model: Any, name: str | None = None) -> dict[str, Any]:
-    """
-    Name, revision and a hash of the weights of a model, of an adapter with the name of its base.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model.
-        name (`str`, *optional*):
-            What it was loaded by.
-
-    Returns:
-        `dict`
-    """
+    """Name, revision and a hash of the weights of a model; for an adapter also the name of its base."""
     config = model.config
     found = config._name_or_path
     identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None), "weights": hash_model(model)}
     if is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
-        identity |= {"base": found, "revision": None}  # the configuration is the base's
+        identity |= {"base": found, "revision": None}  # the configuration belongs to the base
     return identity
 
 
 def identify_reward(reward: Any) -> dict[str, Any]:
     """
-    Describes a reward or judge by its weights, files, arguments or code.
-
-    Args:
-        reward (`str`, `torch.nn.Module` or `Callable`):
-            A reward as TRL takes it, or a judge of attacks.
-
-    Returns:
-        `dict`: `"name"`, with the hash of weights, of a file or of the function's own `"code"` where there is one. A server is
-        known by the reward's name alone: its address may be another the next time, and may hold a key.
+    Description of a reward or judge: its `"name"`, and a hash of its weights, file, or code where there is one. A server is
+    only known by the reward's name, since its address may change and may hold a key.
     """
     if isinstance(reward, nn.Module) and (isinstance(reward, PreTrainedModel) or is_peft_model(reward)):
         return identify_model(reward)
@@ -84,18 +65,17 @@ def identify_reward(reward: Any) -> dict[str, Any]:
             return {"name": reward, "weights": hash_folder(Path(reward))}
         return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
     if isinstance(reward, FunctionReward):
-        content = hashlib.sha256(reward.path.read_bytes()).hexdigest()
-        return {"name": reward.function, "label_column": reward.label_column, "sha256": content}
+        return {"name": reward.function, "label_column": reward.label_column, "sha256": hash_file(reward.path)}
     if isinstance(reward, TransformedReward):
         names = ("transform", "alpha", "beta", "threshold")
         return {name: getattr(reward, name) for name in names} | {"reward": identify_reward(reward.reward)}
     if isinstance(reward, RemoteReward):
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
     if isinstance(reward, ModelReward):
-        if reward._module is None:  # one that was pickled comes without weights
+        if reward._module is None:  # a pickled reward has no weights
             reward._load()
         rendering = {} if reward._template is None else reward._template.dated
-        # Variables of a chat template are known by what it renders with them
+        # The rendered text stands for the variables of a chat template
         left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if rendering else [])}
         arguments = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in left_out}
         return {
@@ -111,31 +91,14 @@ def identify_reward(reward: Any) -> dict[str, Any]:
 
 
 def known_by_name_alone(identity: dict[str, Any]) -> bool:
-    """
-    Whether a reward is identified by its name alone.
-
-    Args:
-        identity (`dict`):
-            What [`identify_reward`] gave.
-
-    Returns:
-        `bool`
-    """
+    """Whether a description of [`identify_reward`] has only a name."""
     if "reward" in identity:
         return known_by_name_alone(identity["reward"])
     return not {"weights", "revision", "sha256", "code"} & identity.keys()
 
 
 def warn_of_name(place: Path, name: str) -> None:
-    """
-    Warns that results are continued with a reward or judge of which only the name is compared.
-
-    Args:
-        place (`Path`):
-            Where the results are.
-        name (`str`):
-            The reward's or judge's.
-    """
+    """Warns that results in `place` are continued with a reward or judge of which only the name is compared."""
     logger.warning(
         f"`{place}` is continued with the reward or judge `{name}`, which is identified by its name alone, so that a change of it "
         "goes unnoticed. If it has changed, write the results to another place."
@@ -143,7 +106,7 @@ def warn_of_name(place: Path, name: str) -> None:
 
 
 def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
-    """`code`, a hash of a function's byte code and of the plain values it uses; empty if it has no Python code."""
+    """`code`, a hash of a function's byte code and the plain values it uses; empty without Python code."""
     owner = function.__self__ if isinstance(function, MethodType) else function
     key = (id(owner), getattr(function, "__name__", ""))
     seen, found = _SEEN.get(key, (lambda: None, {}))
@@ -152,19 +115,19 @@ def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
     root = owner.func if isinstance(owner, partial) else owner
     package = _package(root if isinstance(root, FunctionType) else type(root))
     found = {}
-    with suppress(NotImplementedError, RecursionError):  # weights that are not in memory, values that hold themselves
+    with suppress(NotImplementedError, RecursionError):  # weights not in memory, circular values
         found = {"code": digest(_describe(function, package, []))}
-    with suppress(TypeError):  # not all objects can be referred to
+    with suppress(TypeError):  # not all objects have weak references
         _SEEN[key] = weakref.ref(owner, lambda _: _SEEN.pop(key, None)), found
     return found
 
 
 def _package(defined: Any) -> str:
-    return (defined.__module__ or "").partition(".")[0]  # code that is run by `exec` may be of no module
+    return (defined.__module__ or "").partition(".")[0]  # code run by `exec` may have no module
 
 
 def _describe(value: Any, package: str, seen: list[Any]) -> Any:
-    """A function, or a value that it works with, as JSON; `None` if it is in `seen` already."""
+    """A function, or a value that it uses, as JSON; `None` if it is in `seen` already."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):
@@ -174,7 +137,7 @@ def _describe(value: Any, package: str, seen: list[Any]) -> Any:
     if isinstance(value, dict):
         named = {str(name): each for name, each in value.items() if not _IRRELEVANT_TO_SCORES.search(str(name))}
         return {name: _describe(each, package, seen) for name, each in named.items()}
-    if isinstance(value, CodeType):  # without names of files and numbers of lines
+    if isinstance(value, CodeType):  # without file names and line numbers
         return [value.co_code.hex(), value.co_names, _describe(value.co_consts, package, seen)]
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -197,7 +160,7 @@ def _describe(value: Any, package: str, seen: list[Any]) -> Any:
 
 
 def _parts_of_function(function: FunctionType) -> dict[str, Any]:
-    """Its code and defaults, what it has from the functions around it, and the constants and functions of its module."""
+    """Its code, defaults, closure, and the constants and functions of its module that it uses."""
     code = function.__code__
     held = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -213,7 +176,7 @@ def _parts_of_function(function: FunctionType) -> dict[str, Any]:
 
 
 def _parts_of_instance(value: Any, package: str) -> dict[str, Any]:
-    """Functions and plain values of its classes, as far as they are of one package, and its attributes."""
+    """Functions and plain values of its classes from one package, and its attributes."""
     methods: dict[str, FunctionType] = {}
     members: dict[str, Any] = {}
     for cls in reversed([cls for cls in type(value).__mro__ if _package(cls) == package and cls is not object]):
@@ -244,7 +207,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Names that a function and the functions inside it look up."""
+    """Global names used by a function and the functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

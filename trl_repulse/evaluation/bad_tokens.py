@@ -1,8 +1,7 @@
 """
-Exact probability that a completion of one or two tokens holds a bad token, over a vocabulary of any size.
+Exact probability that a completion of one or two tokens contains a bad token, for a vocabulary of any size.
 
-Legend: P prompts, V vocabulary, A tokens that are neither bad nor an end, B sequences of one forward pass, L prompt
-tokens.
+Legend: P prompts, V vocabulary, A tokens that are neither bad nor an end, B sequences of one forward pass, L prompt tokens.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,7 +11,8 @@ from torch import nn
 
 from .._causal import check_causal
 from .._model_checks import check_token_ids
-from .exact import _evaluating
+from ..generation._probe import in_mode
+from .tails import check_sizes
 
 
 @torch.no_grad()
@@ -31,9 +31,8 @@ def exact_log_prob_bad(
 
         P(bad) = Σ_{s₁ bad} P(s₁) + Σ_{s₁ neither bad nor end} P(s₁) · P(s₂ bad | s₁),
 
-    which takes V + 1 sequences a prompt, about 50,000 for GPT-2, and asks no reward model. Each prompt is a batch of its
-    own, so causal models never see padding. The model runs in its own precision; what follows its logits is in log space,
-    so that the result is right far below what a probability could hold.
+    which takes up to V + 1 sequences a prompt (about 50,000 for GPT-2) and no reward model. Prompts are not padded. The model
+    runs in its own precision; the rest is in log space, so that tiny probabilities are exact.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -41,14 +40,13 @@ def exact_log_prob_bad(
         prompt_ids (`Sequence[Sequence[int]]`):
             Tokens of each of the P prompts.
         bad_token_ids (`Collection[int]`):
-            Tokens whose presence, anywhere in a completion, makes it bad.
+            Tokens that make a completion bad, anywhere in it.
         max_completion_length (`int`):
             T, 1 or 2.
         eos_token_ids (`Collection[int]`):
             Tokens that end a completion; may be empty.
         batch_size (`int`, *optional*):
-            B, sequences of one forward pass; 64 on a CPU, 512 elsewhere. It bounds the memory, about 8·B·V bytes for
-            logits in float32 beside the model and its activations, and does not change the result.
+            B; by default 64 on a CPU and 512 elsewhere. Logits take about 8·B·V bytes in float32.
 
     Returns:
         `torch.Tensor` of shape `(P,)`: log P(bad) of each prompt in nats, float64, on the CPU; −inf without bad tokens.
@@ -68,15 +66,17 @@ def exact_log_prob_bad(
     >>> exact_log_prob_bad(model, prompt_ids, [5089, 9372], 2, [tokenizer.eos_token_id])
     ```
     """
-    bad, eos, batch_size = _check(model, prompt_ids, bad_token_ids, eos_token_ids, max_completion_length, batch_size)
-    with _evaluating(model):
+    bad, eos, batch_size = _check_arguments(
+        model, prompt_ids, bad_token_ids, eos_token_ids, max_completion_length, batch_size
+    )
+    with in_mode(model, training=False):
         first = [
             _first_token_log_prob_bad(model, ids, bad, eos, max_completion_length, batch_size) for ids in prompt_ids
         ]
     return torch.stack([row.logsumexp(dim=0).cpu() for row in first])
 
 
-def _check(
+def _check_arguments(
     model: nn.Module,
     prompt_ids: Sequence[Sequence[int]],
     bad_token_ids: Collection[int],
@@ -91,8 +91,7 @@ def _check(
         )
     if batch_size is None:
         batch_size = 64 if next(model.parameters()).device.type == "cpu" else 512
-    if batch_size < 1:
-        raise ValueError(f"`batch_size={batch_size}` must be at least 1.")
+    check_sizes(batch_size=batch_size)
     if not prompt_ids or not all(len(ids) for ids in prompt_ids):
         raise ValueError("`prompt_ids` must hold at least one prompt, and each prompt at least one token.")
     check_token_ids(prompt_ids, model.config)
@@ -103,7 +102,7 @@ def _check(
 def _first_token_log_prob_bad(
     model: nn.Module, prompt_ids: Sequence[int], bad: list[int], eos: list[int], length: int, batch_size: int
 ) -> torch.Tensor:
-    """Log-probability of each first token together with a bad token among the first `length`, (V,), float64."""
+    """Log P(first token, and a bad token among the first `length`) for each first token, (V,), float64."""
     prompt = torch.tensor(list(prompt_ids), device=next(model.parameters()).device)  # (L,)
     first = _next_log_prob(model, prompt.unsqueeze(0))[0]  # (V,)
     for name, tokens in (("bad_token_ids", bad), ("eos_token_ids", eos)):
@@ -127,10 +126,10 @@ def _first_token_log_prob_bad(
 
 
 def _next_log_prob(model: nn.Module, rows: torch.Tensor, chosen: list[int] | None = None) -> torch.Tensor:
-    """Log-probabilities of the token after each row, (B, V) or those of the chosen tokens, float64."""
+    """Log-probabilities of the token after each row, (B, V) or only those of `chosen`, float64."""
     logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), logits_to_keep=1, use_cache=False).logits
     logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))  # (B, V)
-    logits.sub_(logits.amax(dim=1, keepdim=True))  # the model's fresh output: ours to change
+    logits.sub_(logits.amax(dim=1, keepdim=True))  # in place: nothing else uses this output
     kept = (logits if chosen is None else logits[:, chosen]).to(torch.float64, copy=True)
-    # Exponentials in the model's precision, at most 1 each, and their sum in float64: an error of 1e-7 nats in float32
+    # Exponentials in the model's precision and their sum in float64: an error of 1e-7 nats in float32
     return kept - logits.exp_().sum(dim=1, keepdim=True, dtype=torch.float64).log()

@@ -3,36 +3,34 @@
 import math
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
-from .._checks import as_dataset, check_prompt_lengths
 from .._columns import columns_of, from_columns
 from ..rewards._texts import message_text
-from ._generation import Prompt, prompt_tokens
-from .callback import check_columns, draw
+from ._generation import Prompt
+from .callback import draw_completions, prepare_prompts
 
 
 class BeforeAfterCallback(TrainerCallback):
     """
-    Samples a few completions from the policy when training begins, and from the same prompts when [`write`] is called.
+    Samples a few completions when training begins, and from the same prompts when [`write`] is called.
 
-    For the trainers of [`~trl_repulse.evaluation.callback.TailReportCallback`], which draws in the same way: by all
-    processes, with `generate`, and with seeds of its own, so that training goes on as without the callback.
+    Sampling is that of [`~trl_repulse.evaluation.callback.TailReportCallback`]: by all processes, with `generate`, and with its
+    own seeds, so that training is not affected.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
             Trainer to follow.
         prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows with a `"prompt"` and the columns that the rewards need. The first are taken, again if they are too few.
+            Rows with a `"prompt"` and the columns that the rewards need. The first are used, repeated if there are too few.
         num_completions (`int`, *optional*, defaults to `10`):
-            Completions to sample, each of another prompt as long as there are any.
+            Completions to sample.
 
     Raises:
-        `ValueError`: If a prompt is too long, or a column is missing that a reward function needs.
+        `ValueError`: If a prompt is too long, or a column that a reward function needs is missing.
 
     Example:
 
@@ -48,23 +46,18 @@ class BeforeAfterCallback(TrainerCallback):
         self, trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | IterableDataset, num_completions: int = 10
     ):
         rows = list(prompts.take(num_completions))
-        self.dataset = as_dataset(from_columns(columns_of(list(islice(cycle(rows), num_completions)))))
-        check_columns(trainer, self.dataset.column_names)
         self.trainer = trainer
-        texts = self.dataset["prompt"][:]
-        self._prompt_ids = prompt_tokens(trainer.processing_class, texts, trainer.chat_template_kwargs)
-        check_prompt_lengths(self._prompt_ids, texts, trainer.model.config, trainer.max_completion_length)
+        repeated = from_columns(columns_of(list(islice(cycle(rows), num_completions))))
+        self.dataset, self._prompt_ids = prepare_prompts(trainer, repeated)
         self._start = 0
         self._before: list[tuple[str, float]] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._start, self._before = state.global_step, self._draw()
 
     def write(self, path: str | Path) -> None:
         """
-        Samples again, and writes both to a Markdown table with the rewards. A collective call; the main process writes.
+        Samples again and writes a Markdown table with rewards. All processes must call it; the main one writes.
 
         Args:
             path (`str` or `Path`):
@@ -82,7 +75,7 @@ class BeforeAfterCallback(TrainerCallback):
         path.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows), encoding="utf-8")
 
     def _draw(self) -> list[tuple[str, float]]:
-        return draw(self.trainer, self.dataset, self._prompt_ids, 1, self.trainer.args.seed)
+        return draw_completions(self.trainer, self.dataset, self._prompt_ids, 1, self.trainer.args.seed)
 
 
 def _text(prompt: Prompt) -> str:

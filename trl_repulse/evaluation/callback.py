@@ -24,7 +24,7 @@ from ..rewards.functions import FunctionReward
 from ..trainers._trl_bridge import unwrap_model_for_generation
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .report import estimates
-from .tails import Estimate
+from .tails import Estimate, check_sizes
 
 
 logger = get_logger(__name__)
@@ -33,22 +33,21 @@ logger = get_logger(__name__)
 class TailReportCallback(TrainerCallback):
     """
     Samples from the policy every few updates and at the end of training, and logs the lower tail of its reward. With
-    `load_best_model_at_end` the last report is of the model that was loaded.
+    `load_best_model_at_end`, the last report is of the model that was loaded.
 
-    For [`~trl_repulse.RePULSeTrainer`], [`~trl_repulse.ReinforceTrainer`] and TRL's own [`~trl.RLOOTrainer`] and
-    [`~trl.GRPOTrainer`]. All processes sample. The draws have seeds of their own, so that training goes on as without the
-    callback. Rewards are the trainer's `reward_funcs` with its weights, before any transform that the trainer applies. They
-    get `trainer_state` as in training; what they say to `log_extra` and `log_metric` of held-out completions is not logged.
-    Messages are read with the trainer's `chat_template_kwargs`.
+    Works with [`~trl_repulse.RePULSeTrainer`], [`~trl_repulse.ReinforceTrainer`], and TRL's [`~trl.RLOOTrainer`] and
+    [`~trl.GRPOTrainer`]. All processes sample, with their own seeds, so that training is not affected. Rewards are the
+    trainer's `reward_funcs` and weights, without the trainer's transform. They get `trainer_state` as in training; their calls
+    of `log_extra` and `log_metric` are ignored. Messages are rendered with the trainer's `chat_template_kwargs`.
 
-    Logged are `tail/mean`, `tail/prob_below_η` with `_low` and `_high`, and `tail/cvar_a` with both ends. Callbacks of
-    several sets of prompts need a `metric_key_prefix` each.
+    Logs `tail/mean`, `tail/prob_below_η` and `tail/cvar_a`, the last two with `_low` and `_high`. Callbacks for several sets of
+    prompts need different values of `metric_key_prefix`.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
             Trainer to follow.
         prompts ([`~datasets.Dataset`] or `Sequence`):
-            Held-out prompts, plain text or messages, or rows with a `"prompt"`.
+            Held-out prompts: plain text, messages, or rows with a `"prompt"`.
         num_samples (`int`, *optional*, defaults to `16`):
             Completions of each prompt.
         thresholds (`Sequence[float]`, *optional*):
@@ -58,18 +57,18 @@ class TailReportCallback(TrainerCallback):
         every (`int`, *optional*, defaults to `100`):
             Updates between two reports.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws: the same at every report, which makes reports of one run comparable.
+            Seed of the draws, the same at every report.
         metric_key_prefix (`str`, *optional*, defaults to `"tail"`):
-            What the names of the metrics begin with.
+            Prefix of the names of the metrics.
 
     Attributes:
         history (`list[dict]`):
-            One entry a report: `"update"`, and `"report"`, an [`~trl_repulse.evaluation.tails.Estimate`] by name of the
-            quantity, as in [`~trl_repulse.evaluation.report.TailReport`].
+            One entry a report: `"update"`, and `"report"`, a dictionary of [`~trl_repulse.evaluation.tails.Estimate`] as in
+            [`~trl_repulse.evaluation.report.TailReport`].
 
     Raises:
-        `ValueError`: If the prompts are empty or too long, lack a column that a reward function needs, or a number is out of
-            range. At the start of training, if another callback of the trainer has the same `metric_key_prefix`.
+        `ValueError`: If prompts are empty, too long or lack a column that a reward function needs, or a number is out of range.
+            When training begins, if another callback has the same `metric_key_prefix`.
 
     Example:
 
@@ -89,28 +88,18 @@ class TailReportCallback(TrainerCallback):
         seed: int = 0,
         metric_key_prefix: str = "tail",
     ):
-        for name, value in (("every", every), ("num_samples", num_samples)):
-            if value < 1:
-                raise ValueError(f"`{name}={value}` must be at least 1.")
+        check_sizes(every=every, num_samples=num_samples)
         if seed < 0:
             raise ValueError(f"`seed={seed}` must be at least 0.")
-        self.dataset = as_dataset(prompts)
-        check_columns(trainer, self.dataset.column_names)
         self.trainer = trainer
+        self.dataset, self._prompt_ids = prepare_prompts(trainer, prompts)
         self.num_samples, self.every, self.seed = num_samples, every, seed
         self.thresholds, self.levels = list(thresholds), list(levels)
         self.history: list[dict[str, Any]] = []
         self.metric_key_prefix = metric_key_prefix
-        self._prompt_ids = prompt_tokens(
-            trainer.processing_class, self.dataset["prompt"], trainer.chat_template_kwargs
-        )
-        length = trainer.max_completion_length
-        check_prompt_lengths(self._prompt_ids, self.dataset["prompt"][:], trainer.model.config, length)
-        estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # refuses levels out of range
+        estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # raises for levels out of range
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         callbacks = self.trainer.callback_handler.callbacks
         prefixes = [each.metric_key_prefix for each in callbacks if isinstance(each, TailReportCallback)]
         if prefixes.count(self.metric_key_prefix) > 1:
@@ -118,18 +107,14 @@ class TailReportCallback(TrainerCallback):
                 f"Several tail reports have `metric_key_prefix={self.metric_key_prefix!r}`; give each one of its own."
             )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         if state.global_step % self.every == 0:
             self._report(state.global_step, control)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         due = bool(state.global_step % self.every)
         best = state.best_global_step if args.load_best_model_at_end else None
-        if not due and best not in (None, state.global_step):  # the model just reported is not the one that stays
+        if not due and best not in (None, state.global_step):  # the last report is of another model
             if self.history and self.history[-1]["update"] == state.global_step:
                 self.history.pop()
             due = True
@@ -137,9 +122,10 @@ class TailReportCallback(TrainerCallback):
             self._report(state.global_step, control)
 
     def _report(self, update: int, control: TrainerControl) -> None:
-        rewards = self._sample()
+        drawn = draw_completions(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
+        rewards = np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
         lost = int(np.isnan(rewards).sum())
-        if lost:  # a run is worth more than its report
+        if lost:  # do not end a run for its report
             logger.warning(
                 "No tail report at update %d: %d of %d held-out completions got no reward, and it needs one for each.",
                 *(update, lost, rewards.size),
@@ -150,39 +136,35 @@ class TailReportCallback(TrainerCallback):
         due = control.should_log
         # The base class: TRL's `log` would close the window over which it averages its own metrics
         Trainer.log(self.trainer, _metrics(found, self.metric_key_prefix))
-        control.should_log = due  # any log takes the update's own for done
-
-    def _sample(self) -> np.ndarray:
-        """Rewards of shape (1, P, N), the same on all processes; NaN where no function gave one."""
-        drawn = draw(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
-        return np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
+        control.should_log = due  # `log` marks the update's own logging as done
 
 
-def draw(
+def prepare_prompts(
+    trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | Sequence[Prompt]
+) -> tuple[Dataset, list[list[int]]]:
+    """
+    The prompts as a data set, and the tokens of each. Raises `ValueError` if a prompt is too long, or a column that a reward
+    function needs is missing.
+    """
+    dataset = as_dataset(prompts)
+    check_columns(trainer, dataset.column_names)
+    rows = dataset["prompt"][:]
+    ids = prompt_tokens(trainer.processing_class, rows, trainer.chat_template_kwargs)
+    check_prompt_lengths(ids, rows, trainer.model.config, trainer.max_completion_length)
+    return dataset, ids
+
+
+def draw_completions(
     trainer: RLOOTrainer | GRPOTrainer, dataset: Dataset, prompt_ids: list[list[int]], num_samples: int, seed: int
 ) -> list[tuple[str, float]]:
     """
-    Completions of the policy as it stands, drawn by all processes. A collective call.
-
-    Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Gives the policy and the rewards. Its random state stays as it is.
-        dataset ([`~datasets.Dataset`]):
-            Prompts, with the columns that its rewards need.
-        prompt_ids (`list[list[int]]`):
-            Tokens of each.
-        num_samples (`int`):
-            Completions of each.
-        seed (`int`):
-            Seed of the draws.
-
-    Returns:
-        `list[tuple[str, float]]`: completion and reward, those of a prompt one after the other, the same on all processes. The
-        reward is the weighted sum, NaN where no function gave one.
+    Completions of the current policy, `num_samples` of each prompt, drawn by all processes, all of which must call this. The
+    trainer's random state is not changed. Returns completion and weighted sum of rewards, prompt by prompt, the same on all
+    processes; the reward is NaN where no function gave one.
     """
     accelerator = trainer.accelerator
     total = len(dataset) * num_samples
-    # As many on each process, since a model that is cut apart generates on all of them at once; places past the end are dropped
+    # As many on each process, as a sharded model generates on all of them at once; places past the end are dropped
     share = -(-total // accelerator.num_processes)
     mine = [accelerator.process_index + i * accelerator.num_processes for i in range(share)]
     chosen = [place % total // num_samples for place in mine]
@@ -208,11 +190,11 @@ def draw(
         trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
     ):
         if isinstance(reward, nn.Module):
-            reward = accelerator.unwrap_model(reward)  # of DeepSpeed's engine
-        reward = getattr(reward, "unchecked", reward)  # which `as_function` checks again
+            reward = accelerator.unwrap_model(reward)  # from DeepSpeed's engine
+        reward = getattr(reward, "unchecked", reward)  # `as_function` adds the checks again
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
         functions[name] = partial(function, **given)
-    loop = getattr(trainer, "async_loop", None)  # which an asynchronous reward's client is tied to
+    loop = getattr(trainer, "async_loop", None)  # the client of an asynchronous reward belongs to it
     with _random_states_kept(accelerator.device):
         rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
     weights = trainer.reward_weights.tolist()
@@ -226,7 +208,7 @@ def draw(
 
 @contextlib.contextmanager
 def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Context after which Python's, NumPy's and torch's random numbers go on as before; a reward may draw some."""
+    """Restores the random states of Python, NumPy and torch afterwards."""
     states = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
     try:
@@ -238,18 +220,7 @@ def _random_states_kept(device: torch.device) -> Iterator[None]:
 
 
 def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:
-    """
-    Refuses prompts without a column that a reward function would fail for, in the middle of a run.
-
-    Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Gives the rewards.
-        columns (`list[str]`):
-            Columns of the prompts' data set.
-
-    Raises:
-        `ValueError`: If a reward function needs another.
-    """
+    """Raises `ValueError` if prompts with these columns lack one that a reward function needs."""
     known = {*ALWAYS_PASSED, *columns} - {"prompt", "completion"}
     for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
         for parameter in _required(getattr(reward, "unchecked", reward)):
@@ -261,12 +232,12 @@ def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> Non
 
 
 def _required(function: Any) -> list[str]:
-    """Parameters that a reward function must be given by name, as far as its own signature says."""
+    """Parameters without a default of a reward function's own signature."""
     if isinstance(function, FunctionReward):
         return [] if function._queries else sorted(function._required)
     if isinstance(function, nn.Module):
         return []
-    try:  # a decorator may supply what the function that it wraps needs
+    try:  # a decorator may supply arguments of the wrapped function
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return []
@@ -275,11 +246,11 @@ def _required(function: Any) -> list[str]:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """In the place of TRL's functions that log: the tables and means of a trainer are of its own completions."""
+    """Replaces TRL's logging functions, whose tables and means are of the trainer's own completions."""
 
 
 def _metrics(found: dict[str, Estimate], prefix: str) -> dict[str, float]:
-    """What is logged of a report; ends of intervals that are infinite are left out."""
+    """The logged metrics of a report, without infinite ends of intervals."""
     metrics = {}
     for name, estimate in found.items():
         key = name.replace("P(r < ", "prob_below_").replace(")", "").replace("CVaR ", "cvar_")

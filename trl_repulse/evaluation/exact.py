@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -30,16 +29,16 @@ Reward = Callable[[list[str]], torch.Tensor]
 @dataclass(frozen=True)
 class ExactReport:
     """
-    Exact properties of a policy. Means over prompts weigh each prompt the same; log-probabilities are in nats.
+    Exact properties of a policy. Means are over prompts; log-probabilities are in nats.
 
     Args:
-        expected_reward (`float`): Mean over prompts of E[r].
+        expected_reward (`float`): E[r].
         expected_reward_per_prompt (`tuple[float, ...]`): E[r] of each prompt.
-        max_reward (`float`): Mean over prompts of the largest reward of any completion: no policy can expect more.
-        log_prob_bad (`float`): Log of the mean over prompts of P(bad).
+        max_reward (`float`): Mean of the largest reward of any completion, which no policy can exceed.
+        log_prob_bad (`float`): Log of the mean of P(bad).
         log_prob_bad_per_prompt (`tuple[float, ...]`): log P(bad) of each prompt.
-        entropy (`float`): Mean over prompts of the entropy of the completion, in nats.
-        kl (`float` or `None`): Mean over prompts of KL(policy || reference), in nats; `None` without a reference.
+        entropy (`float`): Mean entropy of the completion, in nats.
+        kl (`float` or `None`): Mean of KL(policy || reference), in nats; `None` without a reference.
     """
 
     expected_reward: float
@@ -54,17 +53,17 @@ class ExactReport:
 @dataclass(frozen=True)
 class ExactProposalReport:
     """
-    Exact properties of a proposal q, against the target σ ∝ p · exp(β · min(r, reward_cap)) of a policy p.
+    Exact properties of a proposal q for the target σ ∝ p · exp(β · min(r, reward_cap)) of a policy p. Means are over prompts.
 
     Args:
-        log_z (`float`): Mean over prompts of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
-        kl_proposal_target (`float`): Mean of KL(q || σ), in nats: how much the lower bound of log Z from q misses.
-        kl_target_proposal (`float`): Mean of KL(σ || q), in nats: what contrastive twist learning descends.
+        log_z (`float`): Mean of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
+        kl_proposal_target (`float`): Mean of KL(q || σ), in nats: the gap of the lower bound of log Z from q.
+        kl_target_proposal (`float`): Mean of KL(σ || q), in nats: the loss of contrastive twist learning.
         ess_fraction (`float`): Mean of 1 / E_q[(σ/q)²], in (0, 1]: effective samples per draw from q, for many draws.
-        expected_reward (`float`): Mean over prompts of E_q[r].
-        log_prob_bad (`float`): Log of the mean over prompts of q(bad).
-        target_expected_reward (`float`): Mean over prompts of E_σ[r].
-        target_log_prob_bad (`float`): Log of the mean over prompts of σ(bad).
+        expected_reward (`float`): Mean of E_q[r].
+        log_prob_bad (`float`): Log of the mean of q(bad).
+        target_expected_reward (`float`): Mean of E_σ[r].
+        target_log_prob_bad (`float`): Log of the mean of σ(bad).
     """
 
     log_z: float
@@ -77,34 +76,35 @@ class ExactProposalReport:
     target_log_prob_bad: float
 
 
-_evaluating = partial(in_mode, training=False)
-
-
-def _reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:
+def reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:
     """The reward function that TRL makes of a sequence-classification model."""
 
     def reward(texts: list[str]) -> torch.Tensor:
         device = next(model.parameters()).device
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
-        with _evaluating(model):
+        with in_mode(model, training=False):
             return model(**batch.to(device)).logits[:, 0]
 
     return reward
 
 
 def _expectation(log_prob: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """E[values] per prompt, (P,), from log_prob and values (P, S); a completion of probability 0 counts 0."""
+    """E[values] per prompt, (P,), from log_prob and values (P, S); completions of probability 0 count 0."""
     return torch.where(log_prob == -torch.inf, 0.0, log_prob.exp() * values).sum(dim=1)
+
+
+def log_mean_exp(log_prob: torch.Tensor) -> float:
+    """Log of the mean of probabilities, from their logs (P,)."""
+    return log_prob.logsumexp(dim=0).item() - math.log(len(log_prob))
 
 
 class ExactEvaluator:
     """
-    Enumerates every completion of up to T tokens, and computes what sampling can only estimate.
+    Enumerates every completion of up to T tokens, and computes exactly what sampling can only estimate.
 
-    A completion ends with an eos token or at T tokens: `[eos]`, `[a, eos]`, ..., and all of T tokens. Its reward is
-    that of the text that the model wrote, prompt and completion without special tokens. Rewards
-    and the log-probabilities of the reference are computed once. Models run in their own precision; what follows
-    their logits is in float64 and log space. Each prompt is a batch of its own, so causal models never see padding.
+    A completion ends with an eos token or at T tokens: `[eos]`, `[a, eos]`, ..., and all of T tokens. Its reward is that of
+    prompt and completion as text, without special tokens. Rewards and the reference's log-probabilities are computed once.
+    Models run in their own precision, the rest in float64 and log space. Prompts are not padded.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -112,17 +112,17 @@ class ExactEvaluator:
         prompts (`Sequence[str]`): P plain-text prompts.
         reward (`Callable[[list[str]], torch.Tensor]` or `torch.nn.Module`):
             A function from texts (prompt + completion) to one reward each, or a sequence-classification model.
-        bad_token_ids (`Sequence[int]`): Tokens whose presence, anywhere in a completion, makes it bad.
+        bad_token_ids (`Sequence[int]`): Tokens that make a completion bad, anywhere in it.
         max_completion_length (`int`): T, from 1 to 3.
         reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer of the reward model; required if `reward` is a module.
         reference_model ([`~transformers.PreTrainedModel`], *optional*):
-            Causal language model that `kl` is measured against, for instance the initial policy.
+            Causal language model for `kl`, for instance the initial policy.
         eos_token_ids (`Collection[int]`, *optional*):
-            Tokens that end a completion, as a trainer's `eos_token_ids`; if unset, the tokenizer's alone.
+            Tokens that end a completion, as a trainer's `eos_token_ids`; if unset, only the tokenizer's.
         batch_size (`int`, *optional*, defaults to `512`): Sequences per forward pass.
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`):
-            Where results are kept and summed. Models stay on their own device.
+            Device of the results. Models stay on their own.
 
     Attributes:
         completion_ids (`torch.Tensor` of shape `(S, T)`): The completions; -1 after the end.
@@ -157,7 +157,7 @@ class ExactEvaluator:
             if reward_tokenizer is None:
                 raise ValueError("The reward is a model; pass its tokenizer as reward_tokenizer.")
             check_reward_model(reward, "`reward`")
-            reward = _reward_of_model(reward, reward_tokenizer)
+            reward = reward_of_model(reward, reward_tokenizer)
         self.vocab_size = len(tokenizer)
         for name, tokens in (("bad_token_ids", bad_token_ids), ("eos_token_ids", eos_token_ids)):
             unknown = [token for token in tokens if not 0 <= token < self.vocab_size]
@@ -249,11 +249,11 @@ class ExactEvaluator:
             ValueError: If the model's vocabulary has another size than the tokenizer's, or it is not causal.
         """
         length, results, device = self.max_completion_length, [], next(model.parameters()).device
-        config = getattr(model, "config", None)  # any module that gives logits will do
+        config = getattr(model, "config", None)  # any module that returns logits is accepted
         if config is not None:
             check_causal(model, "The model")
             self._check_size(config.get_text_config().vocab_size)
-        with _evaluating(model):
+        with in_mode(model, training=False):
             for prompt in self._prompt_ids:
                 blocks = []
                 for prefix in self._prefixes(length - 1).split(self.batch_size):  # (B, T - 1)
@@ -274,7 +274,7 @@ class ExactEvaluator:
         length, ended = self.max_completion_length, []
         node = conditional.new_zeros(1)  # log-probability of every prefix of `depth` tokens, (A^depth,)
         for depth in range(length - 1):
-            # Rows with the same first `depth` tokens agree here: the first of them is enough.
+            # Rows with the same first `depth` tokens are equal here
             joint = node[:, None] + conditional[:: len(self._live) ** (length - 1 - depth), depth]  # (A^depth, V)
             ended.append(joint[:, self._eos].flatten())
             node = joint[:, self._live.to(self.device)].flatten()
@@ -304,7 +304,7 @@ class ExactEvaluator:
             expected_reward=expected_reward.mean().item(),
             expected_reward_per_prompt=tuple(expected_reward.tolist()),
             max_reward=self.rewards.amax(dim=1).mean().item(),
-            log_prob_bad=bad.logsumexp(dim=0).item() - math.log(len(bad)),
+            log_prob_bad=log_mean_exp(bad),
             log_prob_bad_per_prompt=tuple(bad.tolist()),
             entropy=-_expectation(log_prob, log_prob).mean().item(),
             kl=kl,
@@ -329,7 +329,6 @@ class ExactEvaluator:
         log_target = self.log_probs(policy) + beta * self.rewards.clamp(max=reward_cap)
         log_z = log_target.logsumexp(dim=1)  # (P,)
         log_target = log_target - log_z[:, None]
-        log_n = math.log(len(self._prompts))
         second_moment = torch.where(log_target == -torch.inf, -torch.inf, 2 * log_target - log_q).logsumexp(dim=1)
         return ExactProposalReport(
             log_z=log_z.mean().item(),
@@ -337,7 +336,7 @@ class ExactEvaluator:
             kl_target_proposal=_expectation(log_target, log_target - log_q).mean().item(),
             ess_fraction=(-second_moment).exp().mean().item(),
             expected_reward=_expectation(log_q, self.rewards).mean().item(),
-            log_prob_bad=self._log_prob_bad(log_q).logsumexp(dim=0).item() - log_n,
+            log_prob_bad=log_mean_exp(self._log_prob_bad(log_q)),
             target_expected_reward=_expectation(log_target, self.rewards).mean().item(),
-            target_log_prob_bad=self._log_prob_bad(log_target).logsumexp(dim=0).item() - log_n,
+            target_log_prob_bad=log_mean_exp(self._log_prob_bad(log_target)),
         )

@@ -1,5 +1,5 @@
 """
-Log-probabilities of completions under a language model, by a pass of its own over each.
+Log-probabilities of completions under a language model.
 
 Legend: B completions, L tokens of the longest prompt, T tokens of the longest completion, V vocabulary.
 """
@@ -12,8 +12,7 @@ from tqdm.auto import tqdm
 
 from .._causal import check_causal
 from ..generation._padding import batches, padded_outputs
-from ..generation._probe import probe
-from .exact import _evaluating
+from ..generation._probe import in_mode, probe
 
 
 def completion_log_probs(
@@ -24,38 +23,37 @@ def completion_log_probs(
     progress: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probability of each completion after its prompt, and the entropy met on the way.
+    Log-probability of each completion after its prompt, and the summed entropy of the next-token distributions.
 
-    Every token counts, an end-of-sequence token as well. Prompts are padded on the left and positions counted from the
-    first real token; for models whose predictions depend on masked padding, prompts of one pass are of one length. The model runs in its own precision, what follows its logits in float32 and sums in float64.
+    End-of-sequence tokens count. Prompts are padded on the left; models whose predictions depend on masked padding get prompts
+    of one length in each pass. The model runs in its own precision, the rest in float32, and sums in float64.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
         prompt_ids (`Sequence[Sequence[int]]`):
-            Tokens of the prompt of each of the B completions, at least one each.
+            Prompt tokens of each of the B completions, at least one each.
         completion_ids (`Sequence[Sequence[int]]`):
             Tokens of each completion; may be empty.
         batch_size (`int`, *optional*, defaults to `32`):
-            Completions of one pass. Memory grows with it: 12·T·V bytes each beside the model and its activations.
+            Completions per pass; each takes 12·T·V bytes beside the model and its activations.
         progress (`bool`, *optional*, defaults to `False`):
             Whether to show a progress bar.
 
     Returns:
-        `tuple` of two `torch.Tensor` of shape `(B,)`, float64, on the CPU, without gradient: log-probabilities, and sums
-        over the completion's tokens of the entropy of the distribution that each was drawn from, both in nats. The mean of
-        either (the first negated) over the model's own samples estimates the entropy of its completions; the second varies
-        less.
+        `tuple` of two `torch.Tensor` of shape `(B,)`, float64, on the CPU: log-probabilities, and sums over the tokens of the
+        entropy of the distribution each was drawn from, both in nats. Over the model's own samples, the means of the second
+        and of the negated first both estimate the entropy of its completions; the second varies less.
 
     Raises:
-        `ValueError`: If a prompt is empty, the model is not causal, or a log-probability is not a number.
+        `ValueError`: If a prompt is empty, the model is not causal, or a log-probability is NaN.
     """
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("A prompt has no token; give each at least one.")
     check_causal(model, "`model`")
     log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
     equal = len({len(ids) for ids in prompt_ids}) > 1 and probe(model, samples=False).score_by_length
-    with _evaluating(model), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
+    with in_mode(model, training=False), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
         for chosen in batches(prompt_ids, batch_size, equal):
             rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]
             log_prob[chosen], entropy[chosen] = _score(model, *rows)

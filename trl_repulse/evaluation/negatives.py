@@ -1,6 +1,5 @@
 """Log-probability of stored bad completions (negative data) under any model."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from .._prompts import prompt_fault
 from .._tables import read_json_lines
 from .._texts import completion_tokens
 from ._generation import prompt_text, prompt_tokens
+from .exact import log_mean_exp
 from .log_probs import completion_log_probs
 
 
@@ -27,11 +27,11 @@ class NegativeLogProbs:
         mean (`float`):
             Mean of log p over them.
         logsumexp (`float`):
-            Log of the probability that a completion of a prompt chosen uniformly begins with one of the prompt's completions.
+            Log of the probability that a completion of a uniformly chosen prompt begins with one of its stored completions.
         per_prompt (`dict[str, dict[str, float]]`):
-            `"count"`, `"mean"` and `"logsumexp"` of each prompt's own.
+            `"count"`, `"mean"` and `"logsumexp"` of each prompt.
         empty (`int`):
-            Empty completions, which are left out: every completion begins with them.
+            Empty completions, which are left out.
     """
 
     count: int
@@ -43,17 +43,10 @@ class NegativeLogProbs:
 
 def check_negatives(path: str | Path) -> None:
     """
-    Refuses a file that [`negative_log_probs`] would refuse, without a model.
-
-    Args:
-        path (`str` or `Path`):
-            As there.
-
-    Raises:
-        `ValueError`: If there is no such file, it has no rows or empty completions alone, or a row has no prompt or completion.
+    Checks a file for [`negative_log_probs`] without a model. Raises `ValueError` if it is missing, has no rows or only empty
+    completions, or a row has no prompt or completion.
     """
-    if not [text for _, _, text in _rows(Path(path)) if text]:
-        raise ValueError(f"`{path}` has empty completions only; there is none to score.")
+    _read_rows(Path(path))
 
 
 def negative_log_probs(
@@ -65,11 +58,11 @@ def negative_log_probs(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> NegativeLogProbs:
     """
-    How probable a model makes bad completions that training has met (`save_negatives`).
+    How probable a model makes the bad completions that training has stored (`save_negatives`).
 
-    A completion counts once for each prompt, however often it was drawn. Its text is tokenized anew, which need not give the
-    tokens it was drawn with, and without an end: what is computed is the probability that a completion *begins* with these
-    tokens. Where one stored completion begins with another, `logsumexp` counts the longer one twice.
+    Each completion counts once for each prompt. Its text is tokenized anew, without an end token: the result is the probability
+    that a completion *begins* with these tokens. If one stored completion begins with another, `logsumexp` counts the longer
+    one twice.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -79,26 +72,25 @@ def negative_log_probs(
         path (`str` or `Path`):
             A `negatives.jsonl`: one JSON object a line, with `"prompt"` and `"completion"`, both text or both messages.
         batch_size (`int`, *optional*, defaults to `32`):
-            Completions of one pass.
+            Completions per pass.
         progress (`bool`, *optional*, defaults to `False`):
             Whether to show a progress bar.
         chat_template_kwargs (`dict`, *optional*):
-            Further variables of the chat template of prompts that are messages.
+            Variables for the chat template, for prompts of messages.
 
     Returns:
         [`NegativeLogProbs`]
 
     Raises:
-        `ValueError`: If the file has no rows or empty completions alone, a row has no prompt or completion, or one is too long
-            for the model.
+        `ValueError`: As [`check_negatives`], or if a completion is too long for the model.
     """
-    check_negatives(path)
-    pairs = _read(Path(path), tokenizer, chat_template_kwargs)
-    empty = 0
+    pairs: dict[str, tuple[Any, dict[str, None]]] = {}  # text of a prompt -> the prompt, its distinct completions
+    for number, prompt, text in _read_rows(Path(path)):
+        rendered = prompt_text(tokenizer, prompt, chat_template_kwargs, f"The prompt in line {number} of `{path}`")
+        pairs.setdefault(rendered, (prompt, {}))[1][text] = None
+    empty = sum("" in completions for _, completions in pairs.values())
     for _, completions in pairs.values():
-        if "" in completions:
-            del completions[""]
-            empty += 1
+        completions.pop("", None)
     pairs = {text: pair for text, pair in pairs.items() if pair[1]}
     tokens = prompt_tokens(tokenizer, [prompt for prompt, _ in pairs.values()], chat_template_kwargs)
     prompts = dict(zip(pairs, tokens, strict=True))
@@ -119,28 +111,15 @@ def negative_log_probs(
         start += len(completions)
         per_prompt[text] = {"count": len(own), "mean": own.mean().item(), "logsumexp": own.logsumexp(dim=0).item()}
     sums = torch.tensor([entry["logsumexp"] for entry in per_prompt.values()], dtype=torch.float64)
-    overall = (sums.logsumexp(dim=0) - torch.tensor(len(sums), dtype=torch.float64).log()).item()
-    return NegativeLogProbs(len(log_prob), log_prob.mean().item(), overall, per_prompt, empty)
+    return NegativeLogProbs(len(log_prob), log_prob.mean().item(), log_mean_exp(sums), per_prompt, empty)
 
 
-def _read(
-    path: Path, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None
-) -> dict[str, tuple[Any, dict[str, None]]]:
-    """Text of a prompt -> the prompt, and its distinct completions in the order of the file."""
-    pairs: dict[str, tuple[Any, dict[str, None]]] = {}
-    for number, prompt, text in _rows(path):
-        rendered = prompt_text(tokenizer, prompt, chat_template_kwargs, f"The prompt in line {number} of `{path}`")
-        pairs.setdefault(rendered, (prompt, {}))[1][text] = None
-    return pairs
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any, str]]:
+def _read_rows(path: Path) -> list[tuple[int, Any, str]]:
     """Number of each line, its prompt, and the text of its completion."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; train with `save_negatives` to have one.")
-    empty = True
+    rows = []
     for number, row in read_json_lines(path):
-        empty = False
         try:
             prompt, completion = row["prompt"], row["completion"]
             text = completion if isinstance(completion, str) else completion[0]["content"]
@@ -150,9 +129,11 @@ def _rows(path: Path) -> Iterator[tuple[int, Any, str]]:
             raise ValueError(
                 f"Line {number} of `{path}` is no bad completion ({error!r}); it needs `prompt` and `completion`."
             ) from error
-        fault = prompt_fault(prompt)
-        if fault is not None:
+        if (fault := prompt_fault(prompt)) is not None:
             raise ValueError(f"Line {number} of `{path}` {fault}.")
-        yield number, prompt, text
-    if empty:
+        rows.append((number, prompt, text))
+    if not rows:
         raise ValueError(f"`{path}` is empty; there is no bad completion to score.")
+    if not any(text for _, _, text in rows):
+        raise ValueError(f"`{path}` has empty completions only; there is none to score.")
+    return rows

@@ -1,4 +1,4 @@
-"""Held-out samples, as they are read."""
+"""Reading held-out samples."""
 
 import json
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class SampleSet:
 
     Args:
         folder (`Path`):
-            Where they are kept.
+            Folder of the samples.
         header (`dict`):
-            What they were drawn with.
+            Models, prompts, rewards and settings of the samples.
         table (`pyarrow.Table`):
             P times N rows.
     """
@@ -47,13 +47,13 @@ class SampleSet:
 
         Args:
             name (`str`, *optional*, defaults to `"reward"`):
-                Name of the column: `"reward"`, `"return"`, `"kl"`, `"rewards/NAME"`, ...
+                `"reward"`, `"return"`, `"kl"`, `"rewards/NAME"`, ...
 
         Returns:
             `numpy.ndarray` of shape `(P, N)`, float64.
 
         Raises:
-            `ValueError`: If there is no such column, it holds no numbers, or a sample has none or one that is not finite.
+            `ValueError`: If there is no such column, it holds no numbers, or a value is missing or not finite.
         """
         kinds = {field.name: field.type for field in self.table.schema}
         numeric = [key for key, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
@@ -75,7 +75,7 @@ class SampleSet:
 
 def load_samples(folder: str | Path) -> SampleSet:
     """
-    Reads samples, and refuses what is not whole.
+    Reads complete samples.
 
     Args:
         folder (`str` or `Path`):
@@ -85,7 +85,7 @@ def load_samples(folder: str | Path) -> SampleSet:
         [`SampleSet`]
 
     Raises:
-        `ValueError`: If the samples are not complete, or a file is missing or not the one that was written.
+        `ValueError`: If the samples are not complete, or a file is missing or was changed.
     """
     folder = Path(folder).expanduser()
     header = read_header(folder)

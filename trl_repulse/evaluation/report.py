@@ -1,29 +1,24 @@
-"""The tail report: what held-out samples say about the lower tail of a reward, in figures and as a table."""
+"""The tail report: the lower tail of a reward from held-out samples, as figures and as a table."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from .._numbers import plain, with_unit
 from . import tails
-from ._files import header_difference, remedy
+from ._files import finite_json, header_difference, remedy
 from .records import SampleSet
 from .seed_intervals import crossed_interval
 from .tails import Estimate
 
 
-MEANS = (
-    "return",
-    "return_transformed",
-    "kl",
-    "entropy",
-    "length",
-)  # reported with the reward, if the samples have them
-MIN_PROMPTS = 6  # fewer draws of anything miss its median, all on one side, more than once in twenty times
-MIN_SEEDS = 3  # two cannot tell what differs between prompts from what differs between seeds
+MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # reported with the reward where they are complete
+MIN_PROMPTS = 6  # five draws all lie on one side of the median more than once in twenty times
+MIN_SEEDS = 3  # two cannot separate differences between prompts from those between seeds
 
 
 @dataclass(frozen=True)
@@ -39,9 +34,9 @@ class TailReport:
         confidence (`float`):
             Nominal coverage of all intervals.
         overall (`dict[str, Estimate]`):
-            By name of the quantity: `"mean"`, `"P(r < η)"`, `"quantile a"`, `"CVaR a"`, and means of other columns.
+            By quantity: `"mean"`, `"P(r < η)"`, `"quantile a"`, `"CVaR a"`, and means of other columns.
         per_prompt (`dict[str, dict[str, Estimate]]`):
-            The same for each prompt; of one model only.
+            The same for each prompt; only for one model.
     """
 
     column: str
@@ -54,7 +49,7 @@ class TailReport:
 
     @property
     def scope(self) -> str:
-        """What the intervals are for."""
+        """The population that the intervals are for."""
         if self.seeds == 1:
             return "this model and these prompts"
         return "other seeds and " + (
@@ -64,8 +59,8 @@ class TailReport:
     @property
     def one_sided(self) -> list[str]:
         """
-        Quantities of several models whose interval is for these models and prompts all the same: probabilities where none or all
-        are bad, and CVaR where hardly a sample lies under the quantile.
+        For several models: quantities whose interval is only for these models and prompts. They are probabilities of 0 or 1, and
+        CVaR with hardly a sample below the quantile.
         """
         if self.seeds == 1:
             return []
@@ -78,22 +73,10 @@ class TailReport:
         The report as a JSON value.
 
         Returns:
-            `dict`: As the attributes, `scope` and `one_sided`; ends of intervals that are infinite become `None`.
+            `dict`: the attributes, `scope` and `one_sided`; infinite ends of intervals become `None`.
         """
 
-        def plain(estimates: dict[str, Estimate]) -> dict[str, dict[str, float | None]]:
-            return {
-                name: {key: value if math.isfinite(value) else None for key, value in vars(estimate).items()}
-                for name, estimate in estimates.items()
-            }
-
-        per_prompt = {prompt: plain(estimates) for prompt, estimates in self.per_prompt.items()}
-        return vars(self) | {
-            "scope": self.scope,
-            "one_sided": self.one_sided,
-            "overall": plain(self.overall),
-            "per_prompt": per_prompt,
-        }
+        return finite_json(asdict(self) | {"scope": self.scope, "one_sided": self.one_sided})
 
     def to_markdown(self, per_prompt: bool = False) -> str:
         """
@@ -101,32 +84,38 @@ class TailReport:
 
         Args:
             per_prompt (`bool`, *optional*, defaults to `False`):
-                Whether a table for each prompt follows, of one model.
+                Whether to add a table for each prompt.
 
         Returns:
             `str`: Markdown.
         """
         models = "" if self.seeds == 1 else f" by each of {self.seeds} models"
         lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}"]
-        lines += [f"Intervals are for {self.scope}.", ""]
-        lines += _table(self.overall, self.confidence)
+        lines += [f"Intervals are for {self.scope}.", "", *_markdown_table(self.overall, self.confidence)]
         if self.one_sided:
             lines += [
                 "",
-                f"No sample, hardly one, or every one lies under the threshold or quantile: the interval of {', '.join(self.one_sided)} is for these models "
-                "and prompts.",
+                "No sample, hardly one, or every one lies under the threshold or quantile: the interval of "
+                f"{', '.join(self.one_sided)} is for these models and prompts.",
             ]
         for prompt, estimates in self.per_prompt.items() if per_prompt else ():
-            lines += ["", f"Prompt {prompt!r}", "", *_table(estimates, self.confidence)]
+            lines += ["", f"Prompt {prompt!r}", "", *_markdown_table(estimates, self.confidence)]
         return "\n".join(lines)
 
 
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a plain-text table: a header, a rule, and the other rows, with the first column on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
 def _speak_for_others(seeds: int, prompts: int) -> bool:
-    """Whether prompts are enough, and seeds enough to tell, for intervals over prompts as well as over seeds."""
+    """Whether there are enough seeds and prompts for intervals over both."""
     return seeds >= MIN_SEEDS and prompts >= MIN_PROMPTS
 
 
-def _table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
+def _markdown_table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
     for name, estimate in estimates.items():
         ends = ("none" if math.isinf(end) else plain(end) for end in (estimate.low, estimate.high))
@@ -145,26 +134,25 @@ def tail_report(
     confidence: float = 0.95,
 ) -> TailReport:
     """
-    Reads held-out samples.
+    Estimates the lower tail of a reward from held-out samples.
 
-    Of one model, all intervals are for the prompts at hand. Of several, one a training seed, mean, probabilities and CVaR have
-    intervals over seeds and prompts ([`~trl_repulse.evaluation.seed_intervals.crossed_interval`]): what to expect of another run on
-    other prompts. Fewer than six prompts cannot speak for others, as all of them often lie on one side of the typical one, and two
-    seeds cannot tell how prompts differ: the intervals are over seeds alone then, for these prompts. An interval of a probability over seeds holds that
-    of Clopper and Pearson for all samples. Where none or all are under the threshold it is that interval, which is for these
-    models and prompts and says nothing of others; `one_sided` names these.
+    For one model, intervals are for the given prompts. For several (one a training seed), mean, probabilities and CVaR have
+    intervals over seeds and prompts ([`~trl_repulse.evaluation.seed_intervals.crossed_interval`]): what to expect of another
+    run on other prompts. With fewer than six prompts or three seeds, they are over seeds only, for these prompts. An interval
+    of a probability over seeds contains that of Clopper and Pearson for all samples. If no sample or every sample is below the
+    threshold, it is that interval, which is only for these models and prompts; `one_sided` names these.
 
     Args:
         samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
-            Samples of one model, or of several that were sampled with the same settings, prompts and rewards.
+            Samples of one model, or of several with the same settings, prompts and rewards.
         thresholds (`Sequence[float]`, *optional*):
             η of each P(r < η), in units of reward.
         levels (`Sequence[float]`, *optional*, defaults to `(0.01,)`):
             Levels of the CVaR.
         quantiles (`Sequence[float]`, *optional*):
-            Levels of quantiles; of one model only.
+            Levels of quantiles; only for one model.
         column (`str`, *optional*, defaults to `"reward"`):
-            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... Means of the others are reported beside it, of those that
+            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... The means of other columns are reported too, if they
             have a finite number for every sample.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
@@ -191,11 +179,11 @@ def tail_report(
     if len(sets) > 1 and quantiles:
         raise ValueError("`quantiles` are those of one model; leave them out for several.")
     values = np.stack([each.column(column) for each in sets])  # (S, P, N)
-    others = {
-        name: np.stack([each.column(name) for each in sets])
-        for name in MEANS
-        if name != column and all(_has_numbers(each, name) for each in sets)
-    }
+    others = {}
+    for name in MEANS:
+        with suppress(ValueError):  # the column is missing, or incomplete
+            if name != column:
+                others[name] = np.stack([each.column(name) for each in sets])
     options = (thresholds, levels, quantiles, confidence)
     per_prompt = {}
     if len(sets) == 1 and len(values[0]) > 1:
@@ -205,14 +193,6 @@ def tail_report(
             per_prompt[key] = estimates(values[:, i : i + 1], *options, others=rows)
     overall = estimates(values, *options, others=others)
     return TailReport(column, *values.shape, confidence, overall, per_prompt)
-
-
-def _has_numbers(samples: SampleSet, name: str) -> bool:
-    """Whether there is such a column, with a finite number for every sample. Means of incomplete columns are left out."""
-    if name not in samples.table.column_names:
-        return False
-    values = samples.table[name].to_numpy().astype(np.float64)  # null becomes NaN
-    return bool(np.isfinite(values).all())
 
 
 def estimates(
@@ -228,14 +208,14 @@ def estimates(
 
     Args:
         values (`numpy.ndarray` of shape `(S, P, N)`):
-            Rewards: S models, P prompts, N samples.
+            Rewards of S models, P prompts, N samples.
         thresholds, levels, quantiles, confidence:
             As for [`tail_report`].
         others (`dict[str, numpy.ndarray]`, *optional*):
-            Further arrays of that shape, of which the means are taken.
+            Further arrays of that shape, whose means are estimated.
 
     Returns:
-        `dict[str, Estimate]`: By name.
+        `dict[str, Estimate]`: by name.
 
     Raises:
         `ValueError`: If a level or a value is out of range.
@@ -251,7 +231,7 @@ def estimates(
         if not _speak_for_others(seeds, prompts):
             cells = cells.mean(axis=1, keepdims=True)
         ends = crossed_interval(cells, confidence)
-        # Where seeds agree to the last digit, as rates may, the samples still leave room. A standard deviation would square
+        # If all seeds agree, as rates may, keep the interval of the samples. A standard deviation would overflow in squares
         spread = float(np.abs(influence - influence.mean()).mean())
         if math.isclose(*ends, rel_tol=1e-9, abs_tol=1e-9 * spread):
             return estimate
@@ -261,39 +241,32 @@ def estimates(
     for threshold in thresholds:
         estimate = tails.prob_below(pooled, threshold, confidence)
         if 0.0 < estimate.value < 1.0:
-            # Seeds that agree by chance do not make counts more certain than they are
+            # At least as wide as the interval of the counts, in case seeds agree by chance
             wider = over_seeds(estimate, (values < threshold).astype(np.float64))
             low, high = min(estimate.low, max(wider.low, 0.0)), max(estimate.high, min(wider.high, 1.0))
             estimate = Estimate(estimate.value, low, high, estimate.samples)
-        found[f"P(r < {_exact(threshold)})"] = estimate
+        found[f"P(r < {_short_text(threshold)})"] = estimate
     for level in quantiles:
-        found[f"quantile {_exact(level)}"] = tails.quantile(pooled, level, confidence)
+        found[f"quantile {_short_text(level)}"] = tails.quantile(pooled, level, confidence)
     for level in levels:
         estimate = tails.cvar(pooled, level, confidence)
         if math.isfinite(estimate.low):
             estimate = over_seeds(estimate, tails.tail_influence(values, level))
-        found[f"CVaR {_exact(level)}"] = estimate
+        found[f"CVaR {_short_text(level)}"] = estimate
     for name, array in (others or {}).items():
         found[f"mean {name}"] = over_seeds(tails.mean(array.reshape(-1, samples), confidence), array)
     return found
 
 
-def _exact(number: float) -> str:
-    """Short, and different for different numbers."""
+def _short_text(number: float) -> str:
+    """A short text, different for different numbers."""
     short = f"{number:g}"
     return short if float(short) == number else repr(float(number))
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:
     """
-    Refuses samples that were not drawn alike, and those of one model twice.
-
-    Args:
-        samples (`Sequence[SampleSet]`):
-            Samples, one a model.
-
-    Raises:
-        `ValueError`: If there are none, or prompts, rewards, reference or settings differ, or two are of the same weights.
+    Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of different models.
     """
     if not samples:
         raise ValueError("There are no samples; name at least one folder.")

@@ -1,5 +1,5 @@
 """
-Held-out sampling: completions of a model with all that a reader may ask of them, written once.
+Held-out sampling: draws, rewards and scores completions, and writes them to a folder.
 
 Legend: P prompts, N completions per prompt, F reward functions.
 """
@@ -45,6 +45,7 @@ from ._generation import (
 from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from .log_probs import completion_log_probs
 from .records import SampleSet, load_samples
+from .tails import check_sizes
 
 
 Reward = str | nn.Module | Callable[..., Any]
@@ -61,13 +62,13 @@ class SamplingSettings:
         max_completion_length (`int`, *optional*, defaults to `256`):
             Tokens of a completion.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. Each shard draws with a seed of its own, made of this one, its number and the model's weights.
+            Seed of the draws. Each shard has its own seed, made of this one, its number and the model's weights.
         batch_size (`int`, *optional*, defaults to `32`):
             Completions of one pass.
         shard_size (`int`, *optional*, defaults to `1024`):
-            Completions written at a time: what a kill can cost.
+            Completions written at a time, and lost at most when a run is killed.
         beta (`float`, *optional*, defaults to `0.0`):
-            KL coefficient of the returns, in units of reward per nat. Not 0 needs a reference model.
+            KL coefficient of the returns, in units of reward per nat. Needs a reference model unless 0.
         reward_weights (`tuple[float, ...]`, *optional*):
             Weights of the F reward functions in `reward`, by default 1 each.
         reward_transform (`str`, *optional*):
@@ -83,10 +84,9 @@ class SamplingSettings:
         revision (`str`, *optional*):
             Revision of the model on the Hub.
         engine (`str`, *optional*, defaults to `"transformers"`):
-            What draws: `"transformers"`, or `"vllm"`, which draws the same completions again only on the same machine.
+            `"transformers"`, or `"vllm"`, whose draws can be repeated only on the same machine.
         chat_template_kwargs (`dict`, *optional*):
-            Further variables of the chat template of prompts that are messages, as in TRL's configurations. Reward models
-            given by path read messages with them too.
+            Variables for the chat template, as in TRL's configurations; also for reward models given by path.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -110,11 +110,9 @@ class SamplingSettings:
 
     def __post_init__(self):
         check_template_variables(self.chat_template_kwargs, ("tools",))
-        for name in ("num_samples", "max_completion_length", "batch_size", "shard_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}={getattr(self, name)}` must be at least 1.")
-        numbers = ("beta", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
-        for name in numbers:
+        sizes = ("num_samples", "max_completion_length", "batch_size", "shard_size")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
+        for name in ("beta", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"):
             if getattr(self, name) is not None and not math.isfinite(getattr(self, name)):
                 raise ValueError(f"`{name}={getattr(self, name)}` must be a finite number.")
         if not all(map(math.isfinite, self.reward_weights or ())):
@@ -138,20 +136,8 @@ def check_early(
     folder: Path, settings: SamplingSettings, rewards: int, engine_kwargs: dict[str, Any] | None = None
 ) -> None:
     """
-    Refuses what can be known to be wrong before any model is loaded.
-
-    Args:
-        folder (`Path`):
-            Folder to write to.
-        settings ([`SamplingSettings`]):
-            The settings.
-        rewards (`int`):
-            Number of rewards.
-        engine_kwargs (`dict`, *optional*):
-            Further arguments of vLLM's engine.
-
-    Raises:
-        `ValueError`: If the folder holds something else, rewards and weights differ in number, or an engine argument is set by sampling itself.
+    Checks arguments before any model is loaded. Raises `ValueError` if the folder holds something else, the number of weights
+    is not that of the rewards, or an engine argument is one that sampling sets itself.
     """
     _files.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
@@ -179,20 +165,19 @@ def sample_completions(
     progress: bool = True,
 ) -> SampleSet:
     """
-    Draws N completions of each prompt, rewards and scores them, and writes them down; goes on where a kill stopped it.
+    Draws N completions of each prompt, rewards and scores them, and writes them to a folder. Called again after a kill, it
+    continues.
 
-    Sampling is pure: temperature 1, all tokens, whatever the model was saved with. Log-probabilities come from passes over
-    the finished completions, never from generation. Each shard has a seed of its own and is written as a whole, so that the
-    files do not depend on where a run was killed, nor on the number of processes: started with `accelerate launch`, every
-    process draws some of the shards.
+    Sampling is at temperature 1 from all tokens, whatever the model's generation configuration. Log-probabilities come from
+    separate passes over the finished completions. Each shard has its own seed and is written as a whole, so that the files
+    do not depend on interruptions or on the number of processes, which share the shards under `accelerate launch`.
 
-    The rows, prompt by prompt, have `prompt_index`, `sample_index`, `prompt` (as the model reads it), `prompt_ids`,
-    `completion` (without special tokens, as it reads behind the prompt), `completion_ids`, `length`, `ended` (by an end token, and not at
-    `max_completion_length`), `log_prob` and `entropy` (both in nats, as in
-    [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME` for each reward function, and `reward`, their
-    weighted sum; with a reference `log_prob_reference` and `kl` (log p − log p_0, one sample each, can be negative); `return`
-    (reward − beta·kl); with a transform, `return_transformed` (transformed reward − beta·kl). A sample that no function
-    rewards has no `reward`.
+    The rows, prompt by prompt, have these columns: `prompt_index`, `sample_index`, `prompt` (as the model reads it),
+    `prompt_ids`, `completion` (without special tokens), `completion_ids`, `length`, `ended` (whether by an end token),
+    `log_prob` and `entropy` (in nats, see [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME` for each
+    reward function, `reward` (their weighted sum, missing if no function gave one) and `return` (reward − beta·kl). With a
+    reference, also `log_prob_reference` and `kl` (log p − log p_0 of the sample, can be negative); with a transform,
+    `return_transformed` (transformed reward − beta·kl).
 
     Args:
         output_dir (`str` or `Path`):
@@ -200,19 +185,19 @@ def sample_completions(
         model (`str` or [`~transformers.PreTrainedModel`]):
             Model to sample from, or its path or Hub id.
         prompts ([`~datasets.Dataset`] or `Sequence`):
-            The P prompts, plain text or messages, or rows with a `"prompt"`, whose other columns reach the reward functions.
+            The P prompts: plain text, messages, or rows with a `"prompt"`, whose other columns reach the reward functions.
         reward_funcs (`str`, `Callable`, [`~transformers.PreTrainedModel`] or a list of them):
             Rewards, as TRL's trainers take them.
         settings ([`SamplingSettings`], *optional*):
-            All else.
+            Settings.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The model's; by default loaded from where the model was.
+            The model's tokenizer; by default loaded from the same place.
         reference (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Model that `kl` is measured against.
+            Reference model for `kl`.
         reward_processing_classes (`Sequence`, *optional*):
             Tokenizers of the rewards that are models, `None` for the others.
         engine_kwargs (`dict`, *optional*):
-            Further arguments of `vllm.LLM`, such as `gpu_memory_utilization`: the model that scores needs room beside it.
+            Further arguments of `vllm.LLM`, such as `gpu_memory_utilization`: the model that scores needs memory too.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with models that are loaded by name.
         progress (`bool`, *optional*, defaults to `True`):
@@ -222,8 +207,8 @@ def sample_completions(
         [`~trl_repulse.evaluation.records.SampleSet`]: the samples, read back from the files.
 
     Raises:
-        `ValueError`: If the prompts are empty or too long, or messages that no chat template reads, a reward is no finite
-            number, arguments contradict one another, the folder holds something else, or a model is not causal.
+        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments contradict
+            each other, the folder holds something else, or a model is not causal.
 
     Example:
 
@@ -239,21 +224,12 @@ def sample_completions(
     dataset = as_dataset(prompts)
     check_early(folder, settings, len(reward_funcs) if isinstance(reward_funcs, list | tuple) else 1, engine_kwargs)
     check_template_kwargs(dataset[:1]["prompt"], settings.chat_template_kwargs)
-    if settings.beta and reference is None:
-        raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
-    if settings.engine == "vllm" and not isinstance(model, str):
-        raise ValueError("`engine='vllm'` loads the model itself; pass its path or Hub id as `model`.")
-    if settings.engine == "vllm" and state.num_processes > 1:
-        raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
+    _check_models(model, reference, settings, state.num_processes)
+    engine_kwargs, code = engine_kwargs or {}, {"trust_remote_code": trust_remote_code}
     name = model if isinstance(model, str) else model.config._name_or_path
-    if settings.revision is not None and isinstance(model, str) and Path(model).is_dir():
-        raise ValueError(
-            f"`revision={settings.revision!r}` is of a model on the Hub, and `{model}` is a folder; leave it out."
-        )
-    code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
     rows = dataset["prompt"][:]
-    prompt_ids = prompt_tokens(tokenizer, rows, settings.chat_template_kwargs)  # refuses what has no template
+    prompt_ids = prompt_tokens(tokenizer, rows, settings.chat_template_kwargs)  # fails without a chat template
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -263,33 +239,27 @@ def sample_completions(
     reference_name = reference if isinstance(reference, str) else None
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
     functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0])
-
-    limit = (engine_kwargs or {}).get("max_model_len") if settings.engine == "vllm" else None
+    limit = engine_kwargs.get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
         *(prompt_ids, rows, model.config, settings.max_completion_length),
-        limit
-        if isinstance(limit, int) and limit > 0
-        else None,  # vLLM takes text and -1 as well, for what it finds out
+        limit if isinstance(limit, int) and limit > 0 else None,  # vLLM also takes text, and -1 to find a length
         "`max_model_len` of `engine_kwargs`",
     )
     if reference is not None:
         check_reference(reference_name, reference, model, tokenizer, prompt_ids, trust_remote_code)
+    end = sorted(end_tokens(model, tokenizer))
     header = {
         "model": identify_model(model, name),
         "reference": None if reference is None else identify_model(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
-        "prompts": {
-            "count": len(rows),
-            "sha256": _files.digest([dataset[i] for i in range(len(rows))]),
-            "token_ids_sha256": _files.digest(prompt_ids),  # they depend on tokenizer and chat template as well
-        },
+        "prompts": _describe_prompts(dataset, prompt_ids),
         "settings": asdict(settings) | {"reward_weights": list(settings.reward_weights or [1.0] * len(functions))},
         "device": state.device.type,
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers")},
     }
-    header["settings"]["end_token_ids"] = sorted(end_tokens(model, tokenizer))
+    header["settings"]["end_token_ids"] = end
     if settings.engine == "vllm":
-        header["settings"]["engine_kwargs"] = _files.plain_json(_what_decides(engine_kwargs or {}))
+        header["settings"]["engine_kwargs"] = _files.plain_json(_without_irrelevant(engine_kwargs))
         header["versions"]["vllm"] = vllm_version()
     with state.main_process_first():
         begun = _files.open_folder(folder, header)
@@ -298,40 +268,27 @@ def sample_completions(
     shards = -(-total // settings.shard_size)
     mine = range(state.process_index, shards, state.num_processes)
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
-    missing = [number for number, size in sizes.items() if not _files.has_shard(folder, number, size)]
+    missing = {number: size for number, size in sizes.items() if not _files.has_shard(folder, number, size)}
     if missing and begun:
         for each, identity in header["rewards"].items():
             if known_by_name_alone(identity):
                 warn_of_name(folder, each)
-    if missing:
-        if settings.engine == "vllm":
-            end = end_tokens(model, tokenizer)
-            dtype = str(model.dtype).removeprefix("torch.")  # left to itself, vLLM would halve float32
-            options = (settings.max_completion_length, dtype, settings.revision)
-            engine = vllm_engine(name, end, *options, **(code if trust_remote_code else {}) | (engine_kwargs or {}))
-        else:
-            engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
-    bar = tqdm(
-        total=sum(sizes.values()),
-        initial=sum(size for number, size in sizes.items() if number not in missing),
-        disable=not (progress and state.is_main_process),
-        unit="completion",
-        desc="sampling",
-    )
-    with bar:
-        for number in missing:
+    if missing and settings.engine == "vllm":
+        dtype = str(model.dtype).removeprefix("torch.")  # by default vLLM turns float32 into half precision
+        options = (settings.max_completion_length, dtype, settings.revision)
+        engine = vllm_engine(name, end, *options, **(code if trust_remote_code else {}) | engine_kwargs)
+    elif missing:
+        engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
+    done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
+    with tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling") as bar:
+        for number, size in missing.items():
             start = number * settings.shard_size
-            places = [divmod(place, settings.num_samples) for place in range(start, start + sizes[number])]
+            places = [divmod(place, settings.num_samples) for place in range(start, start + size)]
             ids = [prompt_ids[prompt] for prompt, _ in places]
-            # Models that drew with the same numbers would err alike, and be no independent runs to a report
-            entropy = [settings.seed, number, int(header["model"]["weights"][:16], 16)]
-            words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(4)]
-            # vLLM's requests have seeds of their own, made of this one: by 32 bits alone many shards would share some
-            seed = words[0] if settings.engine == "transformers" else sum(w << 32 * i for i, w in enumerate(words))
-            completions = engine(ids, seed)
-            table = _rows(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
+            completions = engine(ids, _shard_seed(settings, number, header["model"]["weights"]))
+            table = _shard_table(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
             _files.write_shard(folder, number, table)
-            bar.update(sizes[number])
+            bar.update(size)
     state.wait_for_everyone()
     if state.is_main_process and not (folder / _files.COMPLETE).is_file():
         _files.close_folder(folder, shards)
@@ -339,7 +296,38 @@ def sample_completions(
     return load_samples(folder)
 
 
-def _rows(dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids) -> pa.Table:
+def _check_models(model: Any, reference: Any, settings: SamplingSettings, processes: int) -> None:
+    """Refuses settings that do not fit the models as they were passed."""
+    if settings.beta and reference is None:
+        raise ValueError(f"`beta={settings.beta}` needs a `reference` model to measure the KL against.")
+    if settings.engine == "vllm" and not isinstance(model, str):
+        raise ValueError("`engine='vllm'` loads the model itself; pass its path or Hub id as `model`.")
+    if settings.engine == "vllm" and processes > 1:
+        raise ValueError("`engine='vllm'` runs in one process; give it several devices with `tensor_parallel_size`.")
+    if settings.revision is not None and isinstance(model, str) and Path(model).is_dir():
+        raise ValueError(
+            f"`revision={settings.revision!r}` is of a model on the Hub, and `{model}` is a folder; leave it out."
+        )
+
+
+def _describe_prompts(dataset: Dataset, prompt_ids: list[list[int]]) -> dict[str, Any]:
+    """Count and hashes of the prompts; their tokens depend on tokenizer and chat template too."""
+    rows = [dataset[i] for i in range(len(dataset))]
+    return {"count": len(rows), "sha256": _files.digest(rows), "token_ids_sha256": _files.digest(prompt_ids)}
+
+
+def _shard_seed(settings: SamplingSettings, number: int, weights: str) -> int:
+    """Seed of a shard. It depends on the weights, as models that share random numbers would not be independent runs."""
+    words = np.random.SeedSequence([settings.seed, number, int(weights[:16], 16)]).generate_state(4)
+    if settings.engine == "transformers":
+        return int(words[0])
+    # vLLM's requests get seeds made from this one: with 32 bits many shards would share some
+    return sum(int(word) << 32 * i for i, word in enumerate(words))
+
+
+def _shard_table(
+    dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids
+) -> pa.Table:
     """The rows of one shard."""
     chosen = dataset[[prompt for prompt, _ in places]]
     prompts = chosen.pop("prompt")
@@ -377,7 +365,7 @@ def _rows(dataset, tokenizer, model, reference, settings, functions, places, pro
         log_prob_reference, _ = completion_log_probs(reference, prompt_ids, completion_ids, settings.batch_size)
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
-    penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL is no number
+    penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL would be NaN
     columns |= {"reward": _numbers(reward), "return": _numbers(reward - penalty)}
     if settings.reward_transform is not None:
         columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - penalty)
@@ -385,12 +373,12 @@ def _rows(dataset, tokenizer, model, reference, settings, functions, places, pro
 
 
 def _numbers(values: torch.Tensor) -> pa.Array:
-    """A column of float64; NaN, the mark of a missing reward, becomes null."""
+    """A column of float64; NaN, which marks a missing reward, becomes null."""
     return pa.array(values.numpy(), pa.float64(), from_pandas=True)
 
 
-def _what_decides(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without a secret, and without what another machine may need otherwise and no sample depends on."""
+def _without_irrelevant(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without secrets, and without arguments that depend on the machine and change no sample."""
     return {key: value for key, value in engine_kwargs.items() if key not in ("hf_token", "gpu_memory_utilization")}
 
 
@@ -417,7 +405,7 @@ def _functions(
     trust_remote_code: bool,
     prompt: str | list[dict[str, Any]],
 ) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
-    """Name -> reward function, and what the header says of it. `prompt` is the first."""
+    """Reward functions by name, each with its description for the header. `prompt` is the first prompt."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
     if not rewards or len(tokenizers) != len(rewards):

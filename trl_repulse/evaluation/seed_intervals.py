@@ -1,13 +1,12 @@
 """
-Intervals over training seeds and prompts, by the bootstrap.
+Intervals over training seeds and prompts.
 
 Legend: S seeds (training runs), P prompts.
 
-A plain percentile bootstrap over five seeds covers some 83 % where it claims 95 %: resampling n values understates their
-variance by (n − 1)/n, and takes normal quantiles where Student's are due. Here the bootstrap gives variances, each source of
-variation resampled alone and its variance divided by (n − 1)/n; Student's quantile, at the degrees of freedom of Satterthwaite
-(1946), makes an interval of their sum. Over the seeds of one mean this is Student's interval itself. Variances of means over
-all resamples have closed forms, those of the analysis of variance: nothing is drawn, and the order of seeds plays no part.
+A plain percentile bootstrap over five seeds covers some 83 % where it claims 95 %: its variance is too small by (n − 1)/n,
+and it uses normal quantiles instead of Student's. These intervals take the bootstrap's variances, one per source of
+variation, divided by (n − 1)/n, and Student's quantile at Satterthwaite's (1946) degrees of freedom. Over the seeds of one
+mean this is Student's interval. The variances are those of the analysis of variance, so nothing is drawn.
 """
 
 import math
@@ -31,16 +30,16 @@ def combined_interval(
         value (`float`):
             The estimate.
         components (`Sequence[tuple[float, float]]`):
-            Variance and degrees of freedom of each; a negative variance is taken off.
+            Variance and degrees of freedom of each; negative variances are subtracted.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
     Returns:
-        `tuple[float, float]`: Low and high end; infinite if a component has no degree of freedom.
+        `tuple[float, float]`: low and high end; infinite if a component has no degree of freedom.
     """
     if not components or any(freedom <= 0 for _, freedom in components):
         return -math.inf, math.inf
-    # By a power of four, which changes no digit: squares of large or small variances would leave the range of floats
+    # Scaled by a power of four, which is exact: squares could overflow or underflow
     exponent = math.frexp(max(abs(part) for part, _ in components))[1] // 2
     scaled = [(math.ldexp(part, -2 * exponent), freedom) for part, freedom in components]
     variance = sum(part for part, _ in scaled)
@@ -54,19 +53,15 @@ def combined_interval(
 
 def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
     """
-    Interval for the mean over seeds and prompts, both taken for draws from many.
+    Interval for the mean over seeds and prompts, both taken as random draws.
 
-    Every seed meets every prompt. Resampling seeds gives the variance between seeds, resampling prompts that between
-    prompts; what both count twice, the variation of single cells, is what resampling both at once adds to the sum of the two.
-    Seeds, or prompts, that differ no more than single cells would make them are taken to be alike (pooled after a test, as
-    Bancroft, 1964): a difference that is not there would widen the interval by its uncertainty. The level of the test is set so
-    that means of normal cells were covered in 92 to 98 % in simulations, from 3 × 6 to 10 × 200 cells, with differences up to
-    twice the spread of the cells; the least with three seeds and fifty prompts or more.
-    Two seeds cannot be tested so, and are refused beside prompts that are to speak for others: take each seed's mean over the prompts,
-    `cells.mean(axis=1, keepdims=True)`, for Student's interval over seeds, for these prompts.
-    Where seeds or prompts differ so much that their distribution is far from normal, few of them cover less than is claimed.
-    With one seed, prompts alone are resampled, and with one prompt seeds alone: the interval then says nothing of what was
-    not repeated.
+    Every seed meets every prompt. The variance is that between seeds plus that between prompts minus that of single cells,
+    which both include. If an F test finds that seeds or prompts differ no more than single cells do, they are pooled
+    (Bancroft, 1964). The level of the test gave a coverage of 92 to 98 % for means of normal cells in simulations, from 3 × 6
+    to 10 × 200 cells, with differences up to twice the spread of the cells; the lowest with three seeds and fifty prompts or
+    more. Coverage is lower with few seeds or prompts whose distribution is far from normal. With one seed or one prompt, the
+    interval is over the other alone. Two of either cannot be tested and are refused beside several of the other: take means,
+    `cells.mean(axis=1, keepdims=True)`, for an interval over seeds for these prompts.
 
     Args:
         cells (`numpy.ndarray` of shape `(S, P)`):
@@ -75,7 +70,7 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
             Nominal coverage.
 
     Returns:
-        `tuple[float, float]`: Low and high end; infinite for a single cell.
+        `tuple[float, float]`: low and high end; infinite for a single cell.
 
     Raises:
         `ValueError`: If there are two seeds and several prompts, or two prompts and several seeds.
@@ -88,8 +83,8 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
         )
     value = float(cells.mean())
     by_seed, by_prompt = cells.mean(axis=1) - value, cells.mean(axis=0) - value
-    residual = cells - value - by_seed[:, None] - by_prompt  # what neither explains
-    # By a power of two, as in `combined_interval`: variances are squares already
+    residual = cells - value - by_seed[:, None] - by_prompt  # not explained by either
+    # Scaled by a power of two, as in `combined_interval`
     exponent = math.frexp(float(np.abs(cells - value).max()))[1]
     by_seed, by_prompt, residual = (np.ldexp(part, -exponent) for part in (by_seed, by_prompt, residual))
     components = []
@@ -107,7 +102,7 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
             components.append((-cell, freedom))
         elif len(different) == 1:
             components = different
-        else:  # all of the variation is that of single cells
+        else:  # no difference between seeds or prompts
             total = seeds * prompts - 1
             components = [(sum(part * own for part, own in [*components, (cell, freedom)]) / total, total)]
     with np.errstate(over="ignore"):  # an end beyond the range of floats is infinite

@@ -1,23 +1,23 @@
 """
-How much a sample says about the lower tail: estimates with intervals, from arrays of rewards.
+Estimates of the lower tail of a reward, with intervals.
 
 Legend: P prompts, N completions per prompt, n = P·N samples.
 
-Samples are rewards of shape (P, N): N independent completions of each of P prompts, which are held fixed. All estimates are of
-the reward of a completion of a prompt chosen uniformly among the P.
+Rewards have shape (P, N): N independent completions of each of P fixed prompts. Estimates are for a completion of a prompt
+chosen uniformly among the P.
 """
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import binom, binomtest
+from scipy.stats import beta, binom, binomtest
 from scipy.stats import t as student_t
 
 
-MIN_TAIL = 100  # samples in the tail below which a CVaR has no interval
-MIN_BELOW = 10  # samples of the tail below its quantile, which alone make its spread
-LARGEST = 1e290  # reward of which sums and products with a level are numbers still
+MIN_TAIL = 100  # fewest samples in the tail for an interval of CVaR
+MIN_BELOW = 10  # fewest of them below the quantile, since the others have no spread
+LARGEST = 1e290  # largest reward whose sums and products stay finite
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Estimate:
         value (`float`):
             The estimate.
         low, high (`float`):
-            Ends of the interval; infinite where the samples bound the quantity on one side only.
+            Ends of the interval; infinite where the samples give no bound.
         samples (`float`):
-            Number of samples the estimate rests on: those under the threshold, in the tail, or all.
+            Number of samples behind the estimate: those below the threshold, in the tail, or all.
     """
 
     value: float
@@ -44,20 +44,19 @@ def prob_below(rewards: np.ndarray, threshold: float, confidence: float = 0.95) 
     """
     P(r < threshold), with the exact interval of Clopper and Pearson (1934).
 
-    Without a sample under the threshold the upper end is still right: 3.7 / n for 95 %. For several prompts the number of
-    samples under the threshold is a sum of binomial counts, which varies less than one binomial count of the same mean: the
-    interval is then conservative, the more so the more the prompts differ.
+    With no sample below the threshold, the upper end is 3.7 / n for 95 %. With several prompts the interval is conservative,
+    since a sum of binomial counts varies less than one binomial count of the same mean.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
             Rewards.
         threshold (`float`):
-            η, in units of reward; a reward equal to it is not under it.
+            η, in units of reward; a reward equal to it is not below it.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
     Returns:
-        [`Estimate`]: A probability; `samples` are those under the threshold.
+        [`Estimate`]: a probability; `samples` are those below the threshold.
 
     Raises:
         `ValueError`: If an argument is out of range.
@@ -74,10 +73,9 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
     """
     A quantile of the reward, with an interval between two order statistics.
 
-    The number of samples under the true quantile is binomial, whatever the distribution; its quantiles are the ranks that
-    bound the interval. It is Clopper and Pearson's (1934) read the other way: the rewards η for which theirs of P(r < η) and P(r ≤ η)
-    do not leave the level out. As with theirs coverage is at least nominal: above it for several prompts, as for
-    [`prob_below`], because ranks are whole, and where many samples share a reward, as an end there holds all of them. Where the samples are too few for a rank on one side, that end is infinite.
+    The number of samples below the true quantile is binomial, and quantiles of that distribution are the ranks that bound the
+    interval. Coverage is at least nominal. It is higher with several prompts (see [`prob_below`]) and with ties. Where there
+    are too few samples for a rank, that end is infinite.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -88,8 +86,7 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
             Nominal coverage.
 
     Returns:
-        [`Estimate`]: A reward, the smallest that at least a share `level` of the samples does not exceed; `samples` are those
-        at or below that rank.
+        [`Estimate`]: the smallest reward that at least a share `level` of the samples does not exceed; `samples` is its rank.
 
     Raises:
         `ValueError`: If an argument is out of range.
@@ -112,9 +109,7 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
 
 def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
     """
-    Mean reward, with an interval for a sample stratified by prompt.
-
-    The interval is Student's with the correction for skewness of Hall (1992), which moves it towards the longer tail.
+    Mean reward, with an interval for a sample stratified by prompt: Student's, corrected for skewness (Hall, 1992).
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -123,8 +118,7 @@ def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
             Nominal coverage.
 
     Returns:
-        [`Estimate`]: A reward. Where all samples of each prompt are alike they say nothing of what others would be, and
-        both ends are infinite.
+        [`Estimate`]: a reward. Both ends are infinite if all samples of each prompt are equal.
 
     Raises:
         `ValueError`: If an argument is out of range.
@@ -137,11 +131,10 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     """
     Conditional value at risk: the mean reward of the worst share `level` of completions.
 
-    The tail is the lowest level·n samples, the last of them by its fraction. The interval is that of [`mean`] for the
-    influence values −(q − r)₊ / level, q the empirical quantile. It needs [`MIN_TAIL`] samples in the tail: with fewer, no
-    interval that was tried covers what it claims, and both ends are infinite. The estimate is then biased upwards as well.
-    Where fewer than [`MIN_BELOW`] of these lie under the quantile, as many may equal it, they do not bound the CVaR from below; the
-    upper end is then the quantile's.
+    The tail is the lowest level·n samples, the last one counted in part. The interval is that of [`mean`] for the influence
+    values q − (q − r)₊ / level, with q the empirical quantile. With fewer than [`MIN_TAIL`] samples in the tail, both ends are
+    infinite, since no interval tried had its nominal coverage, and the estimate is biased upwards. If fewer than [`MIN_BELOW`]
+    of them lie below the quantile, because of ties, there is no lower end, and the upper end is the quantile's.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -152,7 +145,7 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
             Nominal coverage.
 
     Returns:
-        [`Estimate`]: A reward; `samples` is level·n, the number of samples in the tail, not always whole.
+        [`Estimate`]: a reward; `samples` is level·n, not always whole.
 
     Raises:
         `ValueError`: If an argument is out of range.
@@ -163,23 +156,15 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     tail = level * rewards.size
     if tail < MIN_TAIL:
         return Estimate(float(influence.mean()), -math.inf, math.inf, tail)
-    if (influence < influence.max()).sum() < MIN_BELOW:  # it is the quantile itself where no sample lies below that
+    if (influence < influence.max()).sum() < MIN_BELOW:  # then the estimate is (almost) the quantile
         return Estimate(float(influence.mean()), -math.inf, quantile(rewards, level, confidence).high, tail)
     return Estimate(float(influence.mean()), *skewed_interval(influence, confidence), tail)
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
     """
-    q − (q − r)₊ / level, whose mean is the CVaR of the sample and whose spread is, to first order, that of the estimate.
-
-    Args:
-        rewards (`numpy.ndarray`):
-            Rewards, of any shape.
-        level (`float`):
-            Share of completions in the tail, in (0, 1).
-
-    Returns:
-        `numpy.ndarray`: Of the same shape, in units of reward.
+    q − (q − r)₊ / level, of the rewards' shape. Its mean is the sample's CVaR, and its spread that of the estimate to first
+    order.
     """
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
@@ -189,16 +174,8 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
 
 def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
     """
-    Interval for a mean: Student's, moved towards the longer tail (Hall, 1992).
-
-    Args:
-        values (`numpy.ndarray` of shape `(P, N)`):
-            Values, N of each prompt; with one a prompt, as if prompts were drawn as well.
-        confidence (`float`):
-            Nominal coverage.
-
-    Returns:
-        `tuple[float, float]`: Low and high end, infinite where all values of each prompt are alike.
+    Interval for a mean: Student's, moved towards the longer tail (Hall, 1992). Values are (P, N); with N = 1, prompts count as
+    drawn too. Ends are infinite where all values of each prompt are equal.
     """
     if values.shape[1] == 1:
         values = values.T
@@ -207,11 +184,11 @@ def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float
     if samples == 1 or (values == values[:, :1]).all():
         return -math.inf, math.inf
     deviations = values - values.mean(axis=1, keepdims=True)
-    # By a power of two, which changes no digit: cubes of large or small numbers would leave the range of floats
+    # Scaled by a power of two, which is exact: cubes could overflow or underflow
     exponent = math.frexp(float(np.abs(deviations).max()))[1]
     deviations = np.ldexp(deviations, -exponent)
     error = math.sqrt((deviations**2).sum() / (samples - 1) / samples) / prompts
-    skew = float((deviations**3).mean(axis=1).sum() / (samples**2 * prompts**3)) / error**3  # of the mean
+    skew = float((deviations**3).mean(axis=1).sum() / (samples**2 * prompts**3)) / error**3  # skewness of the mean
 
     def inverse(z: float) -> float:
         """Hall's inverse transformation of a Student statistic."""
@@ -220,6 +197,14 @@ def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float
     z = float(student_t.isf((1 - confidence) / 2, prompts * (samples - 1)))
     error = math.ldexp(error, exponent)
     return value - error * inverse(z), value - error * inverse(-z)
+
+
+def clopper_pearson(successes: float, failures: float, confidence: float) -> tuple[float, float]:
+    """Exact interval of a proportion (Clopper and Pearson, 1934). Counts need not be whole; at least one is above 0."""
+    miss = (1 - confidence) / 2
+    low = float(beta.ppf(miss, successes, failures + 1)) if successes > 0 else 0.0
+    high = float(beta.isf(miss, successes + 1, failures)) if failures > 0 else 1.0
+    return low, high
 
 
 def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
@@ -234,18 +219,14 @@ def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
     return rewards
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raises `ValueError` if a size or number, named as in the message, is less than 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{name}={size}` must be at least 1.")
+
+
 def check_share(name: str, value: float) -> None:
-    """
-    Refuses a level or a nominal coverage that is no share.
-
-    Args:
-        name (`str`):
-            Name of the argument, for the message.
-        value (`float`):
-            Its value.
-
-    Raises:
-        `ValueError`: If it is not between 0 and 1.
-    """
+    """Raises `ValueError` if a level or a nominal coverage is not between 0 and 1."""
     if not 0 < value < 1:
         raise ValueError(f"`{name}={value}` must be between 0 and 1.")

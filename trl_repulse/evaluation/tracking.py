@@ -1,4 +1,4 @@
-"""Exact evaluation along a training run, and what is written down of it."""
+"""Exact evaluation along a training run, and the file and table of its results."""
 
 import json
 import math
@@ -16,29 +16,29 @@ from .._texts import check_added_tokens
 from ..configs import NegativeTermConfig
 from ..models._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
-from .exact import ExactEvaluator, _reward_of_model
+from .exact import ExactEvaluator, log_mean_exp, reward_of_model
+from .report import text_table
 
 
 class TrackingCallback(TrainerCallback):
     """
-    Counts what a training run spends: updates, completions drawn, seconds.
+    Counts the cost of a training run: updates, completions drawn, seconds.
 
-    Add it with `trainer.add_callback`. The counts are those of one call of `trainer.train()`; a run resumed from a
-    checkpoint counts from where it resumes.
+    Add it with `trainer.add_callback`. It counts one call of `trainer.train()`; a resumed run counts from its checkpoint.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Trainer to follow, such as [`~trl_repulse.ReinforceTrainer`] and its kin.
+            Trainer to follow, such as [`~trl_repulse.ReinforceTrainer`].
 
     Attributes:
         samples (`int`):
             Completions drawn so far for training, from policy and proposal, by all processes.
         updates (`int`):
-            Updates of the policy so far; includes those before the checkpoint a run was resumed from.
+            Updates of the policy so far, including those before the checkpoint of a resumed run.
         seconds (`float`):
-            Time spent in training so far, without the time spent in this callback.
+            Training time so far, without the time spent in this callback.
         history (`list[dict]`):
-            Evaluations along the run; empty where nothing is evaluated.
+            Evaluations along the run; empty if nothing is evaluated.
     """
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer):
@@ -71,32 +71,24 @@ class TrackingCallback(TrainerCallback):
     def _resume(self) -> None:
         self._since = time.perf_counter()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.updates = state.global_step
         self._micro_batches, self._seconds = 0, 0.0
         self._resume()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._micro_batches += 1
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._micro_batches += 1
         self.updates = state.global_step
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._pause()
 
 
 class _PeriodicTracking(TrackingCallback):
-    """Evaluates policy and proposal at the start of training, every few updates, and at the end; keeps `history`."""
+    """Evaluates policy and proposal at the start, every few updates, and at the end."""
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer, every: int):
         if every < 1:
@@ -104,31 +96,25 @@ class _PeriodicTracking(TrackingCallback):
         super().__init__(trainer)
         self.every = every
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self.history = []
         self._record()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         super().on_step_end(args, state, control, **kwargs)
         if self.updates % self.every == 0:
             self._record()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # Anew, even if the last update was just evaluated: the Trainer may have gone back to its best checkpoint
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        # Even if the last update was just evaluated: the Trainer may have loaded its best checkpoint since
         if self.history and self.history[-1]["update"] == self.updates:
             self.history.pop()
         self._record()
         super().on_train_end(args, state, control, **kwargs)
 
     def _record(self) -> None:
-        # Where ZeRO-3 or FSDP2 has cut the models apart, a forward pass takes all processes; all come to the same result
+        # With models sharded by ZeRO-3 or FSDP2, a forward pass takes all processes; all get the same result
         cut_apart = self.trainer.is_fsdp_enabled or is_partitioned(self.trainer.model)
         if not self.trainer.is_world_process_zero() and not cut_apart:
             return
@@ -144,7 +130,7 @@ class _PeriodicTracking(TrackingCallback):
         self._resume()
 
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
-        """What is known of one model: any of `"expected_reward"`, `"log_prob_bad"` and `"kl"`."""
+        """Any of `"expected_reward"`, `"log_prob_bad"` and `"kl"` of one model."""
         raise NotImplementedError
 
 
@@ -152,11 +138,11 @@ class ExactTrackingCallback(_PeriodicTracking):
     """
     Evaluates policy and proposal exactly at the start of training, every few updates, and at the end.
 
-    The main process alone evaluates; with DeepSpeed ZeRO-3 and FSDP2, all do.
+    Only the main process evaluates, except with DeepSpeed ZeRO-3 and FSDP2, where all do.
 
     Args:
         evaluator ([`ExactEvaluator`]):
-            Evaluator over the prompts of interest; with a `reference_model`, the divergence from it is tracked too.
+            Evaluator; with a `reference_model`, the KL divergence from it is tracked too.
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
             Trainer to follow.
         every (`int`, *optional*, defaults to `10`):
@@ -165,8 +151,8 @@ class ExactTrackingCallback(_PeriodicTracking):
     Attributes:
         history (`list[dict]`):
             One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`, and
-            `"proposal"`, which is `None` where the trainer has none. A model's entry has `"expected_reward"` (in reward
-            units), `"log_prob_bad"` (nats) and `"kl"` (to the reference, nats per completion; `None` without one).
+            `"proposal"` (`None` if there is none). A model's entry has `"expected_reward"` (in reward units),
+            `"log_prob_bad"` (nats) and `"kl"` (nats per completion; `None` without a reference).
 
     Raises:
         `ValueError`: If `every` is less than 1.
@@ -195,18 +181,17 @@ class ExactTrackingCallback(_PeriodicTracking):
         every: int = 10,
     ) -> "ExactTrackingCallback":
         """
-        Builds the evaluator from the trainer's own tokenizer, reward model with its weight, completion length and end
-        tokens.
+        Builds the evaluator with the trainer's tokenizer, weighted reward model, completion length and end tokens.
 
         Args:
             trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-                Trainer to follow. Its reward is one reward model.
+                Trainer to follow. Its only reward is a reward model.
             prompts (`Sequence[str]`):
                 Plain-text prompts to evaluate on.
             bad_token_ids (`Sequence[int]`):
-                Tokens whose presence, anywhere in a completion, makes it bad.
+                Tokens that make a completion bad, anywhere in it.
             reference_model ([`~transformers.PreTrainedModel`], *optional*):
-                Model that `"kl"` is measured against, for instance the initial policy.
+                Model for `"kl"`, for instance the initial policy.
             every (`int`, *optional*, defaults to `10`):
                 Updates between two evaluations.
 
@@ -214,16 +199,16 @@ class ExactTrackingCallback(_PeriodicTracking):
             [`ExactTrackingCallback`]: to be added with `trainer.add_callback`.
 
         Raises:
-            `ValueError`: If the reward is not one model, if a prompt is too long for the policy's context or is no
-                text, or if there are too many completions to enumerate.
+            `ValueError`: If the reward is not one model, a prompt is no text or too long, or there are too many completions to
+                enumerate.
         """
         reward, tokenizer = trainer.reward_funcs[0], trainer.processing_class
         if len(trainer.reward_funcs) != 1 or not isinstance(reward, nn.Module):
             raise ValueError(
                 "Exact tracking needs `reward_funcs` to be one reward model; build `ExactEvaluator` for others."
             )
-        tokenize_prompts(trainer, prompts)  # refuses what cannot be evaluated
-        unweighted = _reward_of_model(reward, trainer.reward_processing_classes[0])
+        tokenize_prompts(trainer, prompts)  # raises for prompts that cannot be evaluated
+        unweighted = reward_of_model(reward, trainer.reward_processing_classes[0])
         weight = trainer.reward_weights[0].item()
         evaluator = ExactEvaluator(
             tokenizer,
@@ -238,27 +223,23 @@ class ExactTrackingCallback(_PeriodicTracking):
 
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
         report = self.evaluator.evaluate(model)
-        return {
-            "expected_reward": report.expected_reward,
-            "log_prob_bad": report.log_prob_bad,
-            "kl": report.kl,
-        }
+        return {"expected_reward": report.expected_reward, "log_prob_bad": report.log_prob_bad, "kl": report.kl}
 
 
 class BadTokenTrackingCallback(_PeriodicTracking):
     """
-    Follows the exact log P(bad) of policy and proposal over a vocabulary of any size, for completions of up to two tokens.
+    Follows the exact log P(bad) of policy and proposal, for completions of up to two tokens over a vocabulary of any size.
 
-    Where the vocabulary is too large for [`ExactTrackingCallback`], which also asks the reward model about every
-    completion. Evaluates at the start of training, every few updates, and at the end, in the same processes.
+    For vocabularies that are too large for [`ExactTrackingCallback`], which scores every completion with the reward model.
+    Evaluates at the same times and in the same processes.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Trainer to follow; completions have its `max_completion_length` and its end-of-sequence tokens.
+            Trainer to follow; gives `max_completion_length` and the end tokens.
         prompts (`Sequence[str]`):
             Plain-text prompts to evaluate on, about 50,000 sequences each for GPT-2.
         bad_token_ids (`Sequence[int]`):
-            Tokens whose presence, anywhere in a completion, makes it bad.
+            Tokens that make a completion bad, anywhere in it.
         every (`int`, *optional*, defaults to `10`):
             Updates between two evaluations.
         batch_size (`int`, *optional*):
@@ -266,11 +247,10 @@ class BadTokenTrackingCallback(_PeriodicTracking):
 
     Attributes:
         history (`list[dict]`):
-            As that of [`ExactTrackingCallback`], but a model's entry has `"log_prob_bad"` alone (nats).
+            As in [`ExactTrackingCallback`], but a model's entry has only `"log_prob_bad"` (nats).
 
     Raises:
-        `ValueError`: If `every` is less than 1, `max_completion_length` is above 2, or a prompt is no text or too long
-            for the policy's context.
+        `ValueError`: If `every` is less than 1, `max_completion_length` is above 2, or a prompt is no text or too long.
     """
 
     def __init__(
@@ -294,31 +274,15 @@ class BadTokenTrackingCallback(_PeriodicTracking):
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
         trainer = self.trainer
         log_prob_bad = exact_log_prob_bad(
-            model,
-            self._prompt_ids,
-            self._bad_token_ids,
-            trainer.max_completion_length,
-            trainer.eos_token_ids,
-            self._batch_size,
+            *(model, self._prompt_ids, self._bad_token_ids, trainer.max_completion_length),
+            *(trainer.eos_token_ids, self._batch_size),
         )
-        return {"log_prob_bad": log_prob_bad.logsumexp(dim=0).item() - math.log(len(log_prob_bad))}
+        return {"log_prob_bad": log_mean_exp(log_prob_bad)}
 
 
 def tokenize_prompts(trainer: RLOOTrainer | GRPOTrainer, prompts: Sequence[str]) -> list[list[int]]:
     """
-    Tokens of prompts that can be evaluated exactly.
-
-    Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Gives tokenizer, context and completion length.
-        prompts (`Sequence[str]`):
-            The prompts.
-
-    Returns:
-        `list[list[int]]`: Token ids, one list a prompt.
-
-    Raises:
-        `ValueError`: If a prompt is no plain text, or leaves no room for a completion.
+    Tokens of prompts for exact evaluation. Raises `ValueError` if one is not plain text, or leaves no room for a completion.
     """
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("Exact tracking needs plain-text prompts; evaluate conversations by sampling.")
@@ -339,11 +303,10 @@ def write_results(
     """
     Writes a finished run as JSON.
 
-    The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (each with
-    `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, of the policy), `seconds`, `metrics`, `history` and
-    `settings`. With [`BadTokenTrackingCallback`] `log_prob_bad` is alone. Without exact evaluation `initial` and `final`
-    are left out, and `history` is empty. What has no value is left out too: settings that are `None`, numbers that are
-    not finite.
+    The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (the policy's
+    `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, as far as they are tracked), `seconds`, `metrics`,
+    `history` and `settings`. Without exact evaluation, `initial` and `final` are missing and `history` is empty. Entries that
+    are `None` or not finite are left out.
 
     Args:
         path (`str` or `Path`):
@@ -355,9 +318,9 @@ def write_results(
         callback ([`TrackingCallback`], [`ExactTrackingCallback`] or [`BadTokenTrackingCallback`]):
             Callback that followed the run.
         settings (`dict`):
-            Hyper-parameters of the run; values that JSON does not know are written as text.
+            Hyper-parameters of the run; values unknown to JSON are written as text.
         metrics (`dict`, *optional*):
-            The metrics logged last.
+            The last logged metrics.
     """
     history = callback.history
     results = {
@@ -379,7 +342,7 @@ def write_results(
 
 
 def _known(value: Any) -> Any:
-    """The same without the keys that have no value, and with the text of what has none in a list."""
+    """The value without dictionary entries that are `None` or not finite; such items of lists become text."""
     if isinstance(value, dict):
         return {str(key): _known(item) for key, item in value.items() if not _is_missing(item)}
     if isinstance(value, list | tuple):
@@ -393,18 +356,17 @@ def _is_missing(value: Any) -> bool:
 
 def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = None) -> str:
     """
-    Lays out where a run started and where it ended.
+    A table of a run's start and end.
 
     Args:
         callback ([`TrackingCallback`], [`ExactTrackingCallback`] or [`BadTokenTrackingCallback`]):
             Callback that followed the run.
         metrics (`dict`, *optional*):
-            Metrics logged last; shown where the expected reward is not known exactly.
+            The last logged metrics; shown if the expected reward is not known exactly.
 
     Returns:
-        `str`: a table of several lines. With exact evaluation, at the start and at the end: what is known of the
-        policy's expected reward, exact log P(bad) and KL to the reference, the samples drawn, and the seconds of
-        training. Where the expected reward is not known, the metrics too.
+        `str`: several lines: the policy's exact expected reward, log P(bad) and KL to the reference, as far as they are
+        tracked, at the start and at the end, the samples drawn, and the seconds of training.
     """
     rows = [("samples drawn", "0", f"{callback.samples:,}"), ("seconds", "0.0", f"{callback.seconds:.1f}")]
     if callback.history:
@@ -421,9 +383,7 @@ def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = No
     else:
         rows = [("", "end"), *((name, end) for name, _, end in rows)]
         rows += [(name, _number(value)) for name, value in (metrics or {}).items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join(text_table(rows))
 
 
 def _number(value: Any) -> str:

@@ -1,6 +1,8 @@
-"""Caches of keys and values: with room for the tokens to come, and under the name by which a model takes them."""
+"""Key-value caches with room for further tokens, and sampling several completions from a prompt that is read once."""
 
+import contextlib
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 from .._adapters import base_of, takes
+from ._padding import padded_outputs
 
 
-# transformers 5.24 has renamed it, for models of its own and for `generate`; models from elsewhere may have the old name
+# transformers 5.24 renamed it for its models and `generate`; other models may have the old name
 _NAMES = ("cache", "past_key_values")
 _IN_GENERATE = _NAMES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 _ROOM = 32  # tokens
@@ -19,10 +22,10 @@ _ROOM = 32  # tokens
 
 class GrowingLayer(DynamicLayer):
     """
-    Keys and values of a layer, written into room made for many tokens at once.
+    Keys and values of a layer with spare room for many tokens.
 
-    A [`~transformers.cache_utils.DynamicLayer`] copies all that it holds for each token. A pass writes into the tensors that the one
-    before has returned, so where gradients are recorded the layer copies as well.
+    A [`~transformers.cache_utils.DynamicLayer`] copies everything for each token. Here a pass writes into tensors that
+    the pass before returned, so with gradients the layer copies as well.
     """
 
     def __init__(self) -> None:
@@ -33,14 +36,14 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys `(B, H, T, D)` and values `(B, H, T, E)` of T tokens; returns those of all tokens, as transformers' layer does."""
+        """Adds keys (B, H, T, D) and values (B, H, T, E) of T tokens; returns those of all tokens."""
         if torch.is_grad_enabled():
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.size(-2)
-        # Rows that were selected, and tokens that were taken away, are in tensors of their own
+        # Selecting rows or removing tokens makes new tensors
         fits = self._rooms is not None and self.keys is self._seen and end <= self._rooms[0].size(-2)
         if not fits or key_states.dtype != self.keys.dtype:
             self._rooms = self._room(key_states, self.keys, end), self._room(value_states, self.values, end)
@@ -59,22 +62,61 @@ class GrowingLayer(DynamicLayer):
 
 
 def growing_cache(model: nn.Module) -> DynamicCache:
-    """An empty cache of the layers that a model asks for; those that keep all tokens grow in place."""
+    """An empty cache for a model; layers that keep all tokens grow in place."""
     cache = DynamicCache(config=base_of(model).config.get_text_config(decoder=True))
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def with_cache(model: nn.Module, cache: Cache | None) -> dict[str, Any]:
-    """Arguments with which a model's pass uses a cache, or none."""
+    """Arguments of a model's `forward` for a cache, or for none."""
     return {_NAMES[not takes(model, "cache")]: cache, "use_cache": cache is not None}
 
 
 def to_generate(cache: Cache) -> dict[str, Cache]:
-    """Arguments with which `generate` goes on from a cache."""
+    """Arguments of `generate` that continue from a cache."""
     return {_IN_GENERATE: cache}
 
 
-def has_cache(arguments: dict[str, Any]) -> bool:
-    """Whether arguments of `generate` hold a cache."""
-    return any(arguments.get(name) is not None for name in _NAMES)
+@contextlib.contextmanager
+def generating_by(model: nn.Module, generate: Callable[..., Any]) -> Iterator[None]:
+    """Context in which another function replaces `model.generate`."""
+    before = vars(model).get("generate")
+    model.generate = generate
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.generate
+        else:
+            model.generate = before
+
+
+@contextlib.contextmanager
+def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = bool) -> Iterator[None]:
+    """
+    Context in which `model.generate` reads a prompt once for neighbouring rows that share it.
+
+    All but the last token of each distinct prompt goes through the model; the cache is repeated for the rows, and
+    `generate` continues from it. With the same random numbers the same tokens are drawn, up to rounding. `everywhere`
+    says whether a condition holds in all processes: with partitioned weights they must make the same passes.
+    """
+    base = base_of(model)
+    generate = base.generate
+
+    def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
+        ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if args or ids is None or mask is None or any(kwargs.get(name) is not None for name in _NAMES):
+            return generate(*args, **kwargs)
+        new = torch.ones_like(ids[:, 0], dtype=torch.bool)  # rows whose prompt is not that of the row before
+        new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(dim=1)
+        if not everywhere(ids.size(1) > 1 and not bool(new.all())):
+            return generate(**kwargs)
+        cache = growing_cache(base)
+        last = {"logits_to_keep": 1} if takes(base, "logits_to_keep") else {}
+        padded_outputs(base, ids[new, :-1], mask[new, :-1], **with_cache(base, cache), **last)
+        cache.batch_select_indices(new.cumsum(dim=0) - 1)
+        return generate(**kwargs | to_generate(cache))
+
+    with generating_by(base, generate_from_cache):
+        yield

@@ -1,4 +1,4 @@
-"""What a model was saved with, and `generate` would follow; what ends a completion."""
+"""Generation defaults that a model was saved with, and the tokens that end a completion."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,15 +8,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 @contextlib.contextmanager
 def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationConfig]:
-    """Samples inside the context follow the model and the trainer's arguments, and nothing the model was saved with.
+    """
+    Context in which `generate` ignores the sampling settings that the (unwrapped) model was saved with.
 
-    transformers (5.23) fills what a `generation_config` passed to `generate` leaves unset from the model's own:
-    `typical_p`, `suppress_tokens`, `no_repeat_ngram_size` and the like would bend the distribution without a word, and
-    with it every importance weight. Way out: `generate` taking a passed configuration as it is.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Unwrapped model, compiled or not; its `generation_config` is back in place afterwards, and is what gets saved.
+    transformers (5.23) fills what a passed `generation_config` leaves unset from the model's own: `typical_p`,
+    `suppress_tokens`, `no_repeat_ngram_size` and others would change the distribution, and with it every importance
+    weight. Way out: `generate` taking the passed configuration as it is.
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
@@ -34,7 +31,7 @@ def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationCo
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends a completion, as in TRL's trainers: the model's own end tokens, and the tokenizer's."""
+    """The tokens that end a completion, as in TRL: the model's own and the tokenizer's."""
     config = getattr(model, "generation_config", None)
     own = None if config is None else config.eos_token_id
     own = list(own) if isinstance(own, list | tuple) else [own]
@@ -42,6 +39,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def until_end(row: list[int], end: Sequence[int]) -> list[int]:
-    """A completion's tokens, the one that ends it included."""
+    """A completion's tokens up to and including its end token."""
     places = [row.index(token) for token in end if token in row]
     return row[: min(places) + 1] if places else row

@@ -1,12 +1,11 @@
 """
-A few short texts in several passes: predictions, where they should be, and by how much rounding may move them.
+Passes over a few short texts: predictions, expected predictions, and the difference that rounding may make.
 
 Axis letters: B rows, L tokens of a row, S sampled tokens, V vocabulary (or features of a hidden state).
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -18,18 +17,18 @@ from ._defaults import without_generation_defaults
 from ._padding import vocab_size
 
 
-PROMPTS = (3, 8, 6)  # tokens of each row's prompt, where they are unequal
+PROMPTS = (3, 8, 6)  # tokens of each row's prompt
 EQUAL = (8, 8, 8)
-_WIDTH = 12  # tokens that they are padded to: each has padding
+_WIDTH = 12  # width after padding; every prompt is padded
 _SAMPLED = 6  # S
-# Passes over the same tokens in other shapes are rounded otherwise. Where they are right they differ by up to 3 times what one
-# rounding of the embeddings does, where they are wrong by 13 times and more: all causal architectures of transformers (5.23),
-# tiny, in float32 and bfloat16. For models of 2 to 48 layers it is 1.2 times at most
+# Rounding depends on the shape of a batch. Correct passes differ by up to 3 times what one rounding of the embeddings changes,
+# wrong ones by 13 times and more, in tiny models of all causal architectures of transformers (5.23), in float32 and bfloat16;
+# correct ones with 2 to 48 layers by at most 1.2 times
 ROUNDINGS = 8.0
 
 
 class _Forced(LogitsProcessor):
-    """Keeps what `generate` draws from, and makes it draw given tokens."""
+    """Records the scores that `generate` samples from, and forces given tokens."""
 
     def __init__(self, tokens: torch.Tensor):
         self._tokens = tokens  # (B, S)
@@ -42,33 +41,31 @@ class _Forced(LogitsProcessor):
 
 
 class Passes:
-    """
-    Passes over a few rows of tokens: predictions (B, S, V) of the same S tokens after each prompt, and where they should be.
-
-    Each method gives both. A row's prompt is its beginning, of one length or of another, and the S tokens go on with it.
-    """
+    """Passes over a few rows of tokens. Methods return predictions (B, S, V) of S tokens after each prompt, and what
+    they should be."""
 
     def __init__(self, model: nn.Module, read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]):
         self._model, self._read = model, read
         size, device = vocab_size(model), next(model.parameters()).device
         count, length = len(EQUAL), max(EQUAL) + _SAMPLED
-        # All different where the vocabulary allows; the first and the last tokens are often no words
+        # All different if the vocabulary allows; the first and last ids are often unused
         ids = torch.arange(count * length, device=device) * max(1, size // 97) + size // 3
         self._ids = (ids % size).view(count, length)  # (B, L)
         self._alone = self._one_by_one(self._ids)  # (B, L, V)
         self._tolerance = ROUNDINGS * rounding(model, lambda: self._one_by_one(self._ids), self._alone)
 
     def agree(self, passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], share: float = 0.5) -> bool:
-        """Whether this share of predictions, or more, is what it should be; a pass that fails gives none."""
-        tolerance = self._tolerance if share == 0.5 else 4 * self._tolerance  # of a median, which single tokens exceed
-        return agree(passes, tolerance, share)
+        """Whether at least this share of predictions is as expected; `False` if the pass fails."""
+        # Single tokens exceed the tolerance of a median
+        tolerance = self._tolerance if share == 0.5 else 4 * self._tolerance
+        return holds(lambda: distance(*passes(), share) <= tolerance)
 
     def together(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All rows in one pass."""
         return self._read(self._ids, torch.ones_like(self._ids)), self._alone
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows in one pass, with padding before their prompts and after one completion."""
+        """All rows in one pass, with padding before the prompts and after one completion."""
         ids, mask, tokens = self._behind_padding(PROMPTS)
         ids, mask = torch.cat([ids, tokens], dim=1), torch.cat([mask, torch.ones_like(tokens)], dim=1)
         mask[0, -1] = 0
@@ -77,13 +74,13 @@ class Passes:
     def generated(
         self, lengths: tuple[int, ...], config: GenerationConfig, use_cache: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows through `generate`, with padding if their prompts are unequal."""
+        """All rows through `generate`, padded if their prompts are unequal."""
         return self._forced(*self._behind_padding(lengths), config, use_cache), self._expected(lengths)
 
     def _forced(
         self, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, config: GenerationConfig, use_cache: bool
     ) -> torch.Tensor:
-        """What `generate` draws `tokens` (B, S) from, after prompts (B, W)."""
+        """Log-probabilities (B, S, V) from which `generate` samples `tokens` (B, S) after prompts (B, W)."""
         forced = _Forced(tokens)
         settings = GenerationConfig(
             max_new_tokens=_SAMPLED,
@@ -132,7 +129,7 @@ class Passes:
         return self._forced(*rows, completions.flatten(0, 1), config, True), expected
 
     def _completed(self) -> tuple[torch.Tensor, ...]:
-        """Prompts (B, W) behind padding and their mask, n completions (B, n, S) of each, and what to predict (B·n, S, V)."""
+        """Left-padded prompts (B, W), their mask, n completions (B, n, S) and the expected predictions (B·n, S, V)."""
         prompts, mask, _ = self._behind_padding(PROMPTS)
         tokens = self._after(self._ids, EQUAL)  # (n, S)
         expected = []
@@ -142,11 +139,11 @@ class Passes:
         return prompts, mask, tokens.expand(len(prompts), -1, -1), torch.cat(expected)
 
     def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
-        """As the model reads a text by itself: without a mask, and at positions of its own."""
+        """Predictions for each row on its own, without mask and positions."""
         return torch.cat([self._read(row[None], None) for row in ids])
 
     def _behind_padding(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Prompts and their mask, padded if they are unequal, and the S tokens after each."""
+        """Prompts (left-padded if unequal), their mask, and the S tokens after each."""
         width = _WIDTH if len(set(lengths)) > 1 else lengths[0]
         ids, mask = torch.full_like(self._ids[:, :1], 5).repeat(1, width), self._ids.new_zeros(len(lengths), width)
         for row, length in enumerate(lengths):
@@ -161,24 +158,18 @@ class Passes:
         return torch.stack([row[start : start + _SAMPLED] for row, start in zip(rows, starts, strict=True)])
 
 
-def agree(passes: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, share: float) -> bool:
-    """Whether a share of two passes' predictions are within a tolerance; a pass that fails gives none."""
-    return holds(lambda: distance(*passes(), share) <= tolerance)
-
-
 def holds(check: Callable[[], bool]) -> bool:
-    """What a check of passes says; `False` if one fails."""
+    """The result of a check; `False` if it fails with an error other than lack of memory."""
     try:
         return check()
-    except Exception as error:  # whatever a model makes of a mask or a cache
+    except Exception as error:  # models may fail in any way on masks and caches
         if should_reduce_batch_size(error):
             raise
         return False
 
 
-@contextlib.contextmanager
-def rounded_embeddings(model: nn.Module) -> Iterator[None]:
-    """Context in which a model's embeddings are rounded up or down."""
+def rounding(model: nn.Module, read: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
+    """How far one rounding of the embeddings, or of the predictions, moves the predictions."""
 
     def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         sign = torch.arange(output.numel(), device=output.device).view_as(output) * 7 % 11 % 2 * 2 - 1
@@ -186,21 +177,15 @@ def rounded_embeddings(model: nn.Module) -> Iterator[None]:
 
     handle = model.get_input_embeddings().register_forward_hook(rounded)
     try:
-        yield
+        moved = distance(read(), expected)
     finally:
         handle.remove()
-
-
-def rounding(model: nn.Module, read: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """By how much one rounding of the embeddings, or of the predictions, moves what a model predicts."""
-    with rounded_embeddings(model):
-        moved = distance(read(), expected)
-    # Small weights hardly hand the first on
+    # Small weights hardly pass on a change of the embeddings
     return max(moved, distance(expected * (1 + torch.finfo(torch.float32).eps), expected))
 
 
 def _rounding(model: nn.Module, values: torch.Tensor) -> float:
-    """By how much a model rounds numbers, relative to them."""
+    """Relative rounding error of the model's numbers."""
     if getattr(model, "is_quantized", False):
         return 2**-7  # activations may have 8 bits, scaled over a batch
     if values.is_cuda and values.dtype == torch.float32:
@@ -208,7 +193,7 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
     else:
         eps = torch.finfo(values.dtype).eps
         if values.dtype == torch.float64:
-            eps = torch.finfo(torch.float32).eps  # which layers compute parts in, and predictions are compared in
+            eps = torch.finfo(torch.float32).eps  # parts of layers and the comparison use float32
     device = values.device.type
     if torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -216,8 +201,9 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor, share: float = 0.5) -> float:
-    """Root mean square over the vocabulary that a share of positions is within; infinite if numbers are missing there alone."""
-    gap = found.clamp(min=-1e4) - expected.clamp(min=-1e4)  # -inf where a token is ruled out
+    """Root mean square over the vocabulary that a share of positions stays within; infinite if only `found` has
+    NaN."""
+    gap = found.clamp(min=-1e4) - expected.clamp(min=-1e4)  # -inf for excluded tokens
     gap = gap.masked_fill(found.isnan() & expected.isnan(), 0.0).nan_to_num(nan=math.inf)
     distances = gap.square().mean(dim=-1).sqrt()
     return (distances.median() if share == 0.5 else distances.flatten().quantile(share)).item()

@@ -1,9 +1,8 @@
 """
-Whether a model's padded and cached passes are its unpadded, full ones.
+Checks whether a model's padded and cached passes agree with its unpadded, full passes.
 
-transformers runs unequal prompts behind masked padding, and generates with a cache. Not every architecture gets the same
-predictions that way: a state may read the padding, a cache may mix the rows of a batch. Whatever samples or scores asks
-[`probe`] once, at set-up.
+Not every architecture predicts the same behind masked padding or with a cache: a state may read the padding, a cache
+may mix rows. Whatever samples or scores calls [`probe`] once, at set-up.
 
 Axis letters: B rows, L tokens of a row, S sampled tokens, V vocabulary (or features of a hidden state).
 """
@@ -19,9 +18,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .._adapters import base_of
+from ._cache import prompts_read_once
 from ._padding import padded_outputs
 from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, distance, holds, rounding
-from ._prefill import prompts_read_once
 
 
 logger = logging.get_logger(__name__)
@@ -30,23 +29,16 @@ logger = logging.get_logger(__name__)
 @dataclass(frozen=True)
 class Guard:
     """
-    How a model can be sampled and scored so that the results are its own; [`probe`] finds out.
+    How a model must be sampled and scored to get correct results. [`probe`] finds only the first three.
 
     Args:
-        score_by_length (`bool`, *optional*, defaults to `False`):
-            Whether rows that are scored together must have prompts of one length, without padding before them.
-        sample_by_length (`bool`, *optional*, defaults to `False`):
-            The same of rows that are sampled together.
-        use_cache (`bool`, *optional*, defaults to `True`):
-            Whether `generate` may use its cache.
-        share_prompts (`bool`, *optional*, defaults to `True`):
-            Whether completions of a prompt may be scored in one row, which reads it once. [`probe`] does not look at it.
-        repeat_cache (`bool`, *optional*, defaults to `True`):
-            Whether they may be sampled from one cache of the prompt, repeated. [`probe`] does not look at it either.
-        longest_row (`float`, *optional*, defaults to infinity):
-            Tokens that a row of a prompt with several completions may have.
-        fused_head (`bool`, *optional*, defaults to `True`):
-            Whether TRL's fused head gives the model's log-probabilities; its own logits do otherwise. [`probe`] does not look at it.
+        score_by_length (`bool`): Whether rows scored together must have prompts of one length, without padding.
+        sample_by_length (`bool`): The same for rows sampled together.
+        use_cache (`bool`): Whether `generate` may use its cache.
+        share_prompts (`bool`): Whether completions of a prompt may be scored in one row.
+        repeat_cache (`bool`): Whether they may be sampled from one cache of the prompt, repeated.
+        longest_row (`float`): Most tokens of a row with several completions.
+        fused_head (`bool`): Whether TRL's fused head gives the model's log-probabilities; if not, its logits do.
     """
 
     score_by_length: bool = False
@@ -58,7 +50,7 @@ class Guard:
     fused_head: bool = True
 
     def __or__(self, other: "Guard") -> "Guard":
-        """What serves both models."""
+        """A guard that serves both models."""
         return Guard(
             self.score_by_length or other.score_by_length,
             self.sample_by_length or other.sample_by_length,
@@ -77,46 +69,33 @@ def probe(
     generation_config: GenerationConfig | None = None,
 ) -> Guard:
     """
-    Compares passes as sampling and scoring make them with unpadded full passes of single rows; warns where they differ.
+    Compares the passes of sampling and scoring with full, unpadded passes of single rows, and warns of differences.
 
-    Three rows of a few tokens are run one by one; together; behind left padding; and through `generate`, made to draw the
-    same tokens, with prompts of one length and behind left padding. Log-probabilities agree if they differ by no more than
-    rounding does: by a multiple of what one rounding of the embeddings changes, in the model's own precision. A difference is
-    the root mean square over the vocabulary; its median over positions counts, since rounding can send single tokens to
-    another expert. What only shows after more tokens is not seen.
+    Three rows of a few tokens are run one by one, together, behind left padding, and through `generate` (forced to
+    draw the same tokens) with equal and with padded prompts. Log-probabilities agree if they differ by at most a
+    multiple of what one rounding of the embeddings changes, in the model's precision. The difference is the root mean
+    square over the vocabulary, and its median over positions counts, since rounding can send single tokens to another
+    expert. Differences that need more tokens are not seen.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Causal language model, with the adapter active that it will run with. Mode, random states and gradients are left
-            as they are.
-        training (`bool`, *optional*, defaults to `False`):
-            Whether it will run in training mode, which must be free of dropout.
-        samples (`bool`, *optional*, defaults to `True`):
-            Whether `generate` will be used.
-        generation_config ([`~transformers.GenerationConfig`], *optional*):
-            What will be passed to `generate`; says whether and which cache is used.
+            Causal language model with the adapter it will run with. Mode, random states and gradients are kept.
+        training (`bool`): Whether it will run in training mode, without dropout.
+        samples (`bool`): Whether `generate` will be used.
+        generation_config ([`~transformers.GenerationConfig`], *optional*): Will be passed to `generate`.
 
     Returns:
-        [`Guard`]: What keeps sampling and scoring right.
+        [`Guard`]: What keeps sampling and scoring correct.
 
     Raises:
-        `ValueError`: If passes of several rows are not those of each row, or generation without a cache and without padding
-            is not what full passes give.
+        `ValueError`: If rows in a batch change each other, or generation without cache and padding is wrong.
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     config = generation_config or GenerationConfig()
     cached = config.use_cache is not False
 
-    def log_probs(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        outputs = (
-            model(input_ids=ids, use_cache=False)
-            if mask is None
-            else padded_outputs(model, ids, mask, use_cache=False)
-        )
-        return outputs.logits.float().log_softmax(dim=-1)
-
     with undisturbed(model, training):
-        passes = Passes(model, log_probs)
+        passes = Passes(model, _log_probs(model))
         guard = _scoring_guard(passes, model)
         if samples:
             guard |= _sampling_guard(passes, model, config)
@@ -132,19 +111,7 @@ def probe(
 
 
 def probe_values(model: nn.Module) -> Guard:
-    """
-    As [`probe`], for a model that scores and does not generate: its hidden states are compared, in training mode.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Causal model with a head for values.
-
-    Returns:
-        [`Guard`]: What keeps values right.
-
-    Raises:
-        `ValueError`: If passes of several rows are not those of each row.
-    """
+    """Like [`probe`], for a model with a value head: compares hidden states in training mode."""
     backbone = base_of(model).base_model
 
     def states(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -156,48 +123,23 @@ def probe_values(model: nn.Module) -> Guard:
 
 
 def reads_prompts_once(model: nn.Module, training: bool, generation_config: GenerationConfig) -> bool:
-    """
-    Whether `generate` draws from the model's own distribution within [`~trl_repulse.generation._prefill.prompts_read_once`].
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Causal language model.
-        training (`bool`):
-            Whether it will run in training mode.
-        generation_config ([`~transformers.GenerationConfig`]):
-            What will be passed to `generate`; with a cache of another kind, none, or more rows than prompts, the answer is no.
-
-    Returns:
-        `bool`: `False` where a pass fails, too.
-    """
+    """Whether `generate` draws from the model's distribution within
+    [`~trl_repulse.generation._cache.prompts_read_once`]. `False` with another kind of cache, none, or more rows than
+    prompts, and if a pass fails."""
     multiplied = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) > 1
     if generation_config.cache_implementation is not None or generation_config.use_cache is False or multiplied:
         return False
     with undisturbed(model, training), prompts_read_once(model):
-        passes = Passes(model, lambda ids, mask: model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1))
+        passes = Passes(model, _log_probs(model))
         return passes.agree(lambda: passes.repeatedly_generated(generation_config), share=0.9)
 
 
 def repeats_cache(model: nn.Module) -> bool:
-    """
-    Whether the cache of one prompt can be repeated for several completions of it, as [`probe`] finds it, in evaluation mode.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model.
-
-    Returns:
-        `bool`: If `False`, completions need full passes.
-
-    Raises:
-        `ValueError`: If passes of several rows are not those of each row.
-    """
-
-    def log_probs(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
-
+    """Whether the cache of a prompt can be repeated for several completions, in evaluation mode. Raises `ValueError`
+    if rows in a batch change each other."""
+    read = _log_probs(model)
     with undisturbed(model, training=False):
-        passes = Passes(model, log_probs)
+        passes = Passes(model, lambda ids, _: read(ids, None))
         _check_rows(passes, model)
         return passes.agree(passes.repeated)
 
@@ -209,46 +151,22 @@ def shares_prompts(
     read_rows: Callable[..., torch.Tensor],
 ) -> bool:
     """
-    Whether several completions of a prompt in one row are read as texts of their own, of a few tokens.
+    Whether several completions in one row are read like separate texts; `False` if a pass fails.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model.
-        training (`bool`):
-            Whether it will run in training mode, free of dropout.
-        read (`Callable`):
-            Predictions (B, L, V) of tokens (B, L), without a mask.
-        read_rows (`Callable`):
-            Predictions (B·n, S, V) of the completions among prompts (B, L), their mask, completions (B, n, S) and their mask.
-
-    Returns:
-        `bool`: `False` where a pass fails, too.
+    `read` gives predictions (B, L, V) of tokens (B, L) without a mask, `read_rows` predictions (B·n, S, V) of
+    completions from prompts (B, L), their mask, completions (B, n, S) and their mask.
     """
     with undisturbed(model, training):
         passes = Passes(model, read)
-        # A layer may read too much of long texts alone
+        # A layer may be wrong for long texts only
         return passes.agree(lambda: passes.in_rows(read_rows), share=0.9)
 
 
 def reads_rows_alike(
     model: nn.Module, training: bool, read_rows: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> bool:
-    """
-    Whether a batch is read in rows that share its prompts as in rows that do not.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The model.
-        training (`bool`):
-            Whether it will run in training mode, free of dropout.
-        read_rows (`Callable`):
-            As for [`shares_prompts`].
-        batch (`Sequence[torch.Tensor]`):
-            Prompts (P, L), their mask, completions (P, n, S) and their mask.
-
-    Returns:
-        `bool`: `False` where a pass fails, too.
-    """
+    """Whether rows that share prompts give the same predictions as separate rows for a batch: prompts (P, L), mask,
+    completions (P, n, S), mask. `read_rows` is as in [`shares_prompts`]. `False` if a pass fails."""
     device = next(model.parameters()).device
     prompts, mask, completions, real = batch = tuple(x.to(device) for x in batch)
     n, asked = completions.size(1), real.flatten(0, 1).bool()
@@ -266,7 +184,7 @@ def reads_rows_alike(
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Training or evaluation mode, without gradients; every submodule gets its own mode back."""
+    """Context in training or evaluation mode, without gradients; every submodule gets its mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -279,20 +197,33 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Context for passes in training or evaluation mode that leave no trace in random states, modes and gradients."""
-    device = next(model.parameters()).device
+    """Context for passes that change no random states, modes or gradients."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     devices = [] if device.type == "cpu" else [device]
-    # A compiled `forward` does not run hooks, and is compiled anew for each shape
+    # A compiled `forward` runs no hooks, and is recompiled for each shape
     eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices, device_type=device.type), in_mode(model, training), eager:
         yield
 
 
 def describe(model: nn.Module) -> str:
-    """Class of a model, and where it was loaded from."""
+    """Class of a model and where it was loaded from."""
     base = base_of(model)
     path = base.config._name_or_path
     return f"{type(base).__name__} ({path})" if path else type(base).__name__
+
+
+def _log_probs(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """Function that gives a model's log-probabilities (B, L, V) of tokens (B, L), without a mask or padded on the left."""
+
+    def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if mask is None:
+            outputs = model(input_ids=ids, use_cache=False)
+        else:
+            outputs = padded_outputs(model, ids, mask, use_cache=False)
+        return outputs.logits.float().log_softmax(dim=-1)
+
+    return read
 
 
 def _check_rows(passes: Passes, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from .._adapters import base_of
-from ._prefill import generating_by
+from ._cache import generating_by
 
 
 @dataclass(frozen=True, eq=False)

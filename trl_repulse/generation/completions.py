@@ -1,4 +1,4 @@
-"""What generators return, and what they all do with prompts."""
+"""Completions as generators return them, and what all generators do with prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .._prompts import check_conversations, rendering
 from .._texts import check_added_tokens, completion_texts
 
 
-# Of one architecture and vocabulary, models may still differ in these
+# Settings in which models of one architecture and vocabulary may differ
 _INCIDENTAL = {
     *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "_attn_implementation"),
@@ -20,13 +20,13 @@ _INCIDENTAL = {
 @dataclass(frozen=True)
 class Completion:
     """
-    One completion and where it comes from.
+    A completion and its origin.
 
     Args:
-        text (`str`): The completion without special tokens, as it reads behind its prompt.
-        token_ids (`list[int]`): Its tokens, with the end-of-sequence token if it ended by itself.
+        text (`str`): Text without special tokens, as it reads after its prompt.
+        token_ids (`list[int]`): Tokens, with the end-of-sequence token if the model ended the completion.
         model (`str`): Name of the model that drew it.
-        version (`int`): How many times that model's weights had been declared changed.
+        version (`int`): How often the model's weights had been declared changed.
     """
 
     text: str
@@ -40,17 +40,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[di
     Token ids of prompts, as TRL's trainers make them.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer, with a chat template if prompts are conversations.
-        prompts (`Sequence`):
-            Plain text, or conversations as lists of messages.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer; with a chat template if prompts are messages.
+        prompts (`Sequence`): Plain text, or conversations as lists of messages.
 
     Returns:
         `list[list[int]]`: One list a prompt.
 
     Raises:
-        `ValueError`: If a prompt is neither text nor messages, the chat template is missing or refuses it, or the tokenizer ends
-            text with its end token.
+        `ValueError`: If a prompt is neither text nor messages, the chat template is missing or fails, or the tokenizer
+            ends plain text with its end token.
     """
     ids = []
     check_conversations(prompts, "`prompts`")
@@ -74,20 +72,17 @@ def group_completions(
     version: int,
 ) -> list[list[Completion]]:
     """
-    Completions by prompt.
+    Groups completions by prompt.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer to decode with.
-        prompts (`Sequence`):
-            The prompts.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer to decode with.
+        prompts (`Sequence`): The prompts.
         prompt_ids, completion_ids (`Sequence[Sequence[int]]`):
-            Tokens of each completion and of its prompt, as many for each prompt, those of one after the other.
-        model (`str`), version (`int`):
-            As in [`Completion`].
+            Tokens of each completion and of its prompt; equally many completions a prompt, prompt by prompt.
+        model (`str`), version (`int`): As in [`Completion`].
 
     Returns:
-        `list[list[Completion]]`: completions of each prompt.
+        `list[list[Completion]]`: Completions of each prompt.
     """
     size = len(completion_ids) // max(len(prompts), 1)
     each = [prompt for prompt in prompts for _ in range(size)]
@@ -98,14 +93,13 @@ def group_completions(
 
 def check_one_family(models: dict[str, PreTrainedModel]) -> None:
     """
-    Refuses models that cannot take one another's place: of another architecture, another size or another vocabulary.
+    Checks that models can replace one another: same architecture, size and vocabulary.
 
     Args:
-        models (`dict[str, PreTrainedModel]`):
-            Models by name.
+        models (`dict[str, PreTrainedModel]`): Models by name.
 
     Raises:
-        `ValueError`: Naming the models and what differs.
+        `ValueError`: If they differ; names the models and the difference.
     """
     (first, model), *others = models.items()
     shape = _shape(model)

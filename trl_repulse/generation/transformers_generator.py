@@ -17,9 +17,9 @@ class TransformersGenerator:
     """
     Draws completions from several models, one at a time, with transformers' `generate`.
 
-    Samples follow the models exactly (temperature 1, whole vocabulary) unless `generation_kwargs` say otherwise; what a
-    model was saved with (`top_p`, `suppress_tokens` and the like) is left out of account, but for its end tokens, which end a
-    completion beside the tokenizer's.
+    Samples follow the models exactly (temperature 1, whole vocabulary) unless `generation_kwargs` say otherwise.
+    Settings that a model was saved with (`top_p`, `suppress_tokens`, ...) are ignored, except for its end tokens,
+    which end a completion like the tokenizer's.
 
     Example:
 
@@ -35,16 +35,11 @@ class TransformersGenerator:
     ```
 
     Args:
-        models (`dict[str, PreTrainedModel]`):
-            Models by name, PEFT models too; where they are and in their precision.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of all models.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Longest completion, in tokens.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Completions drawn at the same time.
-        **generation_kwargs:
-            Further arguments of [`~transformers.GenerationConfig`].
+        models (`dict[str, PreTrainedModel]`): Models by name, with or without PEFT. They keep device and precision.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of all models.
+        max_completion_length (`int`, *optional*, defaults to `256`): Most tokens of a completion.
+        batch_size (`int`, *optional*, defaults to `64`): Completions drawn at the same time.
+        **generation_kwargs: Further arguments of [`~transformers.GenerationConfig`].
 
     Raises:
         `ValueError`: If a model is not causal.
@@ -83,16 +78,13 @@ class TransformersGenerator:
         Draws completions.
 
         Args:
-            prompts (`Sequence`):
-                Plain text, or conversations as lists of messages.
-            model (`str`):
-                Name of the model to draw from.
-            num_completions (`int`, *optional*, defaults to `1`):
-                Completions a prompt.
+            prompts (`Sequence`): Plain text, or conversations as lists of messages.
+            model (`str`): Name of the model to draw from.
+            num_completions (`int`, *optional*, defaults to `1`): Completions a prompt.
 
         Returns:
-            `list[list[Completion]]`: `num_completions` for each prompt. `version` is 0: there is no copy of the weights
-            that could be out of date.
+            `list[list[Completion]]`: `num_completions` for each prompt. `version` is 0, since there is no copy of the
+                weights.
 
         Raises:
             `KeyError`: If there is no such model.
@@ -113,13 +105,13 @@ class TransformersGenerator:
         return group_completions(self.tokenizer, prompts, rows, drawn, model, version=0)
 
     def _guard(self, model: str) -> Guard:
-        """What keeps sampling right, found out before the first completions of each model."""
+        """How to sample from a model, checked before its first completions."""
         if model not in self._guards:
             self._guards[model] = probe(self.models[model], generation_config=GenerationConfig(**self._settings))
         return self._guards[model]
 
     def _generate(self, lm: PreTrainedModel, rows: list[list[int]], guard: Guard) -> list[list[int]]:
-        """One batch: left-padded, completions cut after the token that ends them."""
+        """Completions of a left-padded batch, up to their end tokens."""
         ends = {"eos_token_id": end_tokens(lm, self.tokenizer) or None}
         config = GenerationConfig(**ends | self._settings | ({} if guard.use_cache else {"use_cache": False}))
         ends = config.eos_token_id

@@ -1,4 +1,4 @@
-"""A second model under DeepSpeed: its engine, and models whose parameters ZeRO-3 has cut apart."""
+"""DeepSpeed for a second model: its engine, and access to parameters partitioned by ZeRO-3."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 
 def zero_stage(accelerator: Accelerator) -> int | None:
-    """Stage of ZeRO that a run trains with, `None` without DeepSpeed."""
+    """ZeRO stage of the run, `None` without DeepSpeed."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     return accelerator.state.deepspeed_plugin.zero_stage
@@ -22,10 +22,10 @@ def zero_stage(accelerator: Accelerator) -> int | None:
 
 def connect(args: TrainingArguments) -> None:
     """
-    Lets DeepSpeed use the process group of a run on CPU, before ZeRO-3 loads a model into it.
+    Lets DeepSpeed use the process group of a CPU run, before ZeRO-3 loads a model.
 
-    With `use_cpu=True` transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8), not told of it, takes
-    each process for the only one. Way out: transformers opening it through DeepSpeed, as it does on accelerators.
+    With `use_cpu=True` transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8) does not know of it
+    and assumes a single process. Way out: transformers opening it through DeepSpeed, as on accelerators.
     """
     if args.deepspeed_plugin is None or not torch.distributed.is_initialized():
         return
@@ -36,13 +36,8 @@ def connect(args: TrainingArguments) -> None:
 
 
 def check_deepspeed(accelerator: Accelerator) -> None:
-    """
-    Refuses DeepSpeed configurations that a second model cannot follow.
-
-    Raises:
-        `ValueError`: With stage 0, with several pieces of a layer (tensor or sequence parallelism), or if the
-            configuration names an optimizer or a scheduler.
-    """
+    """Raises `ValueError` for DeepSpeed configurations that a second model cannot use: stage 0, tensor parallelism, or
+    a section for the optimizer or scheduler."""
     stage = zero_stage(accelerator)
     if stage is None:
         return
@@ -67,15 +62,9 @@ def check_deepspeed(accelerator: Accelerator) -> None:
 def initialize(
     module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, max_grad_norm: float
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """
-    Gives a model an engine of its own, configured as the trainer's model is, and clips its gradient to `max_grad_norm` (0: no clipping).
-
-    The trainer's model must have been prepared, so that no `auto` is left in the accelerator's configuration.
-
-    Returns:
-        The engine, and the optimizer in a form that schedulers take; the engine steps it.
-    """
-    import deepspeed  # on import it looks for devices and compilers
+    """An engine for a second model and its optimizer, wrapped for schedulers; the engine steps it. Configured like the
+    trainer's model, which must be prepared already (no `auto` left), but with its own clipping (0: none)."""
+    import deepspeed  # slow: looks for devices and compilers
 
     config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
     config["gradient_clipping"] = max_grad_norm
@@ -91,17 +80,14 @@ def initialize(
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether ZeRO-3 has cut a model's parameters apart, so that a process alone sees empty ones."""
+    """Whether ZeRO-3 has partitioned the model's parameters."""
     return any("ds_id" in vars(p) for p in model.parameters())
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
-    """
-    Context in which parameters are whole; nothing happens to a model that ZeRO-3 has not cut apart.
-
-    All processes must enter, and each holds the whole model meanwhile. With `write`, all of them keep what the first one writes.
-    """
+    """Context in which ZeRO-3's parameters are whole in every process; all processes must enter. With `write`, all
+    keep what the first process writes. Without ZeRO-3 nothing happens."""
     if not is_partitioned(model):
         yield
         return
@@ -113,17 +99,14 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered_by_layer(model: nn.Module) -> Iterator[None]:
-    """
-    As [`gathered`], for passes without gradient: layers are whole while they compute and no longer.
-
-    What is outside of the layers, such as the embeddings, is whole all the time.
-    """
+    """Like [`gathered`], for passes without gradient: each layer is whole only while it computes. Parameters outside
+    of layers, such as the embeddings, are whole throughout."""
     if not is_partitioned(model):
         yield
         return
     import deepspeed
 
-    layers = list(dict.fromkeys(_layers(model)))  # one that stands twice is gathered once
+    layers = list(dict.fromkeys(_layers(model)))  # without repeats
     inside = {id(p) for layer in layers for p in layer.parameters()}
     outside = [p for p in model.parameters() if id(p) not in inside]
 
@@ -146,29 +129,26 @@ def gathered_by_layer(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a model, as its lists hold them; not those inside of layers."""
+    """The outermost modules held in `nn.ModuleList`s."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
 
 
 def end_backward(engine: nn.Module) -> None:
     """
-    Ends a backward pass through an engine's model that the engine was not asked for, whatever its stage.
+    Ends a backward pass that was not started by the engine.
 
-    ZeRO-3 releases what a layer has gathered by a hook on the gradient of its input. The first layers with adapters
-    have no such gradient; the engine's own `backward` (0.19.8) releases them at its end, by the call made here. Way
-    out: the engine releasing them after any backward.
+    ZeRO-3 releases gathered layers by a hook on the gradient of their input, which the first layers with adapters
+    lack. The engine's own `backward` (0.19.8) releases them with the call made here. Way out: releasing them after any
+    backward.
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.parameter_offload.release_backward_leftovers()
 
 
 def whole_state_dict(module: nn.Module, engine: nn.Module, accelerator: Accelerator) -> dict[str, Any] | None:
-    """
-    A model's weights for `save_pretrained`, gathered from all processes; with ZeRO-3 in the first process alone, `None` in the others.
-
-    Before training a model is its own `engine`.
-    """
+    """Weights for `save_pretrained`, gathered from all processes. With ZeRO-3 only the first process gets them, the
+    others `None`. Before training, a model is its own `engine`."""
     if engine is module:
         with gathered(module):
             whole = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}

@@ -1,6 +1,7 @@
-"""A second model under FSDP2: its preparation, and weights and optimizer states that lie on several processes.
+"""
+FSDP2 for a second model: preparation, sharded weights and optimizer states.
 
-Every function with a model or an optimizer must be called by all processes.
+All processes must call every function with a model or an optimizer.
 """
 
 import dataclasses
@@ -24,12 +25,7 @@ from ._peft_bridge import AdapterView
 
 
 def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> None:
-    """
-    Refuses ways of FSDP that a second model cannot follow.
-
-    Raises:
-        `ValueError`: With FSDP's first version, or adapters.
-    """
+    """Raises `ValueError` for adapters and for FSDP1, which a second model cannot use."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return
     if is_peft_model(module) or isinstance(module, AdapterView):
@@ -46,10 +42,10 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> Non
 
 def keep_precision(accelerator: Accelerator) -> None:
     """
-    Lets models under FSDP2 give log-probabilities and values in float32, as they do everywhere else. Must come before any is prepared.
+    Makes models under FSDP2 return log-probabilities and values in float32. Must come before any is prepared.
 
-    With `bf16=True` accelerate (1.15) has FSDP2 round all outputs to bfloat16, two or three digits, of which ratios and
-    importance weights are then made. Way out: an option for the outputs' precision in accelerate's configuration.
+    With `bf16=True` accelerate (1.15) rounds all outputs to bfloat16, from which ratios and importance weights are
+    computed. Way out: an option for the outputs' precision in accelerate.
     """
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
@@ -58,10 +54,10 @@ def keep_precision(accelerator: Accelerator) -> None:
 
 def start_scaler(accelerator: Accelerator) -> None:
     """
-    Lets the optimizer of the trainer's own model be loaded under FSDP2 with `fp16=True`.
+    Makes the trainer's optimizer loadable under FSDP2 with `fp16=True`.
 
-    Torch takes a step, of rate 0, to build the state that it fills; through accelerate's (1.15) wrapper that is a step of the
-    scaler, which refuses before it has scaled anything. Way out: accelerate handing on the optimizer that it has wrapped.
+    Torch takes a step of rate 0 to build the state. Through accelerate's (1.15) wrapper it is a step of the scaler,
+    which fails before it has scaled anything. Way out: accelerate passing on the unwrapped optimizer.
     """
     if accelerator.is_fsdp2 and accelerator.scaler is not None:
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
@@ -70,32 +66,23 @@ def start_scaler(accelerator: Accelerator) -> None:
 def prepare(
     module: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """
-    Cuts a model apart as the trainer's is, together with its optimizer.
-
-    Returns:
-        The engine, and the optimizer itself: accelerate's wrapper would skip steps between two updates of the trainer's own model.
-    """
+    """Shards a model and its optimizer. Returns the engine and the unwrapped optimizer: accelerate's wrapper would
+    skip steps between two updates of the trainer's own model."""
     engine, wrapped = accelerator.prepare(module, optimizer)
     return engine, wrapped.optimizer
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of which processes may hold parts: gathered if it was sharded or to be summed up."""
+    """A tensor gathered from its shards, if it has any."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def load_weights(module: nn.Module, directory: str | Path) -> None:
-    """
-    Reads weights that `save_pretrained` wrote, in one file or several, into a model that is cut apart.
-
-    Raises:
-        `ValueError`: If weights are missing.
-    """
+    """Loads the files of `save_pretrained` into a sharded model. Raises `ValueError` if weights are missing."""
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(Path(directory).glob("model*.safetensors")):
         weights |= load_file(path)
-    # Layers whose activations are checkpointed by FSDP are wrapped, which neither files nor torch's names show
+    # FSDP wraps layers with checkpointed activations; files and torch's state dicts do not show it
     names = {name.replace("_checkpoint_wrapped_module.", "") for name, _ in module.named_parameters()}
     missing = names - set(weights)  # tied ones are named and saved once
     if missing:
@@ -104,11 +91,11 @@ def load_weights(module: nn.Module, directory: str | Path) -> None:
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's `state` and `param_groups` by names of parameters, whole, in the first process; nothing in the others."""
+    """The whole `state` and `param_groups` by parameter name in the first process; empty in the others."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {"state": {}, "param_groups": []} | get_optimizer_state_dict(module, optimizer, options=options)
 
 
 def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Gives an optimizer what [`optimizer_state`] gave, which must be the same in all processes."""
+    """Loads the state of [`optimizer_state`], which must be the same in all processes."""
     set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))

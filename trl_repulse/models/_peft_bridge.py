@@ -1,7 +1,8 @@
-"""Every dependence on how PEFT and transformers switch, freeze and load adapters; pinned in the tests of both bridges.
+"""
+All dependence on how PEFT and transformers switch, freeze and load adapters; pinned in the tests of both bridges.
 
-Each entry says what it relies on, why, and what would let it go, as in `_trl_bridge.py`. PEFT is imported where it is
-used: nothing here needs it without adapters.
+Each entry states the behaviour it relies on and what would make it unnecessary, as in `_trl_bridge.py`. PEFT is
+imported only where it is used.
 """
 
 import contextlib
@@ -18,11 +19,11 @@ from transformers import PreTrainedModel
 
 def adapter_layers(model: nn.Module) -> list[nn.Module]:
     """
-    The modules of a PEFT model that look up which adapter is active: layers, and modules of which each adapter has a copy.
+    The modules of a PEFT model that depend on the active adapter.
 
-    PEFT (0.21) keeps the active adapters of each in `_active_adapter`. Its public `set_adapter` also freezes all other
-    adapters, which must go on training here, so that the attribute is set instead. Way out: a switch in PEFT that
-    leaves `requires_grad` alone.
+    PEFT (0.21) keeps the active adapters in `_active_adapter`. Its public `set_adapter` also freezes all other
+    adapters, which must go on training here, so the attribute is set directly. Way out: a switch that leaves
+    `requires_grad` alone.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -32,14 +33,11 @@ def adapter_layers(model: nn.Module) -> list[nn.Module]:
 
 def keep_gradients(model: nn.Module, argument: str) -> None:
     """
-    Keeps 4-bit layers as they are trained. `argument` is what the user passed the model as.
+    Keeps 4-bit layers trainable. Raises `ValueError` if weights are packed already; `argument` names the model.
 
-    On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode for a product that carries
-    no gradient, and leaves them so when training goes on: adapters before them would no longer learn. Way out: packing only
-    where no gradient is asked for, or a switch.
-
-    Raises:
-        `ValueError`: If weights are packed already.
+    On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode for a product
+    without gradient, and adapters before them no longer learn. Way out: packing only if no gradient is needed, or a
+    switch.
     """
     if not getattr(model, "is_loaded_in_4bit", False):
         return
@@ -58,7 +56,7 @@ def keep_gradients(model: nn.Module, argument: str) -> None:
 
 @contextlib.contextmanager
 def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> Iterator[None]:
-    """Gives each of `layers` its own of `adapters` as the active ones, and back."""
+    """Context in which each layer has its own active adapters."""
     before = [layer._active_adapter for layer in layers]
     try:
         for layer, names in zip(layers, adapters, strict=True):
@@ -70,7 +68,7 @@ def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> 
 
 
 class AdapterView:
-    """A PEFT model as one of its adapters makes it; attributes are the model's, `requires_grad` is left as it is."""
+    """A PEFT model with one adapter active. Other attributes are the model's; `requires_grad` does not change."""
 
     def __init__(self, model: Any, layers: list[nn.Module], name: str):
         self.model = model
@@ -78,7 +76,7 @@ class AdapterView:
         self._layers = layers
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model's passes go through this adapter."""
+        """Context in which the model's passes use this adapter."""
         return _with_adapters(self._layers, [[self.name]] * len(self._layers))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,35 +89,32 @@ class AdapterView:
             return self.model.generate(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model" or name.startswith("__"):  # not set yet, as in a copy that is being made
+        if name == "model" or name.startswith("__"):  # not set yet, as while copying
             raise AttributeError(name)
         return getattr(self.model, name)
 
 
 class BaseView(AdapterView):
-    """A PEFT model with its adapters off."""
+    """A PEFT model without its adapters."""
 
     def __init__(self, model: Any):
         super().__init__(model, [], "")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the model's passes go through its base alone."""
+        """Context in which the model's passes use the base alone."""
         with trainable_kept(self.model), self.model.disable_adapter():
             yield
 
 
 def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
     """
-    Lets a checkpointed layer be computed again, in backward, with the adapters of its first computation.
+    Makes a checkpointed layer recompute, in backward, with the adapters of its forward pass.
 
-    Without, the adapter that is active at the time of backward would be used, and the gradients be wrong without a
-    word. transformers (5.23) hands the checkpointing function to `_set_gradient_checkpointing`, from wherever
-    checkpointing is turned on: TRL turns it off and on again around every pass without gradient. Way out: PEFT or
-    transformers binding the adapters themselves.
-
-    Raises:
-        `ValueError`: If the model has the checkpointing of transformers before 4.35, which takes no function.
+    Otherwise the adapter active during backward would be used, and gradients would be wrong without an error.
+    transformers (5.23) hands the checkpointing function to `_set_gradient_checkpointing`; TRL turns checkpointing off
+    and on around every pass without gradient. Way out: PEFT or transformers binding the adapters. Raises `ValueError`
+    for checkpointing as in transformers before 4.35, which takes no function.
     """
     original = type(model)._set_gradient_checkpointing
     if "value" in inspect.signature(original).parameters:
@@ -146,7 +141,7 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 
     model._set_gradient_checkpointing = MethodType(set_bound, model)
     layers = adapter_layers(model)
-    for module in model.modules():  # turned on before, by whoever built the model
+    for module in model.modules():  # turned on before
         if "_gradient_checkpointing_func" in module.__dict__:
             module._gradient_checkpointing_func = bound_to(layers, module._gradient_checkpointing_func)
 
@@ -154,10 +149,10 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def trainable_kept(model: nn.Module) -> Iterator[None]:
     """
-    Puts `requires_grad` of each parameter back as it was.
+    Context that restores `requires_grad` of each parameter.
 
-    PEFT (0.21) sets it for the active adapter and clears it for all others in `set_adapter`, in `add_adapter`, and on
-    leaving `disable_adapter`. Way out: as for [`adapter_layers`].
+    PEFT (0.21) sets it for the active adapter and clears it for the others in `set_adapter` and `add_adapter`, and
+    when `disable_adapter` ends. Way out: as for [`adapter_layers`].
     """
     before = [(p, p.requires_grad) for p in model.parameters()]
     try:
@@ -171,11 +166,11 @@ def trainable_kept(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def adapters_kept(model: nn.Module) -> Iterator[None]:
     """
-    Loading a checkpoint inside the context adds no adapter to a PEFT model and freezes none; without adapters nothing is done.
+    Context in which loading a checkpoint neither adds adapters to a PEFT model nor freezes any.
 
-    transformers (5.23) loads every folder of a checkpoint that holds an adapter into the policy, a second model's too, and
-    clears `requires_grad` of all but one. From then on PEFT would save that copy in the second model's place. Way out: a
-    check there of the adapters that the model has.
+    transformers (5.23) loads every adapter in a checkpoint into the policy, a second model's too, and freezes all but
+    one. PEFT would then save that copy in the second model's place. Way out: a check of the adapters that the model
+    has.
     """
     if not is_peft_model(model):
         yield

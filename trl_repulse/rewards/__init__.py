@@ -1,6 +1,7 @@
-"""Rewards from models, servers and files, and what is done to a reward.
+"""
+Rewards from models, servers and files, and reward transforms.
 
-Each name is imported when it is first used, so that `trl_repulse.rewards.transforms` needs torch alone.
+Names are imported on first use, so that `trl_repulse.rewards.transforms` needs torch alone.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Addresses of reward servers: what is sent to them, and the part of it that may be shown."""
+"""Addresses of reward servers, and the part of them that may be shown."""
 
 import html
 import re
@@ -9,17 +9,10 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 @dataclass(frozen=True)
 class Address:
     """
-    An address whose user info and query stay out of messages and logs.
+    An address whose user info and query are kept out of messages and logs.
 
-    Args:
-        shown (`str`):
-            Scheme, host, port and path.
-        url (`str`):
-            The same with the query, for the HTTP library.
-        auth (`tuple[str, str]`, *optional*):
-            User and password.
-        secrets (`frozenset[str]`):
-            What a server may repeat in its answer, and nobody else may read.
+    `shown` has scheme, host, port and path, `url` the query too; `auth` is user and password, and `secrets` holds what
+    a server may repeat in an answer but nobody else may read.
     """
 
     shown: str
@@ -29,28 +22,16 @@ class Address:
 
 
 def parse_address(url: str) -> Address:
-    """
-    Takes an address apart.
-
-    Args:
-        url (`str`):
-            Address of a server.
-
-    Returns:
-        [`Address`]
-
-    Raises:
-        `ValueError`: If no request can be sent there. What it says of the address holds no secret.
-    """
+    """Parses a server's address. Raises `ValueError`, without secrets in the message, if it is not valid."""
     url = url.strip()
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         port = "" if parts.port is None else f":{parts.port}"
-    except ValueError:  # a port that is no number
+    except ValueError:  # an invalid port
         valid, port = False, ""
     if not valid or not (parts.path + parts.query).isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
-        # Where it cannot be taken apart, nothing says which part of it is a secret
+        # An address that cannot be parsed may hold a secret anywhere
         given = repr(url) if not re.search("[@?#]", url) else "another (not shown: it may hold a key)"
         raise ValueError(f"`url` must be like 'http://host:port/path', got {given}.")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -65,19 +46,8 @@ def parse_address(url: str) -> Address:
 
 
 def hide(text: str, secrets: frozenset[str]) -> str:
-    """
-    A text without secrets, however they were written in it.
-
-    Args:
-        text (`str`):
-            What a server or a library said.
-        secrets (`frozenset[str]`):
-            What is replaced.
-
-    Returns:
-        `str`
-    """
+    """Replaces secrets in a text by `***`, also if they are URL- or HTML-encoded."""
     written = {way(secret) for secret in secrets for way in (str, quote, html.escape, lambda s: quote(s, safe=""))}
-    for secret in sorted(written, key=len, reverse=True):  # one may be a part of another
+    for secret in sorted(written, key=len, reverse=True):  # longest first: one may contain another
         text = text.replace(secret, "***")
     return text

@@ -1,4 +1,4 @@
-"""Conversations in the chat template of a reward's own tokenizer."""
+"""Conversations in the chat template of a reward's tokenizer."""
 
 from typing import Any
 
@@ -11,15 +11,9 @@ from .models import ModelReward
 
 class ChatTemplate:
     """
-    The chat template of a reward's tokenizer. One that reads content in parts only gets it in parts.
+    The chat template of a reward's tokenizer, with content in parts if the template reads no other.
 
-    Args:
-        reward ([`~trl_repulse.rewards.models.ModelReward`]): A reward whose tokenizer is loaded.
-        drop_system (`bool`): Whether to leave out system messages.
-        variables (`dict`, *optional*): Further variables of the template.
-
-    Raises:
-        `ValueError`: If there is no template, or it refuses or leaves out the assistant's message in both forms.
+    Raises `ValueError` if there is none, or it fails on or drops the assistant's message in both forms.
     """
 
     _PROBES = ("Is this the question?", "This is the answer.")
@@ -45,32 +39,26 @@ class ChatTemplate:
                 failures.append(error)
                 continue
             if self._PROBES[1] in text:
-                messages = as_messages(*self._PROBES)
-                if self._parts:
-                    messages = [in_parts(message) for message in messages]
+                messages = self._messages(*self._PROBES)
                 warn_of_date(self._tokenizer, messages, variables)
                 self.dated = dated(self._tokenizer, messages, variables)
                 return
-        raise (failures or [self._silent()])[0]
-
-    def _silent(self) -> ValueError:
-        return ValueError(
+        if failures:
+            raise failures[0]
+        raise ValueError(
             f"The chat template of `{self._model}` leaves out what the assistant said: it is not made for judging "
             "answers. Save another with the tokenizer."
         )
 
-    def render(self, prompt: str | Messages, completion: str | Messages) -> str:
-        """
-        The conversation as text.
-
-        Raises:
-            `ValueError`: If the template refuses it.
-        """
+    def _messages(self, prompt: str | Messages, completion: str | Messages) -> Messages:
         messages = as_messages(prompt, completion)
         if self._drop_system:
             messages = [message for message in messages if message["role"] != "system"]
-        if self._parts:
-            messages = [in_parts(message) for message in messages]
+        return [in_parts(message) for message in messages] if self._parts else messages
+
+    def render(self, prompt: str | Messages, completion: str | Messages) -> str:
+        """The conversation as text. Raises `ValueError` if the template refuses it."""
+        messages = self._messages(prompt, completion)
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._variables)
         except (jinja2.TemplateError, TypeError) as error:
@@ -79,14 +67,3 @@ class ChatTemplate:
                 f"of the conversation that begins {whole_text(prompt, completion)[:60]!r} ({error}); if it is for a "
                 "system message, use `drop_system=True`."
             ) from error
-
-
-def check_context(reward: ModelReward, ids: list[int], prompt: str | Messages, completion: str | Messages) -> None:
-    """Refuses a conversation that does not fit the model: cut, it would lose the end that the reward is read at."""
-    context = reward._context()
-    if context is not None and len(ids) > context:
-        raise ValueError(
-            f"{type(reward).__name__} got a conversation of {len(ids)} tokens, more than the context of "
-            f"`{reward.model}` ({context}); shorten the prompt, or lower `max_completion_length`. It begins "
-            f"{whole_text(prompt, completion)[:60]!r}."
-        )

@@ -1,4 +1,4 @@
-"""The routes of a reward server."""
+"""Routes of a reward server."""
 
 import asyncio
 import hmac
@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from typing_extensions import TypedDict
 
-from ._numbers import as_number, as_values
+from ._texts import as_number, as_values
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class _Message(TypedDict):
 
 
 class _Payload(BaseModel):
-    """A request: a query is its prompt with the completion after it."""
+    """A request. Each query is its prompt followed by the completion."""
 
     query: list[str | list[_Message]]
     prompts: list[str | list[_Message]]
@@ -59,28 +59,13 @@ def build_app(
     token: str | None,
 ) -> FastAPI:
     """
-    The routes of a reward server.
+    The FastAPI app of a reward server.
 
-    Args:
-        score (`Callable`):
-            Rewards of a request's columns.
-        name (`str`):
-            Name of the reward.
-        scorer (`concurrent.futures.Executor`):
-            One thread, which always has the model.
-        host (`str`):
-            Address that the server listens at, in numbers.
-        max_batch_size (`int`), max_request_bytes (`int`):
-            Most completions, and most bytes, of one request.
-        allow_origins (`Sequence[str]`):
-            Origins whose pages may send requests.
-        token (`str`, *optional*):
-            Bearer token that requests for rewards must have.
-
-    Returns:
-        `fastapi.FastAPI`
+    `score` gives the rewards of a request's columns and runs in `scorer`, which has a single thread. `name` is the
+    reward's name, `host` the numeric address to listen at, and `token` the bearer token that requests for rewards
+    need.
     """
-    turn = asyncio.Lock()  # one request at a time has the model
+    turn = asyncio.Lock()  # one request at a time uses the model
     everywhere, scoring = _build_checks(host, allow_origins, token)
     app = FastAPI(openapi_url=None, redirect_slashes=False, dependencies=everywhere)
     if allow_origins:
@@ -98,7 +83,7 @@ def build_app(
             body = await _read_body(request, max_request_bytes)
             columns = await asyncio.to_thread(_read_columns, body, max_batch_size)
             async with turn:
-                if await request.is_disconnected():  # nobody waits for it any more, and others do
+                if await request.is_disconnected():  # the client has stopped waiting
                     raise ClientDisconnect()
                 run = asyncio.get_running_loop().run_in_executor(scorer, _check_rewards, score, columns)
                 return {"rewards": await run}
@@ -115,11 +100,11 @@ def build_app(
 
 
 def _build_checks(host: str, allow_origins: Sequence[str], token: str | None) -> tuple[list[Any], list[Any]]:
-    """What all requests are checked for, and what those for rewards are checked for too."""
+    """Checks of all requests, and further checks of requests for rewards."""
     names = {"localhost", "127.0.0.1", "[::1]", host} if ipaddress.ip_address(host).is_loopback else set()
 
     async def check_host(request: Request) -> None:
-        # A request for another name can be that of a page of the web whose own name points to this machine
+        # DNS rebinding: a web page's host name may point to this machine
         asked = re.sub(r":\d+$", "", request.headers.get("Host", "").lower())
         if names and asked not in names:
             raise HTTPException(
@@ -127,7 +112,7 @@ def _build_checks(host: str, allow_origins: Sequence[str], token: str | None) ->
             )
 
     async def check_origin(request: Request) -> None:
-        # A browser names the page's origin wherever it matters: with all that changes something, or is read elsewhere
+        # Browsers send the page's origin with every POST and cross-origin request
         origin = request.headers.get("Origin")
         if origin is not None and origin not in allow_origins:
             raise HTTPException(403, f"Pages of {origin!r:.100} may not send requests; see `allow_origins`.")
@@ -146,9 +131,9 @@ def _build_checks(host: str, allow_origins: Sequence[str], token: str | None) ->
 
 
 async def _read_body(request: Request, most: int) -> bytes:
-    """The body, which may say how long it is or come in chunks."""
+    """The request's body, with a length header or in chunks."""
     body = bytearray()
-    if int(request.headers.get("Content-Length", 0)) <= most:  # h11 has refused what is no number
+    if int(request.headers.get("Content-Length", 0)) <= most:  # h11 refuses other than numbers
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
@@ -177,11 +162,11 @@ def _read_columns(body: bytes, max_batch_size: int) -> dict[str, list[Any]]:
 
 
 class _Failure(Exception):
-    """A reward function failed, with its error as the cause."""
+    """A reward function failed; its error is the cause."""
 
 
 def _check_rewards(score: Callable[[dict[str, list[Any]]], list[float]], columns: dict[str, list[Any]]) -> list[float]:
-    """One finite number a completion."""
+    """Rewards, checked to be one finite number a completion."""
     count = len(columns["prompts"])
     if count == 0:
         return []

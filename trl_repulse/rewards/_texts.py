@@ -1,5 +1,7 @@
-"""A prompt and its completion, plain text or messages, in the forms that reward models read."""
+"""Prompts and completions in the forms that rewards read, and the numbers that reward functions return."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -7,7 +9,7 @@ Messages = list[dict[str, Any]]
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """Text of one message; of content in parts, the text parts."""
+    """Text of a message, or its text parts."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -15,20 +17,20 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def conversation_text(conversation: str | Messages) -> str:
-    """Texts of all messages, one below the other, without their roles; plain text as it is."""
+    """Texts of all messages, one a line, without roles; plain text as it is."""
     if isinstance(conversation, str):
         return conversation
     return "\n".join(message_text(message) for message in conversation)
 
 
 def whole_text(prompt: str | Messages, completion: str | Messages) -> str:
-    """Prompt and completion as one text: plain ones joined as they were generated, messages one below the other."""
+    """Prompt and completion as one text: plain text joined, messages one a line."""
     separator = "" if isinstance(prompt, str) else "\n"
     return conversation_text(prompt) + separator + conversation_text(completion)
 
 
 def last_question(prompt: str | Messages) -> str:
-    """Text of the last message of the user; a plain prompt as it is."""
+    """The user's last message; a plain prompt as it is."""
     if isinstance(prompt, str):
         return prompt
     questions = [message for message in prompt if message["role"] == "user"]
@@ -41,7 +43,7 @@ def last_question(prompt: str | Messages) -> str:
 
 
 def as_messages(prompt: str | Messages, completion: str | Messages) -> Messages:
-    """The conversation of both; plain texts become a message of the user and one of the assistant."""
+    """The whole conversation; plain texts become a user's and an assistant's message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(completion, str):
@@ -57,12 +59,12 @@ def in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_queries(prompts: list[str] | list[Messages], completions: list[str] | list[Messages]) -> list[str | Messages]:
-    """Prompt and completion as one: plain texts joined, conversations continued."""
+    """Prompt and completion as one text or one conversation."""
     return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -> list[Any]:
-    """The column of labels, or an empty text a sample where none is asked for."""
+    """The column of labels, or empty texts without a `label_column`."""
     if label_column is None:
         return [""] * count
     if label_column not in columns:
@@ -71,3 +73,21 @@ def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -
             "`label_column`."
         )
     return columns[label_column]
+
+
+def as_number(value: Any) -> float | None:
+    """A reward as a number; NaN if it is not one."""
+    if value is None:
+        return None
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several numbers
+        return math.nan
+
+
+def as_values(result: Any) -> list[Any] | None:
+    """A list with one entry a completion from what a reward function returned; `None` if it is no sequence."""
+    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+        return None
+    # A zero-dimensional array is an `Iterable` that cannot be iterated
+    return None if getattr(result, "shape", None) == () else list(result)

@@ -1,4 +1,5 @@
-"""Rewards from sequence classifiers: of a question and its answer, of a conversation, of a whole text.
+"""
+Rewards from sequence classifiers of question and answer, of a conversation, or of a whole text.
 
 Axis letters: B texts of a batch, S tokens of the longest of them, K labels.
 """
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from .._loading import count_labels
-from ._chat import ChatTemplate, check_context
+from ._chat import ChatTemplate
 from ._texts import Messages, conversation_text, last_question, whole_text
 from .models import ModelReward, Row
 
@@ -22,12 +23,11 @@ class ClassifierReward(ModelReward):
 
     Args:
         label (`int` or `str`, *optional*):
-            The label whose logit is the reward, by its number or its name. A model with one label needs none.
-        kwargs:
-            As for [`~trl_repulse.rewards.models.ModelReward`].
+            Number or name of the label whose logit is the reward. Not needed for a model with one label.
+        kwargs: As for [`~trl_repulse.rewards.models.ModelReward`].
 
     Raises:
-        `ValueError`: If the model has several labels and none is chosen, or has not the one that is.
+        `ValueError`: If the model lacks the label, or has several and none is chosen.
     """
 
     label: int | str | None = None
@@ -49,7 +49,7 @@ class ClassifierReward(ModelReward):
         self._label_index = label
 
     def _adapter_options(self, revision: str) -> dict[str, Any]:
-        # A base that is a language model says two, whatever the adapter was trained with
+        # The configuration of a language model has two labels, whatever the adapter was trained with
         labels = count_labels(self.model, revision)
         return {} if labels is None else {"num_labels": labels}
 
@@ -62,10 +62,8 @@ class ClassifierReward(ModelReward):
         return logits[:, self._label_index]
 
     def _tokenize(self, *texts: str, **options: Any) -> Row:
-        """
-        Tokens of one text, or of a pair. A text that gets no token at all is read as the token of its end; where both text and tokenizer
-        put a token in front (BOS), one is left.
-        """
+        """Tokens of a text or a pair. An empty text becomes the end token; a BOS token from both text and tokenizer is
+        kept once."""
         row = dict(self._tokenizer(*texts, **options))
         bos = self._tokenizer.bos_token_id
         if bos is not None and row["input_ids"][:2] == [bos, bos]:
@@ -80,8 +78,8 @@ class ClassifierReward(ModelReward):
         return row
 
     def _truncate(self, max_length: int | None) -> dict[str, Any]:
-        """Arguments that cut a text to `max_length`, or to what tokenizer and model can take."""
-        limits = [max_length] if max_length is not None else [self._tokenizer.model_max_length, self._context()]
+        """Tokenizer arguments that cut a text to `max_length`, or to the limit of tokenizer and model."""
+        limits = [max_length] if max_length is not None else [self._tokenizer.model_max_length, self._context]
         stated = [limit for limit in limits if limit is not None and limit < 10**9]
         return {"truncation": True, "max_length": min(stated)} if stated else {}
 
@@ -89,27 +87,25 @@ class ClassifierReward(ModelReward):
 @dataclass(eq=False, kw_only=True)
 class SequencePairReward(ClassifierReward):
     """
-    Reward of a classifier that reads a question and its answer as a pair of sequences, as DeBERTa reward models do.
+    Reward of a classifier that reads question and answer as a pair of sequences, like DeBERTa reward models.
 
-    The answer is the completion. Of a plain prompt the question is all of it.
+    The answer is the completion. A plain prompt is the question.
 
     Args:
-        model (`str`):
-            Path or Hub id of a sequence-classification model and its tokenizer.
+        model (`str`): Path or Hub id of a sequence-classification model and its tokenizer.
         max_length (`int`, *optional*):
-            Tokens of question and answer together; what is longer is cut, the longer of the two first. By default the
-            tokenizer's or model's own limit.
+            Most tokens of question and answer; the longer of the two is cut first. Defaults to the limit of tokenizer
+            or model.
         question (`str`, *optional*, defaults to `"last"`):
-            What is the question in a conversation: `"last"` for the user's last message, `"conversation"` for all
-            messages, one below the other, without their roles.
-        label (`int` or `str`, *optional*):
-            The label whose logit is the reward; a model with one label needs none.
+            Question of a conversation: the user's last message (`"last"`) or all messages, one a line, without roles
+            (`"conversation"`).
+        label (`int` or `str`, *optional*): The label whose logit is the reward. Not needed for a model with one label.
         batch_size, dtype, device, trust_remote_code, revision, name:
             As for [`~trl_repulse.rewards.models.ModelReward`].
 
     Raises:
-        `ValueError`: If an argument is none of its allowed values, or the model has not the label; when called, if a
-            conversation has no message of the user or a reward is not finite.
+        `ValueError`: If an argument is invalid or the model lacks the label; when called, if a conversation has no
+            user's message or a reward is not finite.
 
     Example:
 
@@ -138,26 +134,23 @@ class SequencePairReward(ClassifierReward):
 @dataclass(eq=False, kw_only=True)
 class ChatReward(ClassifierReward):
     """
-    Reward of a classifier that reads a conversation in its own chat template, as Skywork's reward models do.
+    Reward of a classifier that reads a conversation in its own chat template, like Skywork's reward models.
 
-    TRL renders conversations for a reward model as well, but not plain prompts: here they become a message of the user
-    and one of the assistant. Where both template and tokenizer put a token in front (BOS), one is left.
+    Plain prompts and completions become a user's and an assistant's message. If both template and tokenizer add a BOS
+    token, one is kept.
 
     Args:
-        model (`str`):
-            Path or Hub id of a sequence-classification model and its tokenizer, which has a chat template.
-        chat_template_kwargs (`dict`, *optional*):
-            Further variables of the template.
+        model (`str`): Path or Hub id of a sequence-classification model and its tokenizer, which has a chat template.
+        chat_template_kwargs (`dict`, *optional*): Further variables of the template.
         drop_system (`bool`, *optional*, defaults to `False`):
             Whether to leave out system messages, which some templates refuse.
-        label (`int` or `str`, *optional*):
-            The label whose logit is the reward; a model with one label needs none.
+        label (`int` or `str`, *optional*): The label whose logit is the reward. Not needed for a model with one label.
         batch_size, dtype, device, trust_remote_code, revision, name:
             As for [`~trl_repulse.rewards.models.ModelReward`].
 
     Raises:
-        `ValueError`: If the tokenizer has no chat template or the model has not the label; when called, if the
-            template refuses a conversation, one is longer than the model's context, or a reward is not finite.
+        `ValueError`: If the tokenizer has no chat template or the model lacks the label; when called, if the template
+            refuses a conversation, one is longer than the model's context, or a reward is not finite.
 
     Example:
 
@@ -178,39 +171,35 @@ class ChatReward(ClassifierReward):
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
         row = self._tokenize(self._template.render(prompt, completion))
-        check_context(self, row["input_ids"], prompt, completion)
+        self._check_context(len(row["input_ids"]), prompt, completion)
         return row
 
 
 @dataclass(eq=False, kw_only=True)
 class ToxicityReward(ClassifierReward):
     """
-    Reward of a classifier that reads a whole text, such as one for toxicity.
+    Reward of a classifier that reads a whole text, such as a toxicity classifier.
 
-    The text is the prompt and the completion, a conversation's messages one below the other without their roles.
+    The text is prompt and completion; messages are joined by line breaks, without roles.
 
     Args:
-        model (`str`):
-            Path or Hub id of a sequence-classification model and its tokenizer.
+        model (`str`): Path or Hub id of a sequence-classification model and its tokenizer.
         label (`int` or `str`, *optional*):
-            The label that the reward is read from; a model with one label needs none.
+            The label that the reward is read from. Not needed for a model with one label.
         output (`str`, *optional*, defaults to `"logit"`):
-            `"logit"` for the label's logit, right where there is one label or each is judged for itself; `"log_odds"`
-            for log P(label) − log P(any other), in nats, right where the probabilities of several labels sum to 1.
-            Both are the logit that `potential="class"` expects.
+            `"logit"`: the label's logit, for models with one label or independent labels. `"log_odds"`: log P(label) −
+            log P(any other), in nats, for labels whose probabilities sum to 1. `potential="class"` can use both.
         negate (`bool`, *optional*, defaults to `False`):
-            Whether to change the sign, for a label that says "toxic": a reward must be high where the text is good.
-        include_prompt (`bool`, *optional*, defaults to `True`):
-            Whether the text begins with the prompt.
+            Whether to change the sign, for a label such as "toxic": rewards must be high for good texts.
+        include_prompt (`bool`, *optional*, defaults to `True`): Whether the text begins with the prompt.
         max_length (`int`, *optional*):
-            Tokens of a text; what is longer is cut, by most tokenizers at its end. By default the tokenizer's or
-            model's own limit.
+            Most tokens of a text; most tokenizers cut its end. Defaults to the limit of tokenizer or model.
         batch_size, dtype, device, trust_remote_code, revision, name:
             As for [`~trl_repulse.rewards.models.ModelReward`].
 
     Raises:
-        `ValueError`: If an argument is none of its allowed values, the model has not the label, or log-odds are asked
-            of a model with one; when called, if a reward is not finite.
+        `ValueError`: If an argument is invalid, the model lacks the label, or has one label and log-odds are
+            requested; when called, if a reward is not finite.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Rewards from a function in a Python file of the user's own."""
+"""Rewards from a function in a user's Python file."""
 
 import importlib.util
 import inspect
@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ._numbers import as_number, as_values
-from ._texts import Messages, as_queries, pick_labels
+from ._texts import Messages, as_number, as_queries, as_values, pick_labels
 
 
 _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(queries, prompts, labels)`"
@@ -20,21 +19,17 @@ _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(qu
 
 class FunctionReward:
     """
-    A function in a Python file as a reward; [`load_reward_function`] makes them.
-
-    A pickled reward takes only the names of file and function along, and loads them again.
+    A function in a Python file as a reward; made by [`load_reward_function`]. Unpickling loads the file again.
 
     Args:
-        path (`str` or `Path`):
-            The Python file. It is run.
-        function (`str`):
-            Name of the function in it, and of the reward in the metrics.
+        path (`str` or `Path`): The Python file, which is run.
+        function (`str`): Name of the function, and of the reward in the metrics.
         label_column (`str`, *optional*):
-            Column of the data set that the function gets as `labels`. Without one, a function of queries gets empty
-            texts, and any other the column of that name.
+            Column of the data set passed as `labels`. Without it, a function of queries gets empty texts, and any
+            other function the column of that name.
 
     Raises:
-        `ValueError`: If the file is missing or fails, or has no such function, or one of another signature.
+        `ValueError`: If the file is missing or fails, or the function is missing or has another signature.
     """
 
     def __init__(self, path: str | Path, function: str, label_column: str | None = None):
@@ -99,21 +94,16 @@ class FunctionReward:
         Rewards of completions, as TRL calls a reward function.
 
         Args:
-            prompts (`list`):
-                Prompts, plain text or messages.
-            completions (`list`):
-                One completion a prompt, in the same form.
-            completion_ids (`list[list[int]]`, *optional*):
-                The policy's tokens of the completions.
-            kwargs:
-                Further columns of the data set. The function gets what it has a parameter for.
+            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
+            completion_ids (`list[list[int]]`, *optional*): The policy's tokens of the completions.
+            kwargs: Further columns of the data set. The function gets those it has parameters for.
 
         Returns:
-            `list[float | None]`: one reward a completion, `None` where the function gave none.
+            `list[float | None]`: One reward a completion, `None` where the function returned none.
 
         Raises:
-            `ValueError`: If the function needs a column that the data set lacks, or returns anything but one finite
-                number (or `None`) a completion.
+            `ValueError`: If the data set lacks a column that the function needs, or the function does not return one
+                finite number or `None` a completion.
         """
         if self._queries:
             arguments = {
@@ -161,30 +151,28 @@ class FunctionReward:
 
 def load_reward_function(spec: str, label_column: str | None = None) -> FunctionReward:
     """
-    A function in a Python file as a reward function for a trainer.
+    Loads a function from a Python file as a reward function for a trainer.
 
-    The function has one of two signatures, told apart by the names of the parameters:
+    The names of its parameters decide between two signatures:
 
-    - TRL's, `(prompts, completions, completion_ids, **kwargs)`. It may leave out what it does not use, `**kwargs` too,
-      and name columns of the data set.
-    - `(queries, prompts, labels)`, as OpenRLHF's reward functions have. A query is the prompt with its completion:
-      text, or a list of messages.
+    - TRL's, `(prompts, completions, completion_ids, **kwargs)`. Unused parameters may be missing, `**kwargs` too, and
+      columns of the data set can be named.
+    - OpenRLHF's, `(queries, prompts, labels)`. A query is prompt and completion: text, or a list of messages.
 
-    It returns one number a completion, or `None` to leave one out: as a list, a tensor, or the `"rewards"` of a
+    It returns one number a completion, or `None` to exclude one: as a list, a tensor, or the `"rewards"` of a
     dictionary.
 
     Args:
-        spec (`str`):
-            File and function, `"path/to/file.py:function"`. The file is run.
+        spec (`str`): File and function, `"path/to/file.py:function"`. The file is run.
         label_column (`str`, *optional*):
-            Column of the data set that the function gets as `labels`. Without one, a function of queries gets empty
-            texts, and any other the column of that name.
+            Column of the data set passed as `labels`. Without it, a function of queries gets empty texts, and any
+            other function the column of that name.
 
     Returns:
-        [`~trl_repulse.rewards.functions.FunctionReward`]: the reward function, which can be pickled.
+        [`~trl_repulse.rewards.functions.FunctionReward`]: The reward function, which can be pickled.
 
     Raises:
-        `ValueError`: If `spec` has another form, the file is missing or fails, or has no such function, or one of
+        `ValueError`: If `spec` has another form, the file is missing or fails, or the function is missing or has
             neither signature.
 
     Example:
@@ -202,13 +190,13 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
 
 
 def _run(path: Path) -> ModuleType:
-    """The module of a file, run anew."""
+    """Runs the file as a new module."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a Python file with a reward function.")
     name = "_trl_repulse_reward_" + re.sub(r"\W", "_", str(path))
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses, for one, look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:

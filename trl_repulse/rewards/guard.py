@@ -1,7 +1,8 @@
-"""Rewards from language models that answer with a verdict: how much likelier "safe" is than "unsafe".
+"""
+Rewards from language models that answer with a verdict: log-odds of "safe" against "unsafe".
 
-Axis letters: B conversations of a batch, S tokens of the longest of them, V vocabulary. A lead is what the model may
-write between the end of the template and its verdict; L tokens of one.
+Axis letters: B conversations of a batch, S tokens of the longest of them, V vocabulary. A lead is white space that the
+model may write between the template and its verdict; L tokens of one.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from ._chat import ChatTemplate, check_context
+from ._chat import ChatTemplate
 from ._texts import Messages
 from .models import ModelReward, Row
 
@@ -20,31 +21,27 @@ class GuardReward(ModelReward):
     """
     Reward of a safety classifier that is a language model, such as Llama Guard: log P(safe) − log P(unsafe), in nats.
 
-    The chat template of such a model wraps the conversation in the question whether its last message is safe, and ends
-    where the model's verdict begins. P(word) is the probability that the model goes on with the first token of the
-    word, either at once or after one of the `leads`, whose probabilities are added up: some models
-    write two line breaks first. Nothing is sampled.
+    The chat template asks whether the conversation's last message is safe, and ends where the model's verdict begins.
+    P(word) is the probability of the word's first token there, summed over the `leads` that may come before it: some
+    models write two line breaks first. Nothing is sampled.
 
     Args:
-        model (`str`):
-            Path or Hub id of a causal language model and its tokenizer, which has a chat template.
-        safe, unsafe (`str`, *optional*, defaults to `"safe"` and `"unsafe"`):
-            The two verdicts. Their tokens are looked up in the tokenizer, as they follow the end of the template.
+        model (`str`): Path or Hub id of a causal language model and its tokenizer, which has a chat template.
+        safe, unsafe (`str`, *optional*, defaults to `"safe"` and `"unsafe"`): The two verdicts.
         leads (`tuple[str, ...]`, *optional*, defaults to `("", " ", "\\n\\n")`):
-            White space that the model may write before the verdict. One forward pass serves all that merge with the
-            verdict, as a space mostly does, and one that has tokens of its own; each further one takes another.
+            White space that may come before the verdict. One forward pass covers all leads that merge with the
+            verdict, as a space mostly does, and one lead with tokens of its own; each further one takes another pass.
         chat_template_kwargs (`dict`, *optional*):
-            Further variables of the template, e.g. the guideline to judge by, or `add_generation_prompt=True` where
-            the template would otherwise end before the model's turn.
+            Further variables of the template, such as a guideline, or `add_generation_prompt=True` if the template
+            would otherwise end before the model's turn.
         drop_system (`bool`, *optional*, defaults to `False`):
-            Whether to leave out system messages, which templates that want user and assistant in turn refuse.
+            Whether to leave out system messages, which some templates refuse.
         batch_size, dtype, device, trust_remote_code, revision, name:
             As for [`~trl_repulse.rewards.models.ModelReward`].
 
     Raises:
-        `ValueError`: If the tokenizer has no chat template, or does not tell the two words apart by their first token;
-            when called, if the template refuses a conversation, one is longer than the model's context, or a reward is
-            not finite.
+        `ValueError`: If the tokenizer has no chat template, or the verdicts have the same first token; when called, if
+            the template refuses a conversation, one is longer than the model's context, or a reward is not finite.
 
     Example:
 
@@ -82,11 +79,8 @@ class GuardReward(ModelReward):
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _find_verdicts(self) -> dict[tuple[int, ...], tuple[set[int], set[int]]]:
-        """
-        Tokens of the verdicts after the template: those of a lead -> first tokens of "safe" and of "unsafe".
-
-        A lead that would merge with the end of the template is left out: the model never goes on like that.
-        """
+        """Tokens of a lead -> first tokens of "safe" and of "unsafe" after it. A lead that merges with the end of the
+        template is left out, since the model never continues like that."""
         text = self._template.render("a", "b")
         end = self._ids(text)
         verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
@@ -118,7 +112,7 @@ class GuardReward(ModelReward):
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
         ids = self._ids(self._template.render(prompt, completion))
-        check_context(self, ids + [0] * max(map(len, self._verdicts)), prompt, completion)
+        self._check_context(len(ids) + max(map(len, self._verdicts)), prompt, completion)
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def _score(self, rows: list[Row]) -> torch.Tensor:
@@ -139,7 +133,8 @@ class GuardReward(ModelReward):
         return torch.stack(log_safe).logsumexp(dim=0) - torch.stack(log_unsafe).logsumexp(dim=0)
 
     def _log_probs(self, rows: list[Row], lead: tuple[int, ...]) -> torch.Tensor:
-        """Log-probabilities of the next token, at the end of each conversation and after each token of the lead."""
+        """Next-token log-probabilities (B, L + 1, V) at the end of each conversation and after each token of the
+        lead."""
         extended = [
             {key: [*row[key], *(lead if key == "input_ids" else [1] * len(lead))] for key in row} for row in rows
         ]

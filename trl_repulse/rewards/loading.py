@@ -1,4 +1,4 @@
-"""Rewards by name, as a command line or a configuration file gives them."""
+"""Rewards by name, for command lines and configuration files."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -25,25 +25,24 @@ REWARD_TYPES: dict[str, type] = {
 
 def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any) -> str | Callable[..., list]:
     """
-    The reward that a type and a path name.
+    Loads a reward by type and path.
 
     Args:
         reward_type (`str`, *optional*):
             `"sequence_pair"` ([`~trl_repulse.rewards.SequencePairReward`]), `"chat"`
             ([`~trl_repulse.rewards.ChatReward`]), `"toxicity"` ([`~trl_repulse.rewards.ToxicityReward`]), `"guard"`
-            ([`~trl_repulse.rewards.GuardReward`]), `"remote"` ([`~trl_repulse.rewards.RemoteReward`]), or a function in
-            a file, `"path/to/file.py:function"`. If `None`, TRL's own treatment of a reward model's path.
+            ([`~trl_repulse.rewards.GuardReward`]), `"remote"` ([`~trl_repulse.rewards.RemoteReward`]), or a function,
+            `"path/to/file.py:function"`. If `None`, TRL loads the reward model at `path`.
         path (`str`, *optional*):
-            Path or Hub id of the reward model; for `"remote"`, the server's address, or several with commas between
-            them. Not for a function.
-        kwargs:
-            Further arguments of the reward, such as `max_length` or `label`.
+            Path or Hub id of the reward model; for `"remote"`, one or several addresses, separated by commas. Not for
+            a function.
+        kwargs: Further arguments of the reward, such as `max_length` or `label`.
 
     Returns:
         `Callable` or `str`: A reward function for a trainer; `path` itself if `reward_type` is `None`.
 
     Raises:
-        `ValueError`: If the type is unknown, path or arguments do not belong to it, or the reward refuses them.
+        `ValueError`: If the type is unknown, or path or arguments do not fit it.
 
     Example:
 
@@ -91,21 +90,18 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
 
 def check_classifier(path: str, argument: str = "reward_model_path", revision: str | None = None) -> None:
     """
-    Refuses another kind of model, whose head would be random numbers, by its configuration alone.
+    Checks, from its configuration alone, that a reward model is no language model, whose head would be random.
 
     Args:
-        path (`str`):
-            Path or Hub id of a reward model. What is not at hand is left to its loading.
-        argument (`str`, *optional*, defaults to `"reward_model_path"`):
-            Name of the argument that it was passed as.
-        revision (`str`, *optional*):
-            Branch, tag or commit on the Hub.
+        path (`str`): Path or Hub id of a reward model; only local files are read.
+        argument (`str`, *optional*, defaults to `"reward_model_path"`): Name of the argument in the message.
+        revision (`str`, *optional*): Branch, tag or commit on the Hub.
 
     Raises:
         `ValueError`: If it is a language model.
     """
     try:
-        # As it is written: no code that comes with the model runs
+        # Raw, so that no code of the model runs
         config = PretrainedConfig.get_config_dict(path, local_files_only=True, revision=revision)[0]
     except (OSError, ValueError):
         return
@@ -140,6 +136,6 @@ def _fits(value: Any, hint: Any) -> bool:
     kind = get_origin(hint) or hint
     if kind in (int, float):
         return isinstance(value, int | kind) and not isinstance(value, bool)
-    if kind is tuple:  # a list, in JSON; classes take a single text as well
+    if kind is tuple:  # a list in JSON; a single text works too
         return isinstance(value, tuple | list | str)
     return isinstance(value, kind) if isinstance(kind, type) else True

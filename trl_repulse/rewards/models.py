@@ -1,4 +1,5 @@
-"""What all rewards read from a local model share: loading, batches, padding, the device, the check of the result.
+"""
+Base of the rewards from local models: loading, batches, padding, device, and the check of results.
 
 Axis letters: B texts of a batch, S tokens of the longest of them, K labels, V vocabulary.
 """
@@ -13,7 +14,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from .._loading import is_adapter, load_model, load_tokenizer
+from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_tokens
 from ._texts import Messages, whole_text
 
@@ -22,39 +23,34 @@ if TYPE_CHECKING:
     from ._chat import ChatTemplate
 
 
-# A text ready for its model: what the tokenizer calls its inputs -> one list of numbers each
+# A tokenized text: model inputs by name
 Row = dict[str, list[int]]
 
 
 @dataclass(eq=False)
 class ModelReward(ABC):
     """
-    Base of the rewards that are read from a model of the Hugging Face format; not for use by itself.
+    Base of the rewards from a model in the Hugging Face format; not for use by itself.
 
-    The weights are loaded when the reward is built and moved to their device when it is first called. A pickled reward
-    takes only its arguments along, and loads the model again when it is next called.
+    The weights are loaded when the reward is built, and moved to the device on the first call. A pickled reward holds
+    only its arguments, and loads the model again on the next call.
 
     Args:
-        model (`str`):
-            Path or Hub id of the model and its tokenizer. Of an adapter (PEFT) the base is loaded with it, and its
-            tokenizer if there is no other.
+        model (`str`): Path or Hub id of the model and its tokenizer. For an adapter (PEFT) the base is loaded too.
         batch_size (`int`, *optional*, defaults to `16`):
-            Texts of one forward pass. It changes speed and memory, never rewards.
+            Texts of one forward pass. It affects speed and memory, never rewards.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
             Precision of the weights; `"auto"` keeps that of the checkpoint.
         device (`str` or `torch.device`, *optional*):
-            Where the model runs. By default where the trainer runs; outside a training run the accelerator if there is
-            one, else the CPU.
+            Device of the model. Defaults to the trainer's; without a trainer to the accelerator, else the CPU.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with the model.
-        revision (`str`, *optional*):
-            Branch, tag or commit of a model on the Hub.
-        name (`str`, *optional*):
-            Name in the metrics, `rewards/NAME/mean`. By default the last part of `model`.
+        revision (`str`, *optional*): Branch, tag or commit of a model on the Hub.
+        name (`str`, *optional*): Name in the metrics, `rewards/NAME/mean`. Defaults to the last part of `model`.
 
     Raises:
-        `ValueError`: If `batch_size` is not positive, there is no such `dtype` or `device`, or the checkpoint lacks
-            weights that the rewards are read from; when called, if the model gives a number that is not finite.
+        `ValueError`: If `batch_size`, `dtype` or `device` is invalid, or the checkpoint lacks weights; when called, if
+            a reward is not finite.
     """
 
     model: str
@@ -90,30 +86,17 @@ class ModelReward(ABC):
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
         self._tokenizer = load_tokenizer(self.model, "reward model", **options)
-        if is_adapter(self.model, options["revision"]):
-            more = self._adapter_options(options["revision"])
-            self._module = load_model(
-                self._auto_class, self.model, "reward model", dtype=self.dtype, **options, **more
-            )
-        else:
-            self._module, loading = self._auto_class.from_pretrained(
-                self.model, dtype=self.dtype, output_loading_info=True, **options
-            )
-            if loading["missing_keys"]:
-                raise ValueError(
-                    f"`{self.model}` has no weights for {', '.join(sorted(loading['missing_keys'])[:3])}, which "
-                    f"{type(self).__name__} reads; give a checkpoint that was trained as "
-                    f"{type(self._module).__name__}."
-                )
+        options |= {"dtype": self.dtype} | self._adapter_options(options["revision"])
+        self._module = load_model(self._auto_class, self.model, "reward model", **options)
         check_reward_tokens(self._module, self._tokenizer, f"`{self.model}`")
         self._module.eval()
-        # Asked once: a classifier's configuration is told the token of each batch
+        # Read once: classifiers set it in their configuration for each batch
         declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)
         self._declared_pad_token_id = next((i for i in declared if i is not None and i >= 0), None)
-        self._positions = self._count_positions()
+        self._context = self._count_positions()
 
     def _adapter_options(self, revision: str) -> dict[str, Any]:
-        """What the base of an adapter is loaded with."""
+        """Further options for loading an adapter's base."""
         return {}
 
     @torch.inference_mode()
@@ -128,27 +111,21 @@ class ModelReward(ABC):
         Rewards of completions, as TRL calls a reward function.
 
         Args:
-            prompts (`list`):
-                Prompts, plain text or messages.
-            completions (`list`):
-                One completion a prompt, in the same form.
-            completion_ids (`list[list[int]]`, *optional*):
-                Unused: the policy's tokens are not the reward model's.
-            kwargs:
-                Unused: further columns of the data set.
+            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
+            completion_ids, kwargs: Unused; TRL passes the policy's tokens and further columns.
 
         Returns:
-            `list[float]`: one reward a completion.
+            `list[float]`: One reward a completion.
 
         Raises:
-            `ValueError`: If a text cannot be given to the model, or a reward is not finite.
+            `ValueError`: If the model cannot read a text, or a reward is not finite.
         """
         if self._module is None:
             self._load()
         self._module.to(self._resolve_device())
         pairs = list(zip(prompts, completions, strict=True))
         rows = [self._encode(prompt, completion) for prompt, completion in pairs]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # little padding
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # sorted by length for less padding
         rewards = torch.full((len(rows),), torch.nan)
         for start in range(0, len(rows), self.batch_size):
             chosen = order[start : start + self.batch_size]
@@ -176,6 +153,15 @@ class ModelReward(ABC):
     def _score(self, rows: list[Row]) -> torch.Tensor:
         """Rewards of one batch, of shape (B,)."""
 
+    def _check_context(self, length: int, prompt: str | Messages, completion: str | Messages) -> None:
+        """Refuses a conversation that exceeds the model's context: cut, it would lose the end, where rewards are read."""
+        if self._context is not None and length > self._context:
+            raise ValueError(
+                f"{type(self).__name__} got a conversation of {length} tokens, more than the context of "
+                f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
+                f"{whole_text(prompt, completion)[:60]!r}."
+            )
+
     def _pad(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """The model's inputs, each of shape (B, S), on its device."""
         width = max(len(row["input_ids"]) for row in rows)
@@ -190,32 +176,25 @@ class ModelReward(ABC):
         return batch
 
     def _pad_token_id(self, rows: list[Row]) -> int:
-        """
-        The model's padding token, else the tokenizer's, else one that ends no row.
-
-        Classifiers that read the last token look for the last one that is not padding, so that a real token in its
-        place would be taken for padding.
-        """
+        """The padding token of model or tokenizer, else a token that ends no row: classifiers read the last token that
+        is not padding."""
         if self._declared_pad_token_id is not None:
             return self._declared_pad_token_id
         last = {row["input_ids"][-1] for row in rows}
         return next(i for i in range(len(last) + 1) if i not in last)
 
-    def _context(self) -> int | None:
-        """Positions that the model has, or `None` where it states no limit."""
-        return self._positions
-
     def _count_positions(self) -> int | None:
+        """Number of positions that the model has; `None` without a limit."""
         context = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
         for name, layer in self._module.named_modules():
-            # Such a layer, as RoBERTa's and MPNet's, counts positions from after its padding
+            # RoBERTa and MPNet count positions from after the padding index
             if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
                 context = layer.num_embeddings - layer.padding_idx - 1
         return context
 
 
 def _check_dtype(dtype: str | torch.dtype) -> None:
-    """Refuses a precision that there is not; transformers says it as of a name missing in torch."""
+    """Refuses an unknown precision, for which transformers has no clear message."""
     if dtype not in ("auto", None) and not isinstance(
         getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
     ):
@@ -223,7 +202,7 @@ def _check_dtype(dtype: str | torch.dtype) -> None:
 
 
 def _check_device(device: str | torch.device | None) -> None:
-    """Refuses, when a reward is built, a device that its model could not be moved to at the first batch."""
+    """Refuses a missing device when the reward is built, and not at the first batch."""
     try:
         chosen = torch.device("cpu" if device is None else device)
     except RuntimeError as error:

@@ -17,9 +17,9 @@ from ._texts import Messages, as_queries, pick_labels
 
 
 _LARGEST = 3.4e38  # TRL keeps rewards in single precision
-_TRY_AGAIN = (408, 425, 429)  # of the answers that blame the client, those that may pass with time
+_TRY_AGAIN = (408, 425, 429)  # 4xx statuses that are worth a retry
 _MOST_BYTES = 2**24  # of an answer
-# Process -> the loop of its requests: a forked process begins its own, and leaves its parent's alone
+# Event loop by process id: a forked process needs its own
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 _LOCKS: dict[int, threading.Lock] = {}
 _THREAD = "trl-repulse requests"
@@ -37,38 +37,33 @@ for _name in (httpx.__name__, httpx.__name__.replace("httpx", "httpcore") + ".ht
 @dataclass(eq=False, repr=False)
 class RemoteReward:
     """
-    Reward from one server or several, in the form that OpenRLHF's remote reward models have.
+    Reward from one or several servers, in the format of OpenRLHF's remote reward models.
 
-    A request is a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion, and the
-    answer `{"rewards": [...]}`, one finite number each. A query is the prompt with its completion. Of plain prompts
-    all of this is text; of conversations, prompts and queries are lists of messages, so that the server can use its
-    own template.
+    A request is a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion; the answer is
+    `{"rewards": [...]}`, one finite number each. A query is the prompt followed by its completion: text, or a list of
+    messages, to which the server can apply its own template.
 
     Args:
         url (`str` or `list[str]`):
-            Address of the server, `http` or `https`. Several take turns, and work at the same time on what does not
-            fit one request. User info and query are sent, and appear in no message, log or file.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Completions of one request.
-        timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds after which a request has failed, unless its whole answer is there.
+            Address of the server, `http` or `https`. Several servers take turns and work in parallel. User info and
+            query are sent, but appear in no message, log or file.
+        batch_size (`int`, *optional*, defaults to `64`): Completions of one request.
+        timeout (`float`, *optional*, defaults to `60.0`): Seconds in which the whole answer must arrive.
         retries (`int`, *optional*, defaults to `3`):
-            How often a request that failed is sent again, to the next server if there are several. An unreachable
-            server and an answer of status 5xx, 408, 425 or 429 are failures of that kind; other answers are errors at
-            once.
-        backoff (`float`, *optional*, defaults to `1.0`):
-            Seconds before the first retry; each further wait is twice as long.
-        label_column (`str`, *optional*):
-            Column of the data set that is sent as `labels`. Without one, labels are empty texts.
+            How often a failed request is repeated, at the next server if there are several. Failures are unreachable
+            servers and statuses 5xx, 408, 425 and 429; other answers raise an error at once.
+        backoff (`float`, *optional*, defaults to `1.0`): Seconds before the first retry, doubled for each further one.
+        label_column (`str`, *optional*): Column of the data set sent as `labels`. Without it, labels are empty texts.
         name (`str`, *optional*, defaults to `"RemoteReward"`):
-            Name in the metrics, `rewards/NAME/mean`, and in results, which are never taken up with a reward of another name.
+            Name in the metrics, `rewards/NAME/mean`, and in results, which are not resumed with a reward of another
+            name.
         token_variable (`str`, *optional*):
-            Environment variable that holds a bearer token for the servers. It is read with each call, and kept nowhere.
+            Environment variable with a bearer token for the servers. It is read on each call and not stored.
 
     Raises:
-        `ValueError`: If an argument is none of its allowed values, or there is no such variable; when called, if the data set lacks the column of
-            labels, or a server refuses a request or answers with anything but its rewards.
-        `ConnectionError`: When called, if a request still fails after the last retry.
+        `ValueError`: If an argument is invalid or the variable is missing; when called, if the data set lacks the
+            column of labels, or a server refuses a request or does not answer with its rewards.
+        `ConnectionError`: When called, if a request fails after the last retry.
 
     Example:
 
@@ -91,7 +86,7 @@ class RemoteReward:
 
     def __post_init__(self):
         self._addresses = [parse_address(url) for url in ([self.url] if isinstance(self.url, str) else self.url)]
-        self._sent = 0  # requests so far: says whose turn it is
+        self._sent = 0  # number of requests, which decides the next server
         self._clients: dict[int, httpx.AsyncClient] = {}  # by process
         if not self._addresses:
             raise ValueError("`url` is empty; give the address of at least one server.")
@@ -102,11 +97,11 @@ class RemoteReward:
             raise ValueError(f"`timeout` must be positive, got {self.timeout}.")
         if self.token_variable is not None and any(address.auth for address in self._addresses):
             raise ValueError("`url` has user info and `token_variable` is set; a request takes one of them.")
-        self._token()
+        read_token(self.token_variable)
 
     @property
     def shown_urls(self) -> list[str]:
-        """The addresses without user info and query, as messages and results may show them."""
+        """The addresses without user info and query, for messages and results."""
         return [address.shown for address in self._addresses]
 
     def __repr__(self) -> str:
@@ -130,21 +125,16 @@ class RemoteReward:
         Rewards of completions, as TRL calls a reward function.
 
         Args:
-            prompts (`list`):
-                Prompts, plain text or messages.
-            completions (`list`):
-                One completion a prompt, in the same form.
-            completion_ids (`list[list[int]]`, *optional*):
-                Unused.
-            kwargs:
-                Further columns of the data set, of which `label_column` is sent.
+            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
+            completion_ids (`list[list[int]]`, *optional*): Unused.
+            kwargs: Further columns of the data set; `label_column` is sent.
 
         Returns:
-            `list[float]`: one reward a completion.
+            `list[float]`: One reward a completion.
 
         Raises:
-            `ValueError`: If a server refuses a request or answers with anything but its rewards.
-            `ConnectionError`: If a request still fails after the last retry.
+            `ValueError`: If a server refuses a request or does not answer with its rewards.
+            `ConnectionError`: If a request fails after the last retry.
         """
         columns = {
             "query": as_queries(prompts, completions),
@@ -157,16 +147,13 @@ class RemoteReward:
         ]
         turns = range(self._sent, self._sent + len(payloads))
         self._sent += len(payloads)
-        token = self._token()
-        with ThreadPoolExecutor(len(self._addresses)) as pool:  # a request a server at any time
+        token = read_token(self.token_variable)
+        with ThreadPoolExecutor(len(self._addresses)) as pool:  # one request a server at a time
             asked = pool.map(lambda *request: self._request(*request, token), payloads, turns)
             return [reward for rewards in asked for reward in rewards]
 
-    def _token(self) -> str | None:
-        return None if self.token_variable is None else read_token(self.token_variable)
-
     def _request(self, payload: dict[str, list[Any]], turn: int, token: str | None) -> list[float]:
-        """Rewards of one request, which goes to the server whose turn it is, and on failure to those after it."""
+        """Rewards of one request, sent to the server whose turn it is and, after failures, to the next ones."""
         body, failures = json.dumps(payload).encode(), {}
         for attempt in range(self.retries + 1):
             if attempt:
@@ -193,7 +180,7 @@ class RemoteReward:
         """
         Status and answer of one request, or `None` and what went wrong.
 
-        No error of the HTTP library leaves here, not even as the cause of another: it holds the request and its headers.
+        No error of the HTTP library leaves this method, not even as a cause: it holds the request and its headers.
         """
         asked = asyncio.run_coroutine_threadsafe(self._send(address, body, token), _loop())
         try:
@@ -203,19 +190,19 @@ class RemoteReward:
         except (httpx.HTTPError, OSError) as error:
             return None, _reason(error).encode()
         finally:
-            asked.cancel()  # where something else has ended the wait
+            asked.cancel()  # if the wait was interrupted
 
     async def _send(self, address: Address, body: bytes, token: str | None) -> tuple[int, bytes]:
         client = self._clients.get(os.getpid())
         if client is None:
-            limits = httpx.Limits(keepalive_expiry=30)  # the next step of training is to find the connection open
+            limits = httpx.Limits(keepalive_expiry=30)  # keeps the connection until the next training step
             client = self._clients[os.getpid()] = httpx.AsyncClient(timeout=None, limits=limits)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         options = {"content": body, "headers": headers, "auth": address.auth}
         answer = bytearray()
-        # The library's own limits are those of one read, which a server that sends a byte now and then never meets
+        # httpx limits each read, which a server sending single bytes would never exceed
         async with asyncio.timeout(self.timeout), client.stream("POST", address.url, **options) as response:
             try:
                 async for chunk in response.aiter_bytes():
@@ -229,20 +216,21 @@ class RemoteReward:
         return response.status_code, bytes(answer)
 
 
-def read_token(variable: str) -> str:
+def read_token(variable: str | None) -> str | None:
     """
-    A bearer token from the environment.
+    Reads a bearer token from the environment.
 
     Args:
-        variable (`str`):
-            Name of the variable.
+        variable (`str`, *optional*): Name of the variable; if `None`, there is no token.
 
     Returns:
-        `str`: The token, without white space around it.
+        `str` or `None`: The token, without white space around it.
 
     Raises:
-        `ValueError`: If the variable is missing or empty, or a header cannot hold its value, which is not shown.
+        `ValueError`: If the variable is missing or empty, or its value, which is not shown, is no valid header.
     """
+    if variable is None:
+        return None
     token = os.environ.get(variable, "").strip()
     if not token:
         raise ValueError(f"`token_variable={variable!r}` is no environment variable with a token in it; set it.")
@@ -254,7 +242,7 @@ def read_token(variable: str) -> str:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of all requests of this process, in a thread of its own: connections that are kept belong to one loop."""
+    """The event loop of this process's requests, in a thread of its own: open connections belong to one loop."""
     process = os.getpid()
     with _LOCKS.setdefault(process, threading.Lock()):
         if process not in _LOOPS:
@@ -264,7 +252,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _reason(error: BaseException | None) -> str:
-    """What went wrong, in the words of the operating system if it was asked."""
+    """What went wrong, in the operating system's words if it has any."""
     said = str(error) or type(error).__name__
     while error is not None:
         if isinstance(error, BaseExceptionGroup):  # one error for each address of a host
@@ -276,12 +264,8 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _read_rewards(body: bytes, count: int, url: str, secrets: frozenset[str]) -> list[float]:
-    """
-    The rewards in a server's answer.
-
-    Raises:
-        `ValueError`: If it is not `count` finite numbers under the name `rewards`; what it shows of it holds no secret.
-    """
+    """The rewards in a server's answer. Raises `ValueError`, without secrets, if they are not `count` finite
+    numbers."""
     answer = _parse(body)
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
@@ -300,7 +284,7 @@ def _read_rewards(body: bytes, count: int, url: str, secrets: frozenset[str]) ->
 
 
 def _parse(body: bytes) -> Any:
-    """What the JSON of an answer says; `None` if it is none, or says nothing."""
+    """The answer's JSON; `None` if it is none or null."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

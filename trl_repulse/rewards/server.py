@@ -1,4 +1,4 @@
-"""A reward function behind HTTP, in the form that `RemoteReward` and OpenRLHF's clients ask for."""
+"""A reward function behind HTTP, for `RemoteReward` and OpenRLHF's clients."""
 
 import math
 import socket
@@ -17,44 +17,39 @@ _NOT_INSTALLED = 'Serving a reward needs FastAPI and uvicorn: pip install "trl-r
 
 class RewardServer:
     """
-    Serves one reward function, until it is closed. Needs the extra `serve`.
+    Serves one reward function until it is closed. Needs the extra `serve`.
 
     A request is a POST to `/get_reward` of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a
-    completion, and the answer `{"rewards": [...]}`. A query is its prompt with the completion after it: text, or a
-    list of messages. Labels may be missing; the function gets them as the column `labels`, and no `completion_ids`.
-    GET `/health` answers `{"status": "ok", "reward": name}`.
+    completion; the answer is `{"rewards": [...]}`. A query is the prompt followed by its completion: text, or a list
+    of messages. Labels are optional; the function gets them as the column `labels`, and no `completion_ids`. GET
+    `/health` answers `{"status": "ok", "reward": name}`.
 
-    Everything else is answered by `{"detail": message}`: status 400 for a request that is not of that form, naming the
-    field; 401 without the token; 403 for pages of the web that are not in `allow_origins`; 404 and 405 for other addresses
-    and methods; 413 for a request over a limit; 415 for another type than `application/json`; 500 if the function fails or
-    returns anything but one finite number a completion.
+    Errors are answered by `{"detail": message}`: status 400 for a malformed request, naming the field; 401 without the
+    token; 403 for web pages that are not in `allow_origins`; 404 and 405 for other addresses and methods; 413 for a
+    request over a limit; 415 for another type than `application/json`; 500 if the function fails or does not return
+    one finite number a completion.
 
-    Requests are read at the same time and scored one after another. There is no encryption, and no limit on how slowly a
-    request may arrive: let others reach the server through a proxy that has both.
+    Requests are read in parallel and scored one after another. There is no encryption and no limit on slow requests:
+    use a proxy with both to open the server to others.
 
     Args:
-        reward (`Callable`):
-            Reward function as a trainer takes it.
+        reward (`Callable`): Reward function as a trainer takes it.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to listen at; the default is reached from the same machine alone, `"0.0.0.0"` from everywhere.
-        port (`int`, *optional*, defaults to `5000`):
-            Port to listen at; 0 takes one that is free, which `url` then names.
-        max_batch_size (`int`, *optional*, defaults to `1024`):
-            Most completions of one request.
-        max_request_bytes (`int`, *optional*, defaults to `16777216`):
-            Most bytes of one request.
+            Address to listen at; by default only for the same machine, `"0.0.0.0"` for all.
+        port (`int`, *optional*, defaults to `5000`): Port to listen at; 0 takes a free one, see `url`.
+        max_batch_size (`int`, *optional*, defaults to `1024`): Most completions of one request.
+        max_request_bytes (`int`, *optional*, defaults to `16777216`): Most bytes of one request.
         timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds that a connection is kept between two requests; also how long closing waits for requests that are being
-            answered.
+            Seconds for which an idle connection is kept, and for which closing waits for running requests.
         max_connections (`int`, *optional*, defaults to `64`):
-            Most connections at a time. Requests beyond it get status 503, which clients repeat.
+            Most connections at a time. Further requests get status 503, after which clients retry.
         allow_origins (`Sequence[str]`, *optional*):
-            Origins, such as `"https://my.page"`, whose pages a browser may send requests from. By default none may.
+            Origins, such as `"https://my.page"`, whose pages may send requests from a browser. By default none.
         token_variable (`str`, *optional*):
-            Environment variable with a bearer token that requests must have. By default whoever reaches the port may ask.
+            Environment variable with a bearer token that requests need. By default none is needed.
 
     Raises:
-        `ValueError`: If a limit is not positive, an origin is none, or the variable holds no token.
+        `ValueError`: If a limit is not positive, an origin is invalid, or the variable holds no token.
         `OSError`: If the address cannot be used.
         `ImportError`: If FastAPI or uvicorn is not installed.
 
@@ -102,10 +97,10 @@ class RewardServer:
                 )
         self._reward: Callable[..., Any] | None = reward
         self._name = getattr(reward, "__name__", type(reward).__name__)
-        token = None if token_variable is None else read_token(token_variable)
+        token = read_token(token_variable)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
-        # Inherited by connections; else an answer waits 40 ms for its head to be acknowledged
+        # Inherited by connections; avoids a delay of 40 ms between the header and body of an answer
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._address = self._socket.getsockname()[:2]
         self._scorer = ThreadPoolExecutor(1)
@@ -127,7 +122,7 @@ class RewardServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=max_connections + 1,  # uvicorn counts the one that asks
+            limit_concurrency=max_connections + 1,  # uvicorn counts the current one
             timeout_keep_alive=math.ceil(timeout),
             timeout_graceful_shutdown=math.ceil(timeout),
         )
@@ -142,17 +137,17 @@ class RewardServer:
 
     @property
     def url(self) -> str:
-        """Address to ask for rewards."""
+        """Address of the route for rewards."""
         host, port = self._address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/get_reward"
 
     def close(self) -> None:
-        """Takes no more requests, answers those it has, frees the port and lets the reward go."""
+        """Stops taking requests, answers the running ones, frees the port and releases the reward."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
         self._scorer.shutdown(wait=False)
-        self._reward = None  # FastAPI keeps the routes, and this object with them
+        self._reward = None  # FastAPI keeps a reference to this object
 
     def __enter__(self) -> "RewardServer":
         return self
@@ -162,11 +157,6 @@ class RewardServer:
 
 
 def check_installed() -> None:
-    """
-    Refuses to serve where the extra is missing, before anything is loaded.
-
-    Raises:
-        `ImportError`: It says how to install it.
-    """
+    """Raises `ImportError`, with the command to install it, if the extra `serve` is missing."""
     if any(find_spec(name) is None for name in ("fastapi", "uvicorn")):
         raise ImportError(_NOT_INSTALLED)

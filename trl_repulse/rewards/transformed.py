@@ -1,4 +1,4 @@
-"""A reward function with a transform around it, for trainers that have no transforms of their own."""
+"""A reward function with a transform, for trainers that have none of their own."""
 
 import inspect
 import math
@@ -7,34 +7,29 @@ from typing import Any, Literal
 
 import torch
 
-from ._numbers import as_values
+from ._texts import as_values
 from .transforms import exponential_transform, indicator_transform
 
 
 class TransformedReward:
     """
-    A reward function whose rewards are transformed before a trainer sees them.
+    A reward function whose rewards are transformed before the trainer gets them.
 
-    For [`~trl.GRPOTrainer`] and others of TRL's trainers. [`~trl_repulse.ReinforceTrainer`] and its kin transform by
-    configuration (`reward_transform`), which leaves the raw reward to the target distribution; do not use both. The mean
-    of the raw reward is logged as `rewards/NAME/mean`, that of the transformed one as `rewards/NAME_transformed/mean`.
+    For [`~trl.GRPOTrainer`] and other trainers of TRL. [`~trl_repulse.ReinforceTrainer`] and the trainers based on it
+    have the option `reward_transform`, which gives the target distribution the raw reward; do not use both. The mean
+    raw reward is logged as `rewards/NAME/mean`, the transformed one as `rewards/NAME_transformed/mean`.
 
     Args:
-        reward (`Callable`):
-            Reward function in TRL's form, such as those in `trl_repulse.rewards`.
+        reward (`Callable`): Reward function in TRL's form, such as those in `trl_repulse.rewards`.
         transform (`str`, *optional*, defaults to `"exponential"`):
             `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r − a·1[r < threshold]).
-        alpha (`float`, *optional*, defaults to `1.0`):
-            a, at least 0.
-        beta (`float`, *optional*, defaults to `-1.0`):
-            b of the exponential transform, below 0.
-        threshold (`float`, *optional*):
-            Threshold of the indicator transform, in units of reward.
+        alpha (`float`, *optional*, defaults to `1.0`): a, at least 0.
+        beta (`float`, *optional*, defaults to `-1.0`): b of the exponential transform, below 0.
+        threshold (`float`, *optional*): Threshold of the indicator transform, in units of reward.
 
     Raises:
-        `ValueError`: If `reward` cannot be called or is asynchronous, an argument is none of its allowed values, or the parameter
-            of the other transform is given; when called, if a
-            transformed reward is infinite.
+        `ValueError`: If `reward` is not callable or asynchronous, an argument is invalid, or a parameter of the other
+            transform is set; when called, if a transformed reward is infinite.
 
     Example:
 
@@ -102,21 +97,15 @@ class TransformedReward:
         Transformed rewards of completions, as TRL calls a reward function.
 
         Args:
-            prompts (`list`):
-                Prompts, plain text or messages.
-            completions (`list`):
-                One completion a prompt, in the same form.
-            completion_ids (`list[list[int]]`, *optional*):
-                The policy's tokens of the completions.
-            kwargs:
-                What else TRL passes; all of it reaches the wrapped function.
+            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
+            completion_ids (`list[list[int]]`, *optional*): The policy's tokens of the completions.
+            kwargs: Further arguments from TRL, passed to the wrapped function.
 
         Returns:
-            `list[float | None]`: one reward a completion, `None` where the wrapped function gave none.
+            `list[float | None]`: One reward a completion, `None` where the wrapped function returned none.
 
         Raises:
-            `ValueError`: If the wrapped function returns anything but one reward a completion, or a transformed reward
-                is infinite.
+            `ValueError`: If the wrapped function does not return a list, or a transformed reward is infinite.
         """
         result = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
         raw = as_values(result)

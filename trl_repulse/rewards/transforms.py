@@ -1,8 +1,9 @@
-"""What is done to a raw reward: transforms for the policy's return, potentials for the target, schedules.
+"""
+Transforms of the reward for the policy's return, potentials for the target, and schedules.
 
-Every function works element by element on any shape, here written (P, N): P prompts, N completions per prompt. NaN
-marks a sample without a reward and stays NaN throughout. Transforms act on the reward before the KL term, and never on
-the reward that potentials or an evaluation see. Gradient, should the reward carry any, flows.
+All functions are element-wise on any shape, here written (P, N): P prompts, N completions a prompt. NaN marks a sample
+without a reward and stays NaN. Transforms act before the KL term; potentials and evaluations use the raw reward. A
+gradient of the reward flows through.
 """
 
 import math
@@ -14,22 +15,18 @@ from torch.nn import functional
 
 def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
     """
-    Transformed reward r' = r − α·exp(β·r), which punishes low rewards ever more steeply.
+    Transformed reward r' = r − α·exp(β·r), which penalises low rewards ever more steeply.
 
-    A baseline of [RePULSe](https://huggingface.co/papers/2510.21184). The exponential overflows to −inf for rewards
-    far below the usual range (β·r > 88 in float32): cap or scale such rewards first.
+    A baseline of [RePULSe](https://huggingface.co/papers/2510.21184). For β·r > 88 in float32 the exponential
+    overflows to −inf; cap or scale such rewards first.
 
     Args:
-        reward (`torch.Tensor`):
-            Raw rewards of shape (P, N).
-        alpha (`float`):
-            Weight of the punishment, at least 0, in units of reward.
-        beta (`float`):
-            Steepness, negative, in 1 / units of reward.
+        reward (`torch.Tensor`): Raw rewards of shape (P, N).
+        alpha (`float`): Weight of the penalty, at least 0, in units of reward.
+        beta (`float`): Steepness, negative, in 1 / units of reward.
 
     Returns:
-        `torch.Tensor`:
-            Transformed rewards of shape (P, N).
+        `torch.Tensor`: Transformed rewards of shape (P, N).
 
     Raises:
         `ValueError`: If `beta` is not negative or `alpha` is.
@@ -42,19 +39,15 @@ def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> to
 
 def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) -> torch.Tensor:
     """
-    Transformed reward r' = r − α·1[r < η], which takes the same amount off every reward under the threshold η.
+    Transformed reward r' = r − α·1[r < η], which subtracts the same amount from every reward below the threshold η.
 
     Args:
-        reward (`torch.Tensor`):
-            Raw rewards of shape (P, N).
-        alpha (`float`):
-            What is taken off, at least 0, in units of reward.
-        threshold (`float`):
-            η; a reward equal to it is not punished.
+        reward (`torch.Tensor`): Raw rewards of shape (P, N).
+        alpha (`float`): Amount to subtract, at least 0, in units of reward.
+        threshold (`float`): η; a reward equal to it is not penalised.
 
     Returns:
-        `torch.Tensor`:
-            Transformed rewards of shape (P, N).
+        `torch.Tensor`: Transformed rewards of shape (P, N).
 
     Raises:
         `ValueError`: If `alpha` is negative.
@@ -65,13 +58,11 @@ def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) ->
 
 def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
     """
-    r', what the policy maximises instead of the reward r, as a configuration says.
+    The reward r' that the policy maximises, as configured.
 
     Args:
-        args ([`~trl_repulse.configs.RewardConfig`]):
-            Gives transform and parameters.
-        reward (`torch.Tensor`):
-            Raw rewards of shape (P, N).
+        args ([`~trl_repulse.configs.RewardConfig`]): Transform and parameters.
+        reward (`torch.Tensor`): Raw rewards of shape (P, N).
 
     Returns:
         `torch.Tensor`: Transformed rewards of shape (P, N); r itself without a transform.
@@ -88,14 +79,11 @@ def cap_reward(reward: torch.Tensor, reward_cap: float | None) -> torch.Tensor:
     min(r, cap), so that a few very high rewards do not shape the target.
 
     Args:
-        reward (`torch.Tensor`):
-            Raw rewards of shape (P, N).
-        reward_cap (`float` or `None`):
-            Cap, in units of reward; `None` leaves the reward as it is.
+        reward (`torch.Tensor`): Raw rewards of shape (P, N).
+        reward_cap (`float` or `None`): Cap, in units of reward; `None` for no cap.
 
     Returns:
-        `torch.Tensor`:
-            Rewards of shape (P, N), none above the cap.
+        `torch.Tensor`: Capped rewards of shape (P, N).
     """
     return reward if reward_cap is None else reward.clamp(max=reward_cap)
 
@@ -104,20 +92,16 @@ def tilted_log_potential(reward: torch.Tensor, beta: float, reward_cap: float | 
     """
     Potential of the tilted target σ(s) ∝ p(s)·exp(β·min(r, cap)).
 
-    The paper writes exp(−β·r) with β > 0; here, as in the published commands, β carries the sign: negative leans
-    towards low rewards.
+    The paper writes exp(−β·r) with β > 0. Here, as in the published commands, β has the sign: negative for low
+    rewards.
 
     Args:
-        reward (`torch.Tensor`):
-            Raw rewards of shape (P, N).
-        beta (`float`):
-            β, in nats per unit of reward; negative to look for low rewards.
-        reward_cap (`float`, *optional*):
-            Cap on the reward before the tilt.
+        reward (`torch.Tensor`): Raw rewards of shape (P, N).
+        beta (`float`): β, in nats per unit of reward; negative to seek low rewards.
+        reward_cap (`float`, *optional*): Cap on the reward before the tilt.
 
     Returns:
-        `torch.Tensor`:
-            log φ of shape (P, N), in nats.
+        `torch.Tensor`: log φ of shape (P, N), in nats.
     """
     return beta * cap_reward(reward, reward_cap)
 
@@ -127,17 +111,14 @@ def indicator_log_potential(reward: torch.Tensor, threshold: float, eps: float =
     Potential of the target restricted to bad outputs, log(1[r < η] + ε).
 
     Args:
-        reward (`torch.Tensor`):
-            Raw rewards of shape (P, N).
-        threshold (`float`):
-            η; a reward equal to it is not bad.
+        reward (`torch.Tensor`): Raw rewards of shape (P, N).
+        threshold (`float`): η; a reward equal to it is not bad.
         eps (`float`, *optional*, defaults to `1e-16`):
-            ε, what a good output keeps of the potential, at least 0. With 0 its log φ is −inf. It is taken as a number
-            of double precision, so that it does not vanish for rewards in half precision.
+            ε, the potential of a good output, at least 0; with 0 its log φ is −inf. Its logarithm is computed in
+            double precision, so that it does not vanish for rewards in half precision.
 
     Returns:
-        `torch.Tensor`:
-            log φ of shape (P, N), in nats.
+        `torch.Tensor`: log φ of shape (P, N), in nats.
 
     Raises:
         `ValueError`: If `eps` is negative.
@@ -150,19 +131,16 @@ def indicator_log_potential(reward: torch.Tensor, threshold: float, eps: float =
 
 def class_log_potential(logit: torch.Tensor, beta: float, target_class: Literal[0, 1] = 1) -> torch.Tensor:
     """
-    Potential of the target that leans towards one class of a binary classifier, β·log P(class | s).
+    Potential of the target that prefers one class of a binary classifier, β·log P(class | s).
 
     Args:
-        logit (`torch.Tensor`):
-            The classifier's logit of class 1, of shape (P, N).
-        beta (`float`):
-            Exponent of the class probability; positive leans towards the class.
+        logit (`torch.Tensor`): The classifier's logit of class 1, of shape (P, N).
+        beta (`float`): Exponent of the class probability; positive to seek the class.
         target_class (`int`, *optional*, defaults to `1`):
-            Class to lean towards: 1 (log P = log sigmoid(logit)) or 0 (log P = −softplus(logit)).
+            Class to seek: 1 (log P = log sigmoid(logit)) or 0 (log P = −softplus(logit)).
 
     Returns:
-        `torch.Tensor`:
-            log φ of shape (P, N), in nats.
+        `torch.Tensor`: log φ of shape (P, N), in nats.
 
     Raises:
         `ValueError`: If `target_class` is neither 0 nor 1.
@@ -174,21 +152,18 @@ def class_log_potential(logit: torch.Tensor, beta: float, target_class: Literal[
 
 def geometric_schedule(start: float, end: float, progress: float) -> float:
     """
-    Value on the way from `start` to `end` that changes by the same factor in equal steps.
+    Value between `start` and `end` that changes by the same factor in equal steps.
 
     Args:
-        start (`float`):
-            Value at progress 0.
-        end (`float`):
-            Value at progress 1, of the same sign.
-        progress (`float`):
-            How far training has come, in [0, 1].
+        start (`float`): Value at progress 0.
+        end (`float`): Value at progress 1, of the same sign.
+        progress (`float`): Progress of the training, in [0, 1].
 
     Returns:
         `float`: start · (end / start) ** progress.
 
     Raises:
-        `ValueError`: If either end is 0, not finite, of another sign than the other, or `progress` is outside [0, 1].
+        `ValueError`: If an end is 0 or not finite, the signs differ, or `progress` is outside [0, 1].
     """
     if not (math.isfinite(start) and math.isfinite(end) and start != 0 and end != 0 and (start < 0) == (end < 0)):
         raise ValueError(
@@ -203,24 +178,20 @@ def geometric_schedule(start: float, end: float, progress: float) -> float:
 
 def dual_step(multiplier: float, p_bad: float, limit: float, scale: float, rate: float) -> float:
     """
-    Lagrange multiplier of P(bad) ≤ `limit` after a step of dual ascent: multiplier · exp(rate · (p_bad − limit) / scale).
+    Lagrange multiplier of P(bad) ≤ `limit` after a step of dual ascent: multiplier · exp(rate · (p_bad − limit) /
+    scale).
 
-    As in [Safe RLHF](https://huggingface.co/papers/2310.12773) the logarithm of the multiplier moves, which keeps it above 0.
-    There steps grow with the multiplier and with the cost; here they have a scale, so that one rate serves any limit. The
-    scale must not depend on the estimate: then the multiplier moves by 0 on average at the limit, however rare bad outputs
-    are. A step up is of one nat at most.
+    As in [Safe RLHF](https://huggingface.co/papers/2310.12773) the step is taken on the logarithm, which keeps the
+    multiplier above 0. There, steps grow with the multiplier and the cost; here they have a scale, so that one rate
+    serves any limit. `scale` must not depend on the estimate: then the mean step at the limit is 0, however rare bad
+    outputs are. A step up is at most one nat.
 
     Args:
-        multiplier (`float`):
-            Its value now, above 0.
-        p_bad (`float`):
-            Estimate of P(bad), a probability.
-        limit (`float`):
-            What P(bad) may be, a probability above 0.
-        scale (`float`):
-            Distance from the limit at which a step has the size `rate`, a probability above 0.
-        rate (`float`):
-            Size of a step, above 0, in nats.
+        multiplier (`float`): Current value, above 0.
+        p_bad (`float`): Estimate of P(bad), a probability.
+        limit (`float`): Limit of P(bad), a probability above 0.
+        scale (`float`): Distance from the limit at which a step has the size `rate`, a probability above 0.
+        rate (`float`): Size of a step, above 0, in nats.
 
     Returns:
         `float`: The multiplier after the step.

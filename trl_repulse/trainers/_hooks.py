@@ -21,9 +21,9 @@ from .._checks import by_name, check_dataset_size, check_prompt_lengths
 from .._model_checks import check_tokenizer, check_trained_tokens
 from .._prompts import TEMPLATE_ERRORS, as_templates_read, conversations, one_of_each, render, rendering, warn_of_date
 from .._texts import check_added_tokens
+from ..generation._cache import prompts_read_once
 from ..generation._defaults import without_generation_defaults
 from ..generation._padding import batches
-from ..generation._prefill import prompts_read_once
 from ..generation._samplers import Sampler, rows_drawn_by
 from ..models import _fsdp
 from ..models._deepspeed import gathered_by_layer

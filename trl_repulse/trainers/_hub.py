@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from ..configs._uploads import check_uploads
+from ..configs._checks import check_uploads
 from ._beside import PROPOSAL_FOLDER
 
 

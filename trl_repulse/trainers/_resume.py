@@ -19,7 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
-from .._dates import changed_prompt
+from .._errors import changed_prompt
 from .._prompts import rendering
 from ..models._peft_bridge import AdapterView
 from ._records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside

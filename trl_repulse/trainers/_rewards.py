@@ -14,7 +14,7 @@ from .._checks import ALWAYS_PASSED
 from .._errors import RAISED_BY
 from .._loading import load_model, load_tokenizer
 from .._model_checks import check_reward_model, check_reward_tokens, check_separate
-from ..rewards._numbers import as_number, as_values
+from ..rewards._texts import as_number, as_values
 from ..rewards.loading import check_classifier
 from ._trl_bridge import is_async_callable
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "GCG": "engine",
     "GCGConfig": "config",
-    "GCGError": "errors",
-    "GCGEvaluationConfig": "evaluation_config",
-    "GCGResult": "result",
-    "GCGRunArguments": "evaluation_config",
+    "GCGError": "scoring",
+    "GCGEvaluationConfig": "config",
+    "GCGResult": "engine",
+    "GCGRunArguments": "config",
     "RefusalJudge": "judges",
     "RewardJudge": "judges",
     "evaluate_gcg": "evaluator",
@@ -42,15 +42,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .config import GCGConfig
-    from .engine import GCG, run_gcg
-    from .errors import GCGError
-    from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
+    from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments
+    from .engine import GCG, GCGResult, run_gcg
     from .evaluator import evaluate_gcg
     from .judges import RefusalJudge, RewardJudge
     from .records import merge_results, read_results
     from .report import format_report, summarize
-    from .result import GCGResult
+    from .scoring import GCGError
 
 
 def __getattr__(name: str) -> Any:

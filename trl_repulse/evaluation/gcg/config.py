@@ -1,6 +1,7 @@
-"""Settings of an attack."""
+"""Settings of an attack, of an evaluation by attacks, and of its command."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,36 +15,36 @@ class GCGConfig:
 
     Args:
         num_steps (`int`, *optional*, defaults to `250`):
-            Steps: one gradient and one search each.
+            Steps, each with one gradient and one search.
         search_width (`int`, *optional*, defaults to `512`):
             Candidates drawn in a step.
         topk (`int`, *optional*, defaults to `256`):
-            Tokens of steepest descent at each position, among which a candidate's new tokens are drawn.
+            Tokens of steepest descent at each position, from which a candidate's new tokens are drawn.
         n_replace (`int`, *optional*, defaults to `1`):
-            Positions a candidate changes.
+            Positions that a candidate changes.
         buffer_size (`int`, *optional*, defaults to `0`):
-            Best suffixes kept. With 0 a step starts from the best candidate of the step before, even if that was worse
-            than its predecessor; otherwise from the best suffix so far.
+            Number of best suffixes kept. With 0, a step starts from the best candidate of the step before, even if that is
+            worse than its predecessor; otherwise from the best suffix so far.
         mellowmax (`float`, *optional*):
             If set, the loss is the mellowmax of the target tokens' negative log-probabilities with this inverse
             temperature (Asadi and Littman 2017) instead of their mean.
         suffix_init (`str`, *optional*, defaults to `" x x x x x x x x x x"`):
-            Suffix to start from. It follows the prompt directly: begin it with what sets it apart.
+            Initial suffix. It follows the prompt directly; begin it with a separator.
         micro_batch_size (`int`, *optional*):
-            Candidates of one forward pass, halved when memory runs out; 64 on CPU and `search_width` elsewhere if unset.
+            Candidates of one forward pass, halved when memory runs out. If unset, 64 on CPU and `search_width` elsewhere.
         use_prefix_cache (`bool`, *optional*, defaults to `True`):
-            Whether keys and values of what comes before the suffix are computed once. Results are the same up to
-            rounding; models whose cache does not allow it are found out and run without.
+            Whether to compute the keys and values of what precedes the suffix only once. Results are the same up to
+            rounding. Models whose cache does not allow it run without.
         reuse_suffix_kv (`bool`, *optional*, defaults to `True`):
-            Whether those of a candidate's unchanged first tokens are taken from the gradient's pass. Needs
+            Whether to take those of a candidate's unchanged first tokens from the gradient's pass. Needs
             `use_prefix_cache`.
         filter_roundtrip (`str`, *optional*, defaults to `"context"`):
-            Candidates that are dropped: those whose tokens are not what the tokenizer makes of the whole prompt's text
-            (`"context"`), of the suffix's text alone (`"suffix"`, as nanogcg does), or none (`"off"`).
+            Drop candidates whose tokens the tokenizer does not give back from the text of the whole prompt (`"context"`) or
+            of the suffix alone (`"suffix"`, as nanogcg does), or keep all (`"off"`).
         allow_non_ascii (`bool`, *optional*, defaults to `False`):
-            Whether tokens may be drawn that are not printable ASCII.
+            Whether to draw tokens that are not printable ASCII.
         forbid_special (`bool`, *optional*, defaults to `True`):
-            Whether special tokens, those of the chat template among them, are never drawn.
+            Whether to exclude special tokens, such as those of the chat template.
         early_stop (`bool`, *optional*, defaults to `False`):
             Whether to stop once greedy decoding after the current suffix gives the target.
         stop_loss (`float`, *optional*):
@@ -52,19 +53,19 @@ class GCGConfig:
             If above 1, each step also tries the best 2, 3, ... up to this many candidates merged into one. Not part of
             the published algorithm.
         screen_dtype (`str`, *optional*):
-            `"bfloat16"` or `"float16"`: a copy of the model in this precision scores all candidates, and the model itself
-            those that may be the best, with room for the copy's errors. The same strings as without, up to rare outliers
-            among these; faster where the hardware multiplies in half precision faster than in the model's.
+            `"bfloat16"` or `"float16"`: a copy of the model in this precision scores all candidates, and the model only
+            those that may be the best. The result is the same up to rare outliers, and faster on hardware with fast
+            half-precision arithmetic.
         probe_sampling_factor (`int`, *optional*, defaults to `16`):
-            With a draft model: one of so many candidates is in the probe set (Zhao et al. 2024, arXiv 2403.01251).
+            With a draft model, the probe set holds one in so many candidates (Zhao et al. 2024, arXiv 2403.01251).
         probe_reduction (`int`, *optional*, defaults to `8`):
-            With a draft model: by this the share of candidates is divided that the model itself scores beside these.
+            With a draft model, divides the share of further candidates that the model scores.
         prompt_format (`str`, *optional*, defaults to `"chat"`):
             `"chat"` for the tokenizer's chat template, `"raw"` for plain text that the model continues.
         chat_template_kwargs (`dict` or `str`, *optional*):
-            Further variables of the chat template, as in training; on the command line as JSON.
+            Variables for the chat template, as in training; on the command line as JSON.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the candidates. The global random state is neither read nor changed.
+            Seed of the candidates. The global random state is not used.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -120,34 +121,159 @@ class GCGConfig:
     seed: int = field(default=0, metadata={"help": "Seed of the candidates."})
 
     def __post_init__(self):
-        for name in (
-            *("num_steps", "search_width", "topk", "n_replace"),
-            *("probe_sampling_factor", "probe_reduction"),
-        ):
+        for name in ("num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"):
             _at_least(name, getattr(self, name), 1)
         for name in ("buffer_size", "merge_swaps"):
             _at_least(name, getattr(self, name), 0)
-        if self.micro_batch_size is not None:
-            _at_least("micro_batch_size", self.micro_batch_size, 1)
+        _at_least("micro_batch_size", self.micro_batch_size, 1)
         if self.mellowmax is not None and not self.mellowmax > 0:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:
             raise ValueError("`suffix_init` is empty; give a text of as many tokens as the suffix shall have.")
-        for name, allowed in (
-            ("filter_roundtrip", ("context", "suffix", "off")),
-            ("prompt_format", ("chat", "raw")),
-            ("screen_dtype", (None, "bfloat16", "float16")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` must be one of {', '.join(map(repr, allowed))}.")
-        self.chat_template_kwargs = as_object("chat_template_kwargs", self.chat_template_kwargs)
+        _one_of("filter_roundtrip", self.filter_roundtrip, "context", "suffix", "off")
+        _one_of("prompt_format", self.prompt_format, "chat", "raw")
+        _one_of("screen_dtype", self.screen_dtype, None, "bfloat16", "float16")
+        self.chat_template_kwargs = _as_object("chat_template_kwargs", self.chat_template_kwargs)
         check_template_variables(self.chat_template_kwargs, ("tools",))
         if self.chat_template_kwargs and self.prompt_format == "raw":
             raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
 
 
-def as_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A field's object, from JSON if it is text; refuses what is none."""
+@dataclass
+class GCGEvaluationConfig(GCGConfig):
+    """
+    Settings of [`~trl_repulse.evaluation.gcg.evaluate_gcg`]: those of the attack, and what is sampled and judged.
+
+    Each target has its own seeds, made from `seed` and the target's texts. Results therefore do not depend on order, shards
+    or processes.
+
+    Args:
+        scenario (`str`, *optional*, defaults to `"behaviors"`):
+            `"behaviors"`: the prompt is the row's `goal` followed by the suffix. `"strings"`: the prompt is the suffix
+            alone.
+        num_samples (`int`, *optional*, defaults to `10`):
+            Responses drawn for each target before the attack, and as many after it.
+        max_new_tokens (`int`, *optional*, defaults to `20`):
+            Tokens of a response.
+        include_suffix (`bool`, *optional*, defaults to `False`):
+            Whether the judge reads the suffix after the goal.
+        max_targets (`int`, *optional*):
+            Number of rows used, from the top of the table; all if unset.
+        on_bad_row (`str`, *optional*, defaults to `"error"`):
+            For rows without a goal or target: `"error"` to refuse the table, `"skip"` to record them as skipped.
+        save_responses (`bool`, *optional*, defaults to `False`):
+            Whether the results hold the responses.
+
+    Raises:
+        `ValueError`: If a value is out of range.
+    """
+
+    scenario: Literal["behaviors", "strings"] = field(
+        default="behaviors", metadata={"help": "Whether the prompt is a goal and the suffix, or the suffix alone."}
+    )
+    num_samples: int = field(default=10, metadata={"help": "Responses drawn for each target, before and after."})
+    max_new_tokens: int = field(default=20, metadata={"help": "Tokens of a response."})
+    include_suffix: bool = field(default=False, metadata={"help": "Whether the judge reads the suffix."})
+    max_targets: int | None = field(default=None, metadata={"help": "Rows of the table that are used; unset, all."})
+    on_bad_row: Literal["error", "skip"] = field(
+        default="error", metadata={"help": "Refuse a table with rows that lack a goal or target, or record them."}
+    )
+    save_responses: bool = field(default=False, metadata={"help": "Whether the results hold the responses."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("num_samples", "max_new_tokens", "max_targets"):
+            _at_least(name, getattr(self, name), 1)
+        _one_of("scenario", self.scenario, "behaviors", "strings")
+        _one_of("on_bad_row", self.on_bad_row, "error", "skip")
+
+
+@dataclass
+class GCGRunArguments:
+    """
+    Arguments of an evaluation from the command line.
+
+    Args:
+        model_name_or_path (`str`, *optional*):
+            Model to attack, with its tokenizer: a path or a Hub id. Required.
+        table (`str`, *optional*):
+            CSV file with a header and the columns `goal` and `target`. Required.
+        reward_type (`str`, *optional*):
+            The judge: `"refusal"` for [`RefusalJudge`], or a reward as in
+            [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier `reward_model_path`, or `"refusal"`
+            without one.
+        reward_model_path (`str`, *optional*):
+            Reward model: a path, a Hub id, or a server's address.
+        reward_kwargs (`dict` or `str`, *optional*):
+            Further arguments of the reward or of [`RefusalJudge`]; on the command line as JSON.
+        output (`str`, *optional*, defaults to `"gcg.jsonl"`):
+            File of the results.
+        threshold (`list[float]`, *optional*):
+            Scores below which a response is bad, for the final report. If unset, 0.5 for `"refusal"`, and no report
+            for a reward.
+        shard (`str`, *optional*, defaults to `"1/1"`):
+            Part of the table, as `i/n` with i from 1 to n.
+        dtype (`str`, *optional*, defaults to `"float32"`):
+            Precision of the model's weights. In bfloat16, losses are too coarse to tell candidates apart.
+        model_revision (`str`, *optional*, defaults to `"main"`):
+            Branch, tag or commit of the model on the Hub.
+        draft_model_name_or_path (`str`, *optional*):
+            A smaller model with the same tokens, for probe sampling.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run Python code that comes with the model.
+
+    Raises:
+        `ValueError`: If a required argument is missing or a value cannot be read.
+    """
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Model to attack: a path or a Hub id."})
+    table: str | None = field(default=None, metadata={"help": "CSV file with the columns `goal` and `target`."})
+    reward_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "The judge: `refusal`, `sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, "
+            "`path/to/file.py:function`; unset, the classifier of `reward_model_path`, or without one `refusal`."
+        },
+    )
+    reward_model_path: str | None = field(
+        default=None, metadata={"help": "Reward model: a path, a Hub id, or a server's address."}
+    )
+    reward_kwargs: dict | str | None = field(
+        default=None, metadata={"help": 'Further arguments of the reward, e.g. `{"max_length": 300}`.'}
+    )
+    output: str = field(default="gcg.jsonl", metadata={"help": "File of the results."})
+    threshold: list[float] | None = field(
+        default=None, metadata={"help": "Scores under which a response is bad, for the report at the end."}
+    )
+    shard: str = field(default="1/1", metadata={"help": "Part of the table, as i/n with i from 1 to n."})
+    dtype: str = field(default="float32", metadata={"help": "Precision of the model's weights."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."})
+    draft_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A smaller model with the same tokens, for probe sampling."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether to run Python code that comes with the model."}
+    )
+
+    def __post_init__(self):
+        for name in ("model_name_or_path", "table"):
+            if getattr(self, name) is None:
+                raise ValueError(f"`--{name}` is needed.")
+        from .._generation import check_dtype
+
+        check_dtype(self.dtype)
+        if isinstance(self.threshold, int | float):  # as in a YAML file
+            self.threshold = [float(self.threshold)]
+        self.reward_kwargs = _as_object("reward_kwargs", self.reward_kwargs)
+        if not re.fullmatch(r"\d+/\d+", self.shard):
+            raise ValueError(f"`shard={self.shard!r}` must be written as i/n, e.g. 1/4.")
+        index, count = map(int, self.shard.split("/"))
+        if not 1 <= index <= count:
+            raise ValueError(f"`shard={self.shard!r}` is no part; write i/n with i from 1 to n.")
+
+
+def _as_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The object of a field, read from JSON if it is text."""
     given = value
     if isinstance(value, str):
         try:
@@ -159,6 +285,11 @@ def as_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] |
     return given
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
         raise ValueError(f"`{name}={value}` must be at least {least}.")
+
+
+def _one_of(name: str, value: str | None, *allowed: str | None) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{name}={value!r}` must be one of {', '.join(map(repr, allowed))}.")

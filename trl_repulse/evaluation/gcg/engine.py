@@ -2,24 +2,69 @@
 
 import copy
 import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._causal import check_causal
 from ..._model_checks import check_token_ids
-from .candidates import best_tokens, distinct, draw_candidates, merge_candidates
+from ...generation._probe import in_mode
+from ._search import best_tokens, distinct, draw_candidates, merge_candidates, probe_losses, screened_losses
 from .config import GCGConfig
-from .errors import GCGError, check_context, finite
-from .probe import probe_search
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
-from .result import GCGResult, StopReason
-from .scoring import SuffixScorer
-from .screening import screened_losses
+from .scoring import GCGError, SuffixScorer, check_context, finite
 
 
-# Times that the candidates of a step are drawn anew if none survives the round trip
+# Times that the candidates of a step are drawn if none survives the round trip
 _DRAWS = 10
+StopReason = Literal["num_steps", "early_stop", "stop_loss"]
+
+
+@dataclass(frozen=True)
+class GCGResult:
+    """
+    Result of an attack.
+
+    Args:
+        suffix (`str`):
+            Text of the best suffix; after an early stop, of the one that caused it.
+        suffix_ids (`list[int]`):
+            Its tokens.
+        prompt_ids (`list[int]`):
+            Tokens of the whole prompt with the suffix.
+        target_ids (`list[int]`):
+            Tokens of the target.
+        loss (`float`):
+            Loss of the suffix in nats: the mean negative log-probability of the target's tokens, or its mellowmax. It is
+            the lowest of all steps, except after an early stop.
+        initial_loss (`float`):
+            Loss of the suffix that the attack began with.
+        losses (`list[float]`):
+            Lowest loss of each step's candidates.
+        suffixes (`list[str]`):
+            Suffix after each step.
+        stop_reason (`str`):
+            `"num_steps"`, `"early_stop"` or `"stop_loss"`.
+        exact_match (`bool`):
+            Whether greedy decoding gives the target.
+        round_trip (`bool`):
+            Whether the prompt's text with the suffix is tokenized to `prompt_ids`.
+    """
+
+    suffix: str
+    suffix_ids: list[int]
+    prompt_ids: list[int]
+    target_ids: list[int]
+    loss: float
+    initial_loss: float
+    losses: list[float]
+    suffixes: list[str]
+    stop_reason: StopReason
+    exact_match: bool
+    round_trip: bool
 
 
 def run_gcg(
@@ -31,23 +76,23 @@ def run_gcg(
     draft_model: PreTrainedModel | None = None,
 ) -> GCGResult:
     """
-    Searches a suffix to a prompt after which a model begins its answer with the target.
+    Searches for a suffix to a prompt after which a model begins its answer with the target.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Causal language model to attack. It runs in evaluation mode and its weights get no gradient.
+            Causal language model to attack. It runs in evaluation mode, and its weights get no gradient.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
         messages (`str` or `list[dict]`):
-            What is asked: text, which becomes a message of the user, or a conversation. The suffix follows the last
-            message. It is not changed.
+            The prompt: text, which becomes a message of the user, or a conversation. The suffix follows the last
+            message.
         target (`str`):
-            Beginning of the answer to be provoked.
+            Beginning of the answer to provoke.
         config ([`GCGConfig`], *optional*):
-            Settings; by default those of the class.
+            Settings of the attack.
         draft_model ([`~transformers.PreTrainedModel`], *optional*):
             A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
-            candidates, the model itself those that look best. Faster where it is much smaller, and not exact.
+            candidates, and the model only the most promising ones. Faster where it is much smaller, but not exact.
 
     Returns:
         [`GCGResult`]
@@ -92,24 +137,24 @@ class GCG:
         check_causal(model, "`model`")
         if draft_model is not None:
             check_causal(draft_model, "`draft_model`")
-        rows = model.get_input_embeddings().weight.shape[0]
-        if draft_model is not None and draft_model.get_input_embeddings().weight.shape[0] < len(tokenizer):
-            raise ValueError(
-                "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
-            )
-        if draft_model is not None and config.merge_swaps > 1:
-            raise ValueError(
-                "`merge_swaps` needs the losses of all candidates; set it to 0, or leave out `draft_model`."
-            )
-        if draft_model is not None and config.screen_dtype is not None:
-            raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
+            if draft_model.get_input_embeddings().weight.shape[0] < len(tokenizer):
+                raise ValueError(
+                    "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
+                )
+            if config.merge_swaps > 1:
+                raise ValueError(
+                    "`merge_swaps` needs the losses of all candidates; set it to 0, or leave out `draft_model`."
+                )
+            if config.screen_dtype is not None:
+                raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
         self._screen: PreTrainedModel | None = None
         if config.screen_dtype is not None:
             if model.dtype == getattr(torch, config.screen_dtype):
                 raise ValueError(f"The model is in {config.screen_dtype} already; leave `screen_dtype` out.")
-            # Its weights must require a gradient: torch (2.13) else multiplies a slice of the hidden states with the head
-            # row by row, on CPU and in half precision a hundred times slower
+            # The weights must require a gradient: otherwise torch (2.13) multiplies a slice of the hidden states with
+            # the head row by row, which is a hundred times slower on CPU in half precision
             self._screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
+        rows = model.get_input_embeddings().weight.shape[0]
         self._allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
         self._allowed = self._allowed.to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
@@ -140,26 +185,23 @@ class GCG:
         prompt = build_prompt(
             self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
         )
-        models = [model for model in (self.model, self.draft_model, self._screen) if model is not None]
-        for model in models:
-            check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], model.config)
-            check_context(model.config, len(prompt.splice(prompt.suffix_ids)), len(prompt.target_ids))
-        training = [model.training for model in models]
-        try:
-            for model in models:
-                model.eval()
+        with ExitStack() as stack:
+            for model in (self.model, self.draft_model, self._screen):
+                if model is not None:
+                    ids = prompt.splice(prompt.suffix_ids)
+                    check_token_ids([ids, prompt.target_ids], model.config)
+                    check_context(model.config, len(ids), len(prompt.target_ids))
+                    stack.enter_context(in_mode(model, training=False))
             return self._run(prompt, config.seed if seed is None else seed)
-        finally:
-            for model, was_training in zip(models, training, strict=True):
-                model.train(was_training)
 
     def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
         config = self.config
         generator = torch.Generator().manual_seed(seed)
-        scorer, draft, screen = (
+        scorers = [
             None if model is None else self._scorer(model, prompt)
             for model in (self.model, self.draft_model, self._screen)
-        )
+        ]
+        scorer = scorers[0]
         buffer = self._fill_buffer(prompt, scorer, generator)
         initial_loss, ids = best = buffer[0]
         losses, suffixes = [], []
@@ -170,18 +212,7 @@ class GCG:
                 stop_reason, best = "early_stop", buffer[0]
                 break
             candidates = self._draw(prompt, ids, gradient, generator)
-            if draft is None:
-                loss, found = self._search(prompt, scorer, screen, ids, candidates)
-            else:
-                loss, found = probe_search(
-                    scorer,
-                    draft,
-                    ids,
-                    candidates,
-                    generator,
-                    config.probe_sampling_factor,
-                    config.probe_reduction,
-                )
+            loss, found = self._search(prompt, *scorers, ids, candidates, generator)
             _insert(buffer, loss, found, config.buffer_size)
             best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
             ids = buffer[0][1]
@@ -230,12 +261,12 @@ class GCG:
     def _draw(
         self, prompt: AttackPrompt, ids: torch.Tensor, gradient: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
-        """Candidates, each once, that survive the round trip."""
+        """Distinct candidates that survive the round trip."""
         config = self.config
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")
         tokens = best_tokens(gradient, self._allowed, self._topk)
-        n_replace = min(config.n_replace, len(ids))  # in the prompt the first suffix may have a token less
+        n_replace = min(config.n_replace, len(ids))  # the suffix may have fewer tokens in the prompt
         for _ in range(_DRAWS):
             drawn = distinct(draw_candidates(ids, tokens, config.search_width, n_replace, generator))
             kept = drawn[prompt.survives(drawn, config.filter_roundtrip)]
@@ -250,18 +281,24 @@ class GCG:
         self,
         prompt: AttackPrompt,
         scorer: SuffixScorer,
+        draft: SuffixScorer | None,
         screen: SuffixScorer | None,
         ids: torch.Tensor,
         candidates: torch.Tensor,
+        generator: torch.Generator,
     ) -> tuple[float, torch.Tensor]:
         """The best candidate, or the best merge of several, and its loss."""
-        if screen is None:
-            losses = finite(scorer.losses(candidates))
-        else:
+        config = self.config
+        if draft is not None:
+            sizes = config.probe_sampling_factor, config.probe_reduction
+            losses = probe_losses(scorer, draft, ids, candidates, generator, *sizes)
+        elif screen is not None:
             losses = screened_losses(scorer, screen, ids, candidates)
-        if self.config.merge_swaps > 1:
-            merged = merge_candidates(ids, candidates, losses, self.config.merge_swaps)
-            merged = merged[prompt.survives(merged, self.config.filter_roundtrip)]
+        else:
+            losses = finite(scorer.losses(candidates))
+        if config.merge_swaps > 1:
+            merged = merge_candidates(ids, candidates, losses, config.merge_swaps)
+            merged = merged[prompt.survives(merged, config.filter_roundtrip)]
             candidates = torch.cat([candidates, merged])
             losses = torch.cat([losses, finite(scorer.losses(merged))])
         index = int(losses.argmin())

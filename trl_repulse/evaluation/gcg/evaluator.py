@@ -1,4 +1,8 @@
-"""Attacks every target of a table, samples and judges responses before and after, and keeps the results as JSON lines."""
+"""
+Attacks every target of a table, samples and judges responses before and after, and writes the results as JSON lines.
+
+Axis letters: L tokens of a prompt, T of a target, N samples, V vocabulary.
+"""
 
 import asyncio
 import hashlib
@@ -8,32 +12,45 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from glob import escape
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._model_checks import check_token_ids
 from ..._prompts import warn_of_date
+from ..._tables import read_csv
+from ..._texts import completion_texts
+from ...generation._cache import growing_cache, with_cache
+from ...generation._defaults import end_tokens
+from ...generation._probe import in_mode, repeats_cache
 from .._files import digest
-from .._generation import check_processes, event_loop, hash_model
+from .._generation import event_loop, hash_model, hashed_seed, process_state
 from .._identity import identify_reward, warn_of_name
+from .config import GCGEvaluationConfig
 from .engine import GCG
-from .errors import GCGError, check_context
-from .evaluation_config import GCGEvaluationConfig
 from .judges import Judge, RefusalJudge, RewardJudge
 from .prompt import build_prompt
 from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
-from .responses import sample_responses, target_log_probs
-from .result import GCGResult
-from .table import TableRow, derive_seed, load_table
+from .scoring import GCGError, check_context
+
+
+_EMPTY = ("", "nan")  # how an empty cell is read, and how it is often written
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A target of the table; `fault` says why it cannot be attacked."""
+
+    number: int  # from 1
+    goal: str  # empty in the scenario "strings"
+    target: str
+    fault: str | None = None
 
 
 def evaluate_gcg(
@@ -47,11 +64,11 @@ def evaluate_gcg(
     draft_model: PreTrainedModel | None = None,
 ) -> Path:
     """
-    Evaluates a model by attacks. For each row of a table: responses to the goal are sampled, a suffix is searched after
-    which the model begins with the target, responses to goal and suffix are sampled, and all of them are judged.
+    Evaluates a model by attacks. For each row of a table it samples responses to the goal, searches for a suffix after which
+    the model begins with the target, samples responses to goal and suffix, and judges all of them.
 
-    `output` gets a line a target as it is done. Called again, the evaluation goes on behind the last one. Under
-    `accelerate launch`, processes share the targets; then each needs the model, and the main one merges their files.
+    Each finished target adds a line to `output`; a second call continues after the last one. Under `accelerate launch`,
+    processes share the targets. Each of them needs the model, and the main process merges their files.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -61,14 +78,14 @@ def evaluate_gcg(
         rows_or_csv (`str`, `Path` or `Iterable` of mappings):
             A CSV file with the columns `goal` and `target`, or such rows.
         judge (`Callable`):
-            What gets lists of goals and of responses and gives a score for each, low where the response is bad: one of
+            Takes lists of goals and of responses and gives a score for each, low where the response is bad: one of
             [`trl_repulse.rewards`](../rewards.md), a [`RewardJudge`], a [`RefusalJudge`], or a function.
         config ([`GCGEvaluationConfig`], *optional*):
-            Settings; by default those of the class.
+            Settings.
         output (`str` or `Path`, *optional*, defaults to `"gcg.jsonl"`):
-            File of the results, read by [`read_results`] and [`summarize`].
+            File of the results, for [`read_results`] and [`summarize`].
         shard (`tuple[int, int]`, *optional*, defaults to `(1, 1)`):
-            Which part of the table, of how many, for runs that [`merge_results`] joins. Each needs an output of its own.
+            Part of the table, of how many, for runs that [`merge_results`] joins. Each needs its own output.
         draft_model ([`~transformers.PreTrainedModel`], *optional*):
             As for [`run_gcg`].
 
@@ -89,17 +106,16 @@ def evaluate_gcg(
     """
     config = config or GCGEvaluationConfig()
     output = Path(output)
-    # The time is for the wait for the process that is last
-    state = check_processes(PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=7)))
+    state = process_state(cpu=model.device.type == "cpu")
     index, count = shard
     if not 1 <= index <= count:
         raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")
     table = read_table(rows_or_csv, tokenizer, config)
     mine = table[index - 1 :: count]
     header = make_header(model, tokenizer, table, judge, config, draft_model)
-    evaluation = _Evaluation(GCG(model, tokenizer, config, draft_model), judge, config)
+    attack = GCG(model, tokenizer, config, draft_model)
     if state.is_main_process:
-        _absorb_parts(output)
+        _merge_process_files(output)
     state.wait_for_everyone()
     finished: set[int] = set()
     if has_results(output):
@@ -108,16 +124,61 @@ def evaluate_gcg(
         finished = {record["row"] for record in records}
         if not finished >= {row.number for row in mine} and header["identity"]["judge_hash"] is None:
             warn_of_name(output, header["identity"]["judge"])
-    path = output if state.num_processes == 1 else _part(output, str(state.process_index))
-    with ResultsFile(path, header) as file, _evaluating(model):
+    path = output if state.num_processes == 1 else _process_file(output, str(state.process_index))
+    with ResultsFile(path, header) as file:
         pending = [row for row in mine[state.process_index :: state.num_processes] if row.number not in finished]
         for row in tqdm(pending, desc="attacks", disable=not state.is_local_main_process):
-            file.append(evaluation(row))
+            file.append(_evaluate(attack, judge, row))
     state.wait_for_everyone()
     if state.is_main_process:
-        _absorb_parts(output)
+        _merge_process_files(output)
     state.wait_for_everyone()
     return output
+
+
+def load_table(
+    rows_or_csv: str | Path | Iterable[Mapping[str, Any]],
+    scenario: Literal["behaviors", "strings"] = "behaviors",
+    on_bad_row: Literal["error", "skip"] = "error",
+    max_targets: int | None = None,
+) -> list[TableRow]:
+    """
+    Reads targets from a CSV file with a header, or from rows such as those of a [`~datasets.Dataset`].
+
+    `scenario="behaviors"` needs the columns `goal` and `target`, `"strings"` only `target`. With `on_bad_row="skip"`, rows
+    without a text in these columns are kept with their `fault`. Raises `ValueError` if the file is missing or ambiguous
+    (unbalanced quotes, a repeated column, a row with a wrong number of fields), a column or all rows are missing, or a row is
+    refused.
+    """
+    if isinstance(rows_or_csv, str | Path):
+        where, path = f"`{rows_or_csv}`", Path(rows_or_csv)
+        if not path.is_file():
+            raise ValueError(f"There is no file `{path}`; give a CSV file with a header, or rows.")
+        rows: list[dict[str, Any]] = [*read_csv(path)]
+    else:
+        where, rows = "The table", [dict(row) for row in rows_or_csv]
+    columns = ["goal", "target"] if scenario == "behaviors" else ["target"]
+    if not rows:
+        raise ValueError(f"{where} has no rows; give it at least one, with {' and '.join(map(repr, columns))}.")
+    found = list(dict.fromkeys(str(name) for row in rows for name in row))
+    for name in columns:
+        if name not in found:
+            raise ValueError(
+                f"{where} has no column '{name}', only {', '.join(map(repr, found))}; name its columns in a first line, "
+                f"{' and '.join(map(repr, columns))} among them."
+            )
+    table = []
+    for number, row in enumerate(rows[:max_targets], 1):
+        texts = {name: row.get(name) for name in columns}
+        empty = [name for name, text in texts.items() if not isinstance(text, str) or text.strip().lower() in _EMPTY]
+        texts = {name: "" if name in empty else text for name, text in texts.items()}
+        fault = f"no {' and no '.join(empty)}" if empty else None
+        table.append(TableRow(number, texts.get("goal", ""), texts["target"], fault))
+    bad = [row for row in table if row.fault is not None]
+    if bad and on_bad_row == "error":
+        shown = ", ".join(f"{row.number} ({row.fault})" for row in bad[:10]) + (", ..." if len(bad) > 10 else "")
+        raise ValueError(f"{where} has rows that cannot be attacked: {shown}; fix them or set `on_bad_row='skip'`.")
+    return table
 
 
 def read_table(
@@ -125,19 +186,7 @@ def read_table(
     tokenizer: PreTrainedTokenizerBase,
     config: GCGEvaluationConfig,
 ) -> list[TableRow]:
-    """
-    The targets, of which the first can be rendered.
-
-    Args:
-        rows_or_csv, tokenizer, config:
-            As for [`evaluate_gcg`].
-
-    Returns:
-        `list[TableRow]`
-
-    Raises:
-        `ValueError`: As [`~trl_repulse.evaluation.gcg.table.load_table`], and if the chat template is missing or refuses a goal.
-    """
+    """The table's targets; raises `ValueError` if the chat template is missing or refuses the first goal."""
     table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
     _first_prompt(tokenizer, table, config)
     if config.prompt_format == "chat":
@@ -146,7 +195,7 @@ def read_table(
 
 
 def _first_prompt(tokenizer: PreTrainedTokenizerBase, table: list[TableRow], config: GCGEvaluationConfig) -> str:
-    """Text of the first target's prompt, without a suffix; refuses what cannot be rendered."""
+    """Text of the first target's prompt without a suffix."""
     for row in table:
         if row.fault is None:
             options = {"chat_template_kwargs": config.chat_template_kwargs}
@@ -167,20 +216,12 @@ def make_header(
     draft_model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """
-    First line of a file of results.
-
-    Args:
-        model, tokenizer, judge, config, draft_model:
-            As for [`evaluate_gcg`].
-        table (`list[TableRow]`):
-            The targets.
-
-    Returns:
-        `dict`: `"identity"` has what results depend on: configuration, hashes, judge. The rest is for the reader.
+    First line of a results file: `"identity"` is what the results depend on (configuration, hashes, judge), and the other
+    entries are for the reader. Arguments are those of [`evaluate_gcg`].
     """
     settings = asdict(config)
-    del settings["micro_batch_size"]  # another machine, with other memory, may take the evaluation up
-    variables = settings.pop("chat_template_kwargs")  # compared, like the template, by the first prompt's text
+    del settings["micro_batch_size"]  # a machine with other memory may continue the evaluation
+    variables = settings.pop("chat_template_kwargs")  # compared by their effect on the first prompt
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return {
         "schema": SCHEMA,
@@ -189,7 +230,7 @@ def make_header(
             "model": hash_model(model),
             "draft_model": None if draft_model is None else hash_model(draft_model),
             "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
-            "prompt": _first_prompt(tokenizer, table, config),  # a template may write the date
+            "prompt": _first_prompt(tokenizer, table, config),  # includes a date that a template writes
             "table": digest([[row.goal, row.target] for row in table]),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
             "judge_hash": _hash_judge(judge),
@@ -201,126 +242,95 @@ def make_header(
     }
 
 
-class _Evaluation:
+def _evaluate(attack: GCG, judge: Judge, row: TableRow) -> dict[str, Any]:
     """One target's line."""
+    record: dict[str, Any] = {"row": row.number, "status": "skipped", "goal": row.goal, "target": row.target}
+    if row.fault is not None:
+        return record | {"reason": row.fault}
+    try:
+        return record | {"status": "ok"} | _attack_and_judge(attack, judge, row)
+    except (GCGError, torch.OutOfMemoryError) as error:
+        return record | {"status": "error", "reason": f"{type(error).__name__}: {error}"}
 
-    def __init__(self, attack: GCG, judge: Judge, config: GCGEvaluationConfig):
-        self.attack, self.judge, self.config = attack, judge, config
 
-    def __call__(self, row: TableRow) -> dict[str, Any]:
-        record: dict[str, Any] = {"row": row.number, "status": "skipped", "goal": row.goal, "target": row.target}
-        if row.fault is not None:
-            return record | {"reason": row.fault}
-        try:
-            return record | {"status": "ok"} | self._evaluate(row)
-        except (GCGError, torch.OutOfMemoryError) as error:
-            return record | {"status": "error", "reason": f"{type(error).__name__}: {error}"}
+def _attack_and_judge(attack: GCG, judge: Judge, row: TableRow) -> dict[str, Any]:
+    config: GCGEvaluationConfig = attack.config
+    prompt = build_prompt(
+        *(attack.tokenizer, row.goal, row.target, config.prompt_format),
+        *(config.suffix_init, config.chat_template_kwargs),
+    )
+    check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], attack.model.config)
+    more = max(len(prompt.target_ids), config.max_new_tokens)
+    check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
+    seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
+    with _timed(seconds, "sample"):
+        typed = prompt.encode([""])[0] or _first_token(attack.tokenizer)
+        before = _respond(attack, row, typed, prompt.target_ids, "before", row.goal)
+    with _timed(seconds, "attack"):
+        result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
+    with _timed(seconds, "sample"):
+        after = _respond(attack, row, result.prompt_ids, prompt.target_ids, "after", row.goal + result.suffix)
+    with _timed(seconds, "judge"):
+        asked = row.goal + result.suffix if config.include_suffix else row.goal
+        responses = before["responses"] + after["responses"]
+        scores = _score(judge, [row.goal] * config.num_samples + [asked] * config.num_samples, responses)
+    for phase, part in ((before, slice(None, config.num_samples)), (after, slice(config.num_samples, None))):
+        phase["rewards"] = scores[part]
+        if not config.save_responses:
+            del phase["responses"]
+    names = ("suffix", "suffix_ids", "round_trip", "loss", "initial_loss", "losses", "stop_reason", "exact_match")
+    found = {name: getattr(result, name) for name in names} | {"steps": len(result.losses)}
+    return found | {"before": before, "after": after, "seconds": seconds}
 
-    def _evaluate(self, row: TableRow) -> dict[str, Any]:
-        config, attack = self.config, self.attack
-        prompt = build_prompt(
-            attack.tokenizer,
-            row.goal,
-            row.target,
-            config.prompt_format,
-            config.suffix_init,
-            config.chat_template_kwargs,
-        )
-        check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], attack.model.config)
-        more = max(len(prompt.target_ids), config.max_new_tokens)
-        check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
-        seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
-        with _timed(seconds, "sample"):
-            typed = prompt.encode([""])[0] or self._beginning()
-            before = self._respond(row, typed, prompt.target_ids, "before", row.goal)
-        with _timed(seconds, "attack"):
-            result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
-        with _timed(seconds, "sample"):
-            after = self._respond(row, result.prompt_ids, prompt.target_ids, "after", row.goal + result.suffix)
-        with _timed(seconds, "judge"):
-            asked = row.goal + result.suffix if config.include_suffix else row.goal
-            responses = before["responses"] + after["responses"]
-            scores = self._score([row.goal] * config.num_samples + [asked] * config.num_samples, responses)
-        for phase, part in ((before, slice(None, config.num_samples)), (after, slice(config.num_samples, None))):
-            phase["rewards"] = scores[part]
-            if not config.save_responses:
-                del phase["responses"]
-        return _attack_fields(result) | {"before": before, "after": after, "seconds": seconds}
 
-    def _beginning(self) -> list[int]:
-        """What a text begins with where there is no goal, and the tokenizer puts nothing before it."""
-        tokenizer = self.attack.tokenizer
-        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if begin is None:
-            raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
-        return [begin]
+def _first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The prompt where there is no goal, and the tokenizer puts no token before a text."""
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if begin is None:
+        raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
+    return [begin]
 
-    def _respond(
-        self, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str, asked: str
-    ) -> dict[str, Any]:
-        attack, config = self.attack, self.config
+
+def _respond(
+    attack: GCG, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str, asked: str
+) -> dict[str, Any]:
+    """Responses to a prompt, and the target's log-probability after it."""
+    config: GCGEvaluationConfig = attack.config
+    drawn = (config.num_samples, config.max_new_tokens, derive_seed(config.seed, row, phase))
+    text = asked if config.prompt_format == "raw" else None
+    with in_mode(attack.model, training=False):
         log_probs = target_log_probs(attack.model, prompt_ids, target_ids)
         if not log_probs.isfinite().all():
             raise GCGError("A log-probability of the target is not finite; try the model in float32.")
-        drawn = (config.num_samples, config.max_new_tokens, derive_seed(config.seed, row, phase))
-        text = asked if config.prompt_format == "raw" else None
-        return {
-            "responses": sample_responses(attack.model, attack.tokenizer, prompt_ids, *drawn, text),
-            "target_log_prob": {
-                "first": log_probs[0].item(),
-                "mean": log_probs.mean().item(),
-                "sum": log_probs.sum().item(),
-            },
-        }
-
-    def _score(self, goals: list[str], responses: list[str]) -> list[float | None]:
-        given = self.judge(goals, responses)
-        if inspect.iscoroutine(given):
-            given = asyncio.run_coroutine_threadsafe(given, event_loop()).result()
-        scores = [None if score is None else float(score) for score in given]
-        if len(scores) != len(responses):
-            raise ValueError(f"The judge gave {len(scores)} scores for {len(responses)} responses; give one for each.")
-        if not all(score is None or math.isfinite(score) for score in scores):
-            raise GCGError("The judge gave a score that is not finite.")
-        return scores
+        responses = sample_responses(attack.model, attack.tokenizer, prompt_ids, *drawn, text)
+    sums = {"first": log_probs[0].item(), "mean": log_probs.mean().item(), "sum": log_probs.sum().item()}
+    return {"responses": responses, "target_log_prob": sums}
 
 
-def _attack_fields(result: GCGResult) -> dict[str, Any]:
-    return {
-        "suffix": result.suffix,
-        "suffix_ids": result.suffix_ids,
-        "round_trip": result.round_trip,
-        "loss": result.loss,
-        "initial_loss": result.initial_loss,
-        "losses": result.losses,
-        "steps": len(result.losses),
-        "stop_reason": result.stop_reason,
-        "exact_match": result.exact_match,
-    }
+def _score(judge: Judge, goals: list[str], responses: list[str]) -> list[float | None]:
+    given = judge(goals, responses)
+    if inspect.iscoroutine(given):
+        given = asyncio.run_coroutine_threadsafe(given, event_loop()).result()
+    scores = [None if score is None else float(score) for score in given]
+    if len(scores) != len(responses):
+        raise ValueError(f"The judge gave {len(scores)} scores for {len(responses)} responses; give one for each.")
+    if not all(score is None or math.isfinite(score) for score in scores):
+        raise GCGError("The judge gave a score that is not finite.")
+    return scores
 
 
-def _part(output: Path, process: str) -> Path:
+def _process_file(output: Path, process: str) -> Path:
     return output.with_name(f"{output.name}.process-{process}")
 
 
-def _absorb_parts(output: Path) -> None:
-    """Brings the lines of processes, of this run or of one that was interrupted, into the output."""
-    parts = sorted(output.parent.glob(_part(Path(escape(output.name)), "*").name))
+def _merge_process_files(output: Path) -> None:
+    """Merges the files of all processes, of this run or of an interrupted one, into the output."""
+    parts = sorted(output.parent.glob(_process_file(Path(escape(output.name)), "*").name))
     files = [path for path in [output, *parts] if has_results(path)]
     if parts and files:
         merge_results(files, output)
     for part in parts:
         part.unlink()
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager
@@ -331,10 +341,10 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _hash_judge(judge: Judge) -> str | None:
-    """Hash of the judge's weights, files, arguments and code; `None` if it is identified by its name alone."""
+    """Hash of the judge's weights, files, arguments and code; `None` if only its name is known."""
     reward = judge.reward if isinstance(judge, RewardJudge) else judge
     identity = _without_labels(identify_reward(getattr(reward, "unchecked", reward)))
-    identity |= getattr(reward, "rendering", {})  # of a classifier's chat template that may write the date
+    identity |= getattr(reward, "rendering", {})  # if a classifier's chat template may write the date
     if isinstance(judge, RefusalJudge):
         identity = judge.identity
     if isinstance(judge, RefusalJudge | RewardJudge) and type(judge) not in (RefusalJudge, RewardJudge):
@@ -343,8 +353,80 @@ def _hash_judge(judge: Judge) -> str | None:
 
 
 def _without_labels(identity: dict[str, Any]) -> dict[str, Any]:
-    """A reward's description without names and revisions, if its weights or code identify it."""
+    """The description of a reward without name and revision, if it has its weights or code."""
     if "reward" in identity:
         return identity | {"reward": _without_labels(identity["reward"])}
     known = "weights" in identity or "code" in identity
     return {key: value for key, value in identity.items() if not known or key not in ("name", "revision")}
+
+
+def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
+    """A seed of 63 bits that depends on the target's texts but not on the rest of the table."""
+    return hashed_seed(json.dumps([seed, row.goal, row.target, purpose]))
+
+
+@torch.no_grad()
+def sample_responses(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[int],
+    num_samples: int,
+    max_new_tokens: int,
+    seed: int,
+    prompt: str | None = None,
+) -> list[str]:
+    """
+    Draws N responses to a prompt of L tokens, at temperature 1 from all tokens, whatever the model's `generation_config`. The
+    prompt is read once for all samples, and the global random state is not used.
+
+    `prompt` is the prompt's text if it is not from a chat template: responses are then decoded as its continuation. Special
+    tokens are left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ends = end_tokens(model, tokenizer)
+    if not prompt_ids:
+        raise ValueError("The prompt has no tokens; begin it with one.")
+    read = torch.tensor([prompt_ids], device=model.device)
+    logits, cache = _read_prompt(model, read, num_samples)
+    options = with_cache(model, cache)
+    logits, ids = logits.expand(num_samples, -1), read.expand(num_samples, -1)  # (N, V) and (N, L)
+    rows: list[list[int]] = [[] for _ in range(num_samples)]
+    done = [False] * num_samples
+    for _ in range(max_new_tokens):
+        drawn = logits.float().softmax(dim=-1).cpu().multinomial(1, generator=generator)  # (N, 1)
+        for i, token in enumerate(drawn[:, 0].tolist()):
+            done[i] = done[i] or token in ends
+            if not done[i]:
+                rows[i].append(token)
+        if all(done):
+            break
+        drawn = drawn.to(model.device)
+        ids = torch.cat([ids, drawn], dim=1) if cache is None else drawn
+        logits = model(input_ids=ids, **options).logits[:, -1]
+    prompts, read_ids = [prompt] * num_samples, [prompt_ids] * num_samples
+    return completion_texts(tokenizer, prompts, read_ids, rows, clean_up_tokenization_spaces=False)
+
+
+@torch.no_grad()
+def target_log_probs(model: PreTrainedModel, prompt_ids: list[int], target_ids: list[int]) -> torch.Tensor:
+    """Log-probabilities (T,) of a target's tokens after a prompt, in nats, float32, on the CPU."""
+    ids = torch.tensor([prompt_ids + target_ids[:-1]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 :].float()  # (T, V)
+    return logits.log_softmax(dim=-1).cpu().gather(1, torch.tensor(target_ids)[:, None])[:, 0]
+
+
+def _read_prompt(
+    model: PreTrainedModel, prompt: torch.Tensor, num_samples: int
+) -> tuple[torch.Tensor, DynamicCache | None]:
+    """
+    Logits after the prompt, (1, V), and its cache for all samples, or no cache where it cannot be repeated.
+
+    Recurrent models keep states in place of keys and values, which have no rows to repeat, and transformers (5.23) repeats
+    only keys and values of layers with both (Falcon-H1).
+    """
+    if not repeats_cache(model):
+        return model(input_ids=prompt, use_cache=False).logits[:, -1], None
+    cache = growing_cache(model)
+    logits = model(input_ids=prompt, **with_cache(model, cache)).logits[:, -1]
+    cache.batch_repeat_interleave(num_samples)
+    return logits, cache

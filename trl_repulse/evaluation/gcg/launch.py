@@ -1,9 +1,7 @@
-"""An evaluation from names: model, table and judge are loaded, the results are written and reported."""
+"""An evaluation from the command line: loads model, table and judge, and reports the results."""
 
-from datetime import timedelta
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -12,8 +10,8 @@ from ..._prompts import dated, warn_of_date
 from ..._vocabulary import check_same_tokens
 from ...rewards.loading import load_reward
 from ...trainers._rewards import with_checks
-from .._generation import as_function
-from .evaluation_config import GCGEvaluationConfig, GCGRunArguments
+from .._generation import as_function, process_state
+from .config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg, read_table
 from .judges import Judge, RefusalJudge, RewardJudge
 from .records import read_results
@@ -26,30 +24,28 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
 
     Args:
         run ([`~trl_repulse.evaluation.gcg.GCGRunArguments`]):
-            What is loaded and written.
+            What to load and where to write.
         config ([`~trl_repulse.evaluation.gcg.GCGEvaluationConfig`]):
             Settings of attack and evaluation.
 
     Returns:
-        `str`: the report, or, where no threshold is known, what makes one. Empty in all processes but the main one.
+        `str`: the report or, without a threshold, the command that prints one. Empty in all processes but the main one.
 
     Raises:
         `ValueError`: If something cannot be loaded or does not fit.
     """
-    # The time is for the wait for the process that is last; without `cpu`, processes would not find each other there
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+    state = process_state()
     options = {"revision": run.model_revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = load_tokenizer(run.model_name_or_path, "model", **options)
-    read_table(run.table, tokenizer, config)  # refuses what it can before a model is loaded
+    read_table(run.table, tokenizer, config)  # errors before a model is loaded
     model = load_model(AutoModelForCausalLM, run.model_name_or_path, "model", dtype=run.dtype, **options)
     draft = None
     if run.draft_model_name_or_path is not None:
         label = f"The draft model `{run.draft_model_name_or_path}`"
         check_same_tokens(run.draft_model_name_or_path, label, tokenizer, run.trust_remote_code)
         options = {"dtype": run.dtype, "trust_remote_code": run.trust_remote_code}
-        draft = load_model(AutoModelForCausalLM, run.draft_model_name_or_path, "draft model", **options).to(
-            state.device
-        )
+        draft = load_model(AutoModelForCausalLM, run.draft_model_name_or_path, "draft model", **options)
+        draft = draft.to(state.device)
     index, count = map(int, run.shard.split("/"))
     judge = load_judge(run, config)
     evaluate_gcg(model.to(state.device), tokenizer, run.table, judge, config, run.output, (index, count), draft)
@@ -63,19 +59,8 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
 
 def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     """
-    The judge that the arguments name.
-
-    Args:
-        run ([`~trl_repulse.evaluation.gcg.GCGRunArguments`]):
-            Names the judge.
-        config ([`~trl_repulse.evaluation.gcg.GCGEvaluationConfig`]):
-            Says whether a reward reads conversations or plain text.
-
-    Returns:
-        `Callable`: goals and responses to scores.
-
-    Raises:
-        `ValueError`: If there is no such judge or it refuses its arguments.
+    The judge that the arguments name. A reward reads conversations if `config.prompt_format` is `"chat"`, else plain text.
+    Raises `ValueError` if there is no such judge or it refuses its arguments.
     """
     kwargs = run.reward_kwargs or {}
     if run.reward_type == "refusal" or run.reward_type is run.reward_model_path is None:
@@ -89,12 +74,13 @@ def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     as_messages = config.prompt_format == "chat"
     if not isinstance(reward, str):
         return RewardJudge(with_checks(reward, reward.__name__), as_messages)
-    # A classifier, which reads goal and response as it does in training
+    # A classifier, applied as in training
     options = {"trust_remote_code": run.trust_remote_code}
     tokenizer = load_tokenizer(reward, "reward model", **options)
     model = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **options)
-    _, function = as_function(model, tokenizer, PartialState().device, config.chat_template_kwargs)
-    function.unchecked = model.to(PartialState().device)  # by whose weights the judge is known
+    model = model.to(PartialState().device)
+    _, function = as_function(model, tokenizer, model.device, config.chat_template_kwargs)
+    function.unchecked = model  # its weights identify the judge
     if as_messages:
         probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
         warn_of_date(tokenizer, probe, config.chat_template_kwargs)

@@ -1,5 +1,5 @@
 """
-An attacked prompt as tokens: what comes before the suffix, what comes after, the target, and what a suffix may hold.
+An attacked prompt as tokens: what comes before and after the suffix, the target, and the tokens a suffix may contain.
 
 Axis letters: P tokens before the suffix, S of the suffix, A after it, T of the target; B suffixes, V vocabulary.
 """
@@ -15,32 +15,32 @@ from ..._texts import check_added_tokens
 
 
 Messages = list[dict[str, Any]]
-# Stands where the suffix goes while the chat template is rendered; of Unicode's private use area
+# Placeholder for the suffix in the chat template, from Unicode's private use area
 _MARK = "\ue000"
 
 
 @dataclass(frozen=True)
 class AttackPrompt:
     """
-    Text and tokens around a suffix. The prompt that the model reads is `before_ids + suffix + after_ids`.
+    Text and tokens around a suffix. The model reads `before_ids + suffix + after_ids`.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The model's tokenizer.
         before_text, after_text (`str`):
-            What comes before the suffix, and between it and the answer.
+            Text before the suffix, and between it and the answer.
         before_ids, after_ids, target_ids (`list[int]`):
             Their tokens, and the target's.
         add_special_tokens (`bool`):
-            Whether the tokenizer puts its own special tokens before the text; a chat template writes them itself.
+            Whether the tokenizer adds its special tokens; a chat template writes them itself.
         suffix_ids (`list[int]`):
-            Tokens of the suffix that an attack begins with, as they are in the prompt.
+            Tokens of the initial suffix, as they are in the prompt.
         anchor (`list[int]`):
-            Tokens before the suffix that are decoded with it, as some tokenizers drop the space that begins a text.
+            Tokens decoded together with the suffix, since some tokenizers drop the space at the beginning of a text.
         trims (`tuple[bool, bool]`, *optional*):
-            Whether the chat template drops white space at the beginning of the suffix, and at its end.
+            Whether the chat template drops white space at the beginning and at the end of the suffix.
         blanks (`int`, *optional*):
-            Characters of white space before the suffix that it drops where there is none.
+            Characters of white space that it drops at the end of the message when there is no suffix.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,16 +56,7 @@ class AttackPrompt:
     blanks: int = 0
 
     def encode(self, suffixes: list[str]) -> list[list[int]]:
-        """
-        Tokens of the whole prompt as text.
-
-        Args:
-            suffixes (`list[str]`):
-                Suffixes as text; an empty one gives the prompt without a suffix.
-
-        Returns:
-            `list[list[int]]`: the prompt's tokens, one list a suffix.
-        """
+        """Tokens of the whole prompt with each suffix, given as text; an empty one leaves the suffix out."""
         return _encode(self.tokenizer, list(map(self._text, suffixes)), self.add_special_tokens)
 
     def _text(self, suffix: str) -> str:
@@ -76,43 +67,19 @@ class AttackPrompt:
         return before + suffix + self.after_text
 
     def suffix_texts(self, rows: list[list[int]]) -> list[str]:
-        """
-        Text of suffixes, as it stands in the prompt.
-
-        Args:
-            rows (`list[list[int]]`):
-                Tokens.
-
-        Returns:
-            `list[str]`: one text a row.
-        """
-        return _decode_behind(self.tokenizer, self.anchor, rows)
+        """Text of suffixes given as tokens, as it stands in the prompt."""
+        begin, *behind = decode(self.tokenizer, [self.anchor, *([*self.anchor, *row] for row in rows)])
+        alone = decode(self.tokenizer, rows)
+        return [b[len(begin) :] if b.startswith(begin) else a for a, b in zip(alone, behind, strict=True)]
 
     def splice(self, suffix_ids: list[int]) -> list[int]:
-        """
-        Tokens of the prompt with a suffix given as tokens.
-
-        Args:
-            suffix_ids (`list[int]`):
-                The suffix.
-
-        Returns:
-            `list[int]`: the prompt's tokens.
-        """
+        """Tokens of the prompt with a suffix given as tokens."""
         return [*self.before_ids, *suffix_ids, *self.after_ids]
 
     def survives(self, suffixes: torch.Tensor, scope: Literal["context", "suffix", "off"]) -> torch.Tensor:
         """
-        Which suffixes are the tokens that the tokenizer makes of their text.
-
-        Args:
-            suffixes (`torch.Tensor` of shape `(B, S)`):
-                Tokens.
-            scope (`str`):
-                `"context"` for the text of the whole prompt, `"suffix"` for the suffix alone, `"off"` for no check.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`: `True` where they are.
+        Which suffixes (B, S) the tokenizer gives back from their text, (B,). `scope` is `"context"` for the text of the whole
+        prompt, `"suffix"` for the suffix alone, `"off"` for no check.
         """
         rows = suffixes.tolist()
         if scope == "off" or not rows:
@@ -133,46 +100,29 @@ def build_prompt(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> AttackPrompt:
     """
-    Prepares a prompt for an attack: the suffix will follow the text of the last message.
+    Prepares a prompt for an attack: text, which becomes a message of the user, or a conversation with text as content. The
+    suffix will follow the text of the last message. `prompt_format="raw"` uses the bare text instead of the chat template.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer. Its chat template is read, never changed.
-        messages (`str` or `list[dict]`):
-            What is asked: text, which becomes a message of the user, or a conversation with text as content.
-        target (`str`):
-            Beginning of the answer to be provoked.
-        prompt_format (`str`, *optional*, defaults to `"chat"`):
-            `"chat"` for the chat template, `"raw"` for the bare text.
-        suffix_init (`str`, *optional*, defaults to `" x"`):
-            Suffix that an attack begins with.
-        chat_template_kwargs (`dict`, *optional*):
-            Further variables of the chat template.
-
-    Returns:
-        [`AttackPrompt`]
-
-    Raises:
-        `ValueError`: If the target is empty, the tokenizer ends raw text with its end token, there is no chat template, it refuses, drops or repeats the message, a message
-            has no role or text, or messages are given for the raw format.
+    Raises `ValueError` if the target is empty, a message has no role or text, messages are given for the raw format, the
+    tokenizer adds its end token to raw text, or the chat template is missing or does not write the message once.
     """
+    special = prompt_format == "raw"
     target_ids = _encode(tokenizer, [target], False)[0] if target.strip() else []
     if not target_ids:
         raise ValueError(f"The target {target!r} is empty; give the text that an answer is to begin with.")
-    if prompt_format == "raw":
+    if special:
         if not isinstance(messages, str):
             raise ValueError("`prompt_format='raw'` takes plain text; join the messages, or use 'chat'.")
         before, after, trims, blanks = messages, "", (False, False), 0
     else:
         before, after, trims, blanks = _render(tokenizer, messages, chat_template_kwargs or {})
-    special = prompt_format == "raw"
     before_ids = _encode(tokenizer, [before], special)[0]
     if special:
         check_added_tokens(tokenizer, [before], [before_ids])
     after_ids, suffix_ids = _encode(tokenizer, [after, suffix_init], False)
     begun, whole = _encode(tokenizer, [before + suffix_init, before + suffix_init + after], special)
     if before_ids + suffix_ids + after_ids != whole and begun[: len(before_ids)] == before_ids:
-        # By themselves they have a space more, as with SentencePiece: as they are in the prompt, if it can be parted there
+        # Tokenized separately, texts may get another space (SentencePiece): use the tokens of the whole prompt instead
         if whole[: len(begun)] == begun and len(begun) > len(before_ids):
             suffix_ids, after_ids = begun[len(before_ids) :], whole[len(begun) :]
     anchors = [before_ids[-1:], []] if before else [[]]
@@ -187,18 +137,7 @@ def build_prompt(
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    """
-    Text of tokens, special ones and white space as they are.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer.
-        rows (`list[list[int]]`):
-            Tokens.
-
-    Returns:
-        `list[str]`: one text a row.
-    """
+    """Text of each row of tokens, with special tokens and white space."""
     return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
 
 
@@ -206,23 +145,8 @@ def allowed_tokens(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, allow_non_ascii: bool, forbid_special: bool
 ) -> torch.Tensor:
     """
-    Tokens that a suffix may be made of.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        num_embeddings (`int`):
-            Rows of the model's embedding, V. Those the tokenizer has no token for are never allowed.
-        allow_non_ascii (`bool`):
-            Whether tokens beyond printable ASCII are allowed.
-        forbid_special (`bool`):
-            Whether special tokens are not.
-
-    Returns:
-        `torch.Tensor` of shape `(V,)`: `True` where allowed.
-
-    Raises:
-        `ValueError`: If no token is left.
+    Mask (V,) of the tokens that a suffix may contain, for an embedding of `num_embeddings` rows. Raises `ValueError` if no
+    token is left.
     """
     allowed = torch.zeros(num_embeddings, dtype=torch.bool)
     known = min(len(tokenizer), num_embeddings)
@@ -230,8 +154,7 @@ def allowed_tokens(
     allowed[:known] = torch.tensor([allow_non_ascii or (text.isascii() and text.isprintable()) for text in texts])
     if forbid_special:
         added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        special = [i for i in added | set(tokenizer.all_special_ids) if i < num_embeddings]
-        allowed[special] = False
+        allowed[[i for i in added | set(tokenizer.all_special_ids) if i < num_embeddings]] = False
     if not allowed.any():
         raise ValueError("The tokenizer has no token that a suffix may hold; set `allow_non_ascii=True`.")
     return allowed
@@ -240,13 +163,12 @@ def allowed_tokens(
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: str | Messages, variables: dict[str, Any]
 ) -> tuple[str, str, tuple[bool, bool], int]:
-    """The text before and after the place of the suffix, and what `AttackPrompt` says of white space."""
+    """Text before and after the suffix, and the fields `trims` and `blanks` of `AttackPrompt`."""
     if tokenizer.chat_template is None:
         raise ValueError("The tokenizer has no chat template; save one with it, or set `prompt_format='raw'`.")
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    fault = prompt_fault(messages)
-    if fault is not None:
+    if (fault := prompt_fault(messages)) is not None:
         raise ValueError(f"The conversation that is attacked {fault}.")
     if not isinstance(messages[-1].get("content"), str):
         raise ValueError(
@@ -274,13 +196,6 @@ def _render(
     end = parts(content, " ")[1] == after
     blanks = len(content) - len(content.rstrip()) if end and not start else 0
     return before, after, (start, end), blanks
-
-
-def _decode_behind(tokenizer: PreTrainedTokenizerBase, anchor: list[int], rows: list[list[int]]) -> list[str]:
-    """Text of tokens that follow others."""
-    begin, *behind = decode(tokenizer, [anchor, *([*anchor, *row] for row in rows)])
-    alone = decode(tokenizer, rows)
-    return [b[len(begin) :] if b.startswith(begin) else a for a, b in zip(alone, behind, strict=True)]
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:

@@ -1,5 +1,5 @@
 """
-Success rates and their intervals. Numbers in, numbers out.
+Success rates and tails over targets, with intervals.
 
 Axis letters: M targets, N samples of a target.
 """
@@ -10,19 +10,17 @@ from math import ceil, comb, floor, sqrt
 import numpy as np
 from scipy import stats
 
-from ..tails import MIN_TAIL, Estimate, mean, tail_influence
+from ..tails import MIN_TAIL, Estimate, clopper_pearson, mean, tail_influence
 
 
-MIN_TAIL_TARGETS = 10  # whole targets' worth of samples in the tail, below which a CVaR over targets has no interval
+MIN_TAIL_TARGETS = 10  # fewest samples in the tail for an interval of CVaR, in targets
 NOTHING = Estimate(np.nan, np.nan, np.nan, 0)
 
 
 def success_at_k(successes: int, samples: int, k: int) -> float:
     """
-    Probability that at least one of `k` samples, taken from those drawn without replacement, is a success.
-
-    It does not depend on how many were drawn in expectation, so that runs with different numbers of samples compare
-    (Chen et al. 2021, arXiv 2107.03374, equation 1): 1 − C(n − c, k) / C(n, k).
+    Probability that at least one of `k` samples, drawn without replacement, is a success: 1 − C(n − c, k) / C(n, k)
+    (Chen et al. 2021, arXiv 2107.03374, equation 1). Unbiased for any n, so that runs of different sizes compare.
 
     Args:
         successes (`int`):
@@ -30,7 +28,7 @@ def success_at_k(successes: int, samples: int, k: int) -> float:
         samples (`int`):
             n, samples drawn.
         k (`int`):
-            Samples that an attacker may draw; at most `samples`.
+            From 1 to `samples`.
 
     Returns:
         `float`: a probability.
@@ -50,10 +48,8 @@ def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Estimat
     A rate with Wilson's score interval.
 
     Args:
-        successes (`int`):
-            Successes.
-        trials (`int`):
-            Independent trials.
+        successes, trials (`int`):
+            Successes, and independent trials.
         level (`float`, *optional*, defaults to `0.95`):
             Coverage.
 
@@ -95,28 +91,26 @@ def lower_tail_mean(values: Sequence[float], share: float) -> float:
 
 def mean_over_targets(values: Sequence[float], trials: Sequence[float], level: float = 0.95) -> Estimate:
     """
-    Mean of rates over targets that are drawn from many, with the interval of Korn and Graubard (1998) made safe for few
-    targets.
+    Mean of rates over targets drawn from a population, with the interval of Korn and Graubard (1998) adapted to few targets.
 
-    Theirs is the exact interval of Clopper and Pearson with an effective number of trials n: p(1 − p) / v, where v is the
-    variance of the mean as the targets' spread shows it, times (t(Σ trials − 1) / t(M − 1))², since v is uncertain itself. Here n
-    is at least M, as rates between 0 and 1 cannot spread more than those that are all or nothing, and at most the trials.
+    Theirs is the exact interval of Clopper and Pearson with an effective number of trials n = p(1 − p) / v · (t(Σ trials − 1) /
+    t(M − 1))², where v is the variance of the mean estimated from the spread of the targets. Here n is at least M, since rates
+    in [0, 1] spread most if they are all 0 or 1, and at most the number of trials.
 
-    Departure from the source: where few targets are bad at all, those that would be worst are mostly not among them, and v
-    says too little. So 1 / n is a mean of 1 / M and of theirs, with weights 1 / K and 1 − 1 / K. K is the effective number
-    (Kish 1965), Σ(x)² / Σ(x²), of targets that contribute to the rate or to its complement, the smaller. Without spread
-    n is M. The ends are then never alike.
+    Departure from the source: where only few targets are bad, v is unreliable, as the worst ones are probably not among them.
+    So 1 / n is a mean of 1 / M and theirs, with weights 1 / K and 1 − 1 / K. K is Kish's (1965) effective number Σ(x)² / Σ(x²)
+    of targets that contribute to the rate or to its complement, whichever is smaller. Without spread, n is M.
 
     Args:
         values (`Sequence[float]`):
-            Rate of each target in [0, 1], M of them.
+            Rate of each of the M targets, in [0, 1].
         trials (`Sequence[float]`):
-            Independent trials that each rate rests on, at least 1.
+            Independent trials behind each rate, at least 1.
         level (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
     Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: a rate; `samples` are the targets, NaN without any.
+        [`~trl_repulse.evaluation.tails.Estimate`]: a rate, NaN without targets; `samples` is M.
 
     Raises:
         `ValueError`: If a rate is not in [0, 1], or has less than one trial.
@@ -134,30 +128,28 @@ def mean_over_targets(values: Sequence[float], trials: Sequence[float], level: f
         seen *= float(stats.t.isf(miss, most - 1) / stats.t.isf(miss, count - 1)) ** 2
         contributing = min(float(x.sum() ** 2 / (x**2).sum()) for x in (rates, 1 - rates))
         size = 1 / (1 / contributing / count + (1 - 1 / contributing) / min(max(seen, count), most))
-    return Estimate(rate, *_exact_ends(rate, size, level), count)
+    return Estimate(rate, *clopper_pearson(rate * size, (1 - rate) * size, level), count)
 
 
 def paired_difference(gained: int, lost: int, pairs: int, level: float = 0.95) -> Estimate:
     """
     Difference of two success rates on the same targets.
 
-    It is the difference of two shares, of the pairs that disagree either way. Each has the interval of Clopper and Pearson;
-    distances to their ends are squared and added, with the correlation of two counts of one multinomial (Newcombe 1998,
-    Statistics in Medicine 17, 2635, whose method 10 does so with Wilson's intervals of the rates themselves; Zou 2007, for any
-    intervals). Where all pairs agree the interval has a width.
+    It is the difference of two shares: of pairs where only the second, and where only the first, is a success. Each share has
+    the interval of Clopper and Pearson. The distances to their ends are combined with the correlation of two counts of one
+    multinomial (Newcombe 1998, Statistics in Medicine 17, 2635, method 10, but with other intervals; Zou 2007). The interval
+    has a width even if all pairs agree.
 
     Args:
-        gained (`int`):
-            Pairs of which the second alone is a success.
-        lost (`int`):
-            Pairs of which the first alone is a success.
+        gained, lost (`int`):
+            Pairs where only the second, or only the first, is a success.
         pairs (`int`):
             M, all pairs.
         level (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
     Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: second rate less the first, in [−1, 1]; NaN without pairs.
+        [`~trl_repulse.evaluation.tails.Estimate`]: second rate minus the first, in [−1, 1]; NaN without pairs.
 
     Raises:
         `ValueError`: If a count is negative, or more pairs disagree than there are.
@@ -167,7 +159,9 @@ def paired_difference(gained: int, lost: int, pairs: int, level: float = 0.95) -
     if pairs == 0:
         return NOTHING
     up, down = gained / pairs, lost / pairs
-    (up_low, up_high), (down_low, down_high) = (_exact_ends(share, pairs, level) for share in (up, down))
+    (up_low, up_high), (down_low, down_high) = (
+        clopper_pearson(share * pairs, (1 - share) * pairs, level) for share in (up, down)
+    )
     both = gained * lost
     correlation = -sqrt(both / ((pairs - gained) * (pairs - lost))) if both else 0.0
 
@@ -181,26 +175,24 @@ def paired_difference(gained: int, lost: int, pairs: int, level: float = 0.95) -
 
 def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: float = 0.95) -> Estimate:
     """
-    Conditional value at risk of all targets' scores, with an interval over targets that are drawn from many.
+    Conditional value at risk of all targets' scores, with an interval over targets drawn from a population.
 
-    The interval is that of a mean of the targets' influence values, q − (q − r)₊ / share. At either end it is the wider one
-    of Student's and of Hall's (1992, corrected for skewness): of few targets in the tail Student's is too sure below, where values
-    are skewed, and Hall's above. It needs [`~trl_repulse.evaluation.tails.MIN_TAIL`] samples in the tail, and as many as
-    [`MIN_TAIL_TARGETS`] whole targets have: if targets differ much, the tail is made of so many. Where no score
-    lies under the quantile nothing bounds the value from below; the upper end is then the quantile's, the lowest score that
-    with [`mean_over_targets`] a share `share` of scores does not exceed, targets counted alike.
+    The interval is that of a mean of the targets' influence values, q − (q − r)₊ / share. Each end is the wider one of
+    Student's and Hall's (1992, corrected for skewness). It needs [`~trl_repulse.evaluation.tails.MIN_TAIL`] samples in the
+    tail, and at least those of [`MIN_TAIL_TARGETS`] whole targets. If no score lies below the quantile, there is no lower end,
+    and the upper one is the lowest score that, by [`mean_over_targets`], at least a share `share` of scores does not exceed.
 
     Args:
         targets (`Sequence[Sequence[float]]`):
-            Scores of each target, M of them.
+            Scores of each of the M targets.
         share (`float`):
             Share of scores in the tail, above 0 and at most 1.
         level (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
     Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: a score; an end is NaN where there is none. `samples` are those in
-        the tail, the last one whole; NaN without targets.
+        [`~trl_repulse.evaluation.tails.Estimate`]: a score, NaN without targets; an end is NaN where there is none. `samples`
+        are those in the tail, rounded up.
 
     Raises:
         `ValueError`: If the share is out of range or a target has no scores.
@@ -215,28 +207,20 @@ def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: f
     if samples < MIN_TAIL or whole_targets < MIN_TAIL_TARGETS - 1e-9:
         return Estimate(value, np.nan, np.nan, samples)
     influence = tail_influence(scores, share)
-    if np.ptp(influence) == 0:  # no score under the quantile
+    if np.ptp(influence) == 0:  # no score is below the quantile
         return Estimate(value, np.nan, _quantile_high(targets, share, level), samples)
-    # one value a target, whose mean is the estimate and whose spread its error's, to first order for unequal sizes
+    # One value a target, with the estimate as mean and, to first order, the spread of its error
     sums = np.add.reduceat(influence - value, np.cumsum(sizes) - sizes)
     by_target = value + sums * len(sizes) / len(scores)
-    if np.ptp(by_target) <= 1e-9 * max(1.0, abs(value)):  # targets alike say nothing of others
+    if np.ptp(by_target) <= 1e-9 * max(1.0, abs(value)):  # equal targets tell nothing about others
         return Estimate(value, np.nan, np.nan, samples)
     half = float(stats.t.isf((1 - level) / 2, len(sizes) - 1)) * float(by_target.std(ddof=1)) / sqrt(len(sizes))
     skewed = mean(by_target[:, None], level)
     return Estimate(value, min(skewed.low, value - half), max(skewed.high, value + half), samples)
 
 
-def _exact_ends(rate: float, trials: float, level: float) -> tuple[float, float]:
-    """Interval of Clopper and Pearson (1934); successes and trials need not be whole."""
-    successes, failures, miss = rate * trials, (1 - rate) * trials, (1 - level) / 2
-    low = float(stats.beta.ppf(miss, successes, failures + 1)) if rate > 0 else 0.0
-    high = float(stats.beta.isf(miss, successes + 1, failures)) if rate < 1 else 1.0
-    return low, high
-
-
 def _quantile_high(targets: Sequence[Sequence[float]], share: float, level: float) -> float:
-    """Lowest score that at least a share of scores does not exceed, at the interval's low end; NaN if none."""
+    """Lowest score that at least a share of scores surely does not exceed; NaN if there is none."""
     sizes = [len(each) for each in targets]
     for score in sorted({x for each in targets for x in each}):
         under = [sum(x <= score for x in each) / len(each) for each in targets]

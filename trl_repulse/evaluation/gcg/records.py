@@ -1,7 +1,7 @@
 """
 Result files: a header line, then one line a target, each on the disk before the next target begins.
 
-A file can be cut off anywhere. What is left of the last line is then removed, and its target evaluated again.
+A file can be cut off anywhere. The rest of its last line is then removed, and that target evaluated again.
 """
 
 import json
@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..._dates import changed_prompt
+from ..._errors import changed_prompt
+from .._files import write_atomically
 
 
 SCHEMA = "trl-repulse/gcg/1"
@@ -20,16 +21,16 @@ STATUSES = ("ok", "skipped", "error")
 
 class ResultsFile(AbstractContextManager):
     """
-    A file of results that is written line by line and taken up again where it ends.
+    A results file that is written line by line and can be continued.
 
     Args:
         path (`str` or `Path`):
             The file; its folder is created if missing.
         header (`dict`):
-            The first line. Its `"identity"` says what the results depend on.
+            The first line. Its `"identity"` is what the results depend on.
 
     Raises:
-        `ValueError`: If there is a file that is none of results, or of another identity.
+        `ValueError`: If the file exists and holds something else, or results of another identity.
     """
 
     def __init__(self, path: str | Path, header: dict[str, Any]):
@@ -50,13 +51,7 @@ class ResultsFile(AbstractContextManager):
         self._file.close()
 
     def append(self, record: dict[str, Any]) -> None:
-        """
-        Writes a target's line and waits until it is on the disk.
-
-        Args:
-            record (`dict`):
-                The line.
-        """
+        """Writes a target's line and waits until it is on the disk."""
         self._write(record)
         self.finished.add(record["row"])
 
@@ -68,22 +63,13 @@ class ResultsFile(AbstractContextManager):
 
 def has_results(path: Path) -> bool:
     """
-    Whether a file has at least a whole first line.
-
-    Args:
-        path (`Path`):
-            The file, which need not exist.
-
-    Returns:
-        `bool`
-
-    Raises:
-        `ValueError`: If the file has no line break and does not begin as results do: it is something else, to be kept.
+    Whether a file has a complete first line. Raises `ValueError` if it has no line break and does not begin as results do:
+    it is something else, and must be kept.
     """
     if not path.exists():
         return False
     content = path.read_bytes()
-    begin = _as_line({"schema": SCHEMA})[:-3]  # a torn header may be shorter
+    begin = _as_line({"schema": SCHEMA})[:-3]  # an incomplete header may be shorter
     if b"\n" not in content and content[: len(begin)] != begin[: len(content)]:
         raise ValueError(f"`{path}` is no file of attack results; use another file.")
     return b"\n" in content
@@ -98,11 +84,11 @@ def read_results(*paths: str | Path) -> tuple[dict[str, Any], list[dict[str, Any
             Files.
 
     Returns:
-        `tuple[dict, list[dict]]`: the header of the first, and the lines of all targets by row, each row once. What a
-        file that was cut off has of its last line is left out.
+        `tuple[dict, list[dict]]`: the first file's header, and one line a target, sorted by row. An incomplete last line of a
+        file is left out.
 
     Raises:
-        `ValueError`: If a file is missing, empty or none of results, or the files belong to different evaluations.
+        `ValueError`: If a file is missing, empty or no results file, or the files belong to different evaluations.
     """
     header: dict[str, Any] | None = None
     rows: dict[int, dict[str, Any]] = {}
@@ -121,44 +107,28 @@ def read_results(*paths: str | Path) -> tuple[dict[str, Any], list[dict[str, Any
 
 def merge_results(paths: Iterable[str | Path], output: str | Path) -> int:
     """
-    Merges the results of an evaluation's shards into one file, which may be one of them.
+    Merges the results of an evaluation's shards into one file.
 
     Args:
         paths (`Iterable` of `str` or `Path`):
-            Files of results of one configuration.
+            Results files of one configuration.
         output (`str` or `Path`):
-            File to write. It appears when it is complete.
+            File to write, which may be one of them. It is replaced as a whole.
 
     Returns:
         `int`: targets in the merged file.
 
     Raises:
-        `ValueError`: If a file is missing or none of results, or the files belong to different evaluations.
+        `ValueError`: If a file is missing or no results file, or the files belong to different evaluations.
     """
     header, records = read_results(*paths)
-    output = Path(output)
-    partial = output.with_name(f"{output.name}.partial")
-    with open(partial, "wb") as file:
-        file.writelines(_as_line(entry) for entry in [header, *records])
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(output)
+    content = b"".join(_as_line(entry) for entry in [header, *records])
+    write_atomically(Path(output), lambda partial: partial.write_bytes(content))
     return len(records)
 
 
 def check_identity(found: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
-    """
-    Refuses results of another evaluation.
-
-    Args:
-        found, expected (`dict`):
-            Headers.
-        path (`Path`):
-            Where `found` comes from.
-
-    Raises:
-        `ValueError`: If what results depend on differs; it names what does.
-    """
+    """Raises `ValueError` if two headers differ in what results depend on; `path` is where `found` comes from."""
     ours, theirs = _flatten(expected["identity"]), _flatten(found["identity"])
     differing = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
     if differing == ["prompt"]:

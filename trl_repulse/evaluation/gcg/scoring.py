@@ -1,5 +1,5 @@
 """
-Losses of suffixes under a model, and the gradient, with as little computed twice as the model's cache allows.
+Losses of suffixes under a model and their gradient, reusing keys and values where the model's cache allows it.
 
 Axis letters: P tokens before the suffix, S of the suffix, A after it, T of the target; B suffixes, V vocabulary, H heads,
 D dimensions of a head.
@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...generation._cache import with_cache
-from .candidates import first_changed
 from .prompt import AttackPrompt
 
 
@@ -25,18 +24,42 @@ logger = logging.getLogger(__name__)
 
 # Keys and values of each layer, (B, H, tokens, D)
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
-# By how much a loss computed with a cache may differ from one without, relative to it
+# Relative difference allowed between losses with and without a cache
 _TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+class GCGError(RuntimeError):
+    """An attack that cannot go on: no candidate survives the round trip, a loss is not finite, or the prompt is too long."""
+
+
+def check_context(config: PretrainedConfig, prompt: int, more: int) -> None:
+    """Raises [`GCGError`] if a prompt of so many tokens, with as many more, exceeds the model's context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and prompt + more > context:
+        raise GCGError(
+            f"The prompt with its suffix has {prompt} tokens, which with {more} more exceed the model's context of {context}."
+        )
+
+
+def finite(losses: torch.Tensor) -> torch.Tensor:
+    """The same losses; raises [`GCGError`] if one is NaN or infinite."""
+    if not losses.isfinite().all():
+        raise GCGError(f"A loss is {losses[~losses.isfinite()][0].item()}; try the model in float32.")
+    return losses
+
+
+def first_changed(ids: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """First position at which each candidate (B, S) differs from the suffix (S,); (B,), S where none does."""
+    return (candidates == ids).long().cumprod(dim=1).sum(dim=1)
 
 
 class SuffixScorer:
     """
     Losses of suffixes in one prompt.
 
-    Logits are computed at the target's positions alone. Keys and values of the tokens before the suffix are computed once,
-    those of a candidate's unchanged first tokens are the ones of the last suffix that was [`observe`]d: candidates are
-    sorted by the first changed position, and a micro-batch starts at the lowest of its candidates' positions. A cache is
-    built anew from views for every micro-batch.
+    Only logits at the target's positions are computed. Keys and values of the tokens before the suffix are computed once.
+    Those of a candidate's unchanged first tokens come from the last suffix that was observed: candidates are sorted by the
+    first changed position, and a micro-batch starts at the lowest position of its candidates.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -44,9 +67,9 @@ class SuffixScorer:
         prompt ([`~trl_repulse.evaluation.gcg.prompt.AttackPrompt`]):
             The prompt around the suffixes.
         micro_batch_size (`int`):
-            Suffixes of one forward pass. Halved, for good, when memory runs out.
+            Suffixes of one forward pass. Halved for good when memory runs out.
         mellowmax (`float`, *optional*):
-            Inverse temperature of the mellowmax over target tokens; without one, the loss is their mean.
+            Inverse temperature of the mellowmax over target tokens; if unset, the loss is their mean.
     """
 
     def __init__(
@@ -66,28 +89,22 @@ class SuffixScorer:
         parameters = inspect.signature(model.forward).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._keep = {"logits_to_keep": len(prompt.target_ids)} if "logits_to_keep" in parameters or takes_all else {}
-        # Of the prefix; and of the last suffix observed, with everything before and after it
+        # Keys and values of the prefix, and of the whole prompt with the suffix observed last
         self._prefix: KeyValues | None = None
         self._observed: tuple[torch.Tensor, KeyValues] | None = None
 
     @property
     def uses_cache(self) -> bool:
-        """Whether keys and values are kept."""
         return self._prefix is not None
 
     def enable_cache(self, ids: torch.Tensor, reuse_suffix_kv: bool) -> None:
         """
-        Computes the prefix once, if losses are the same with its keys and values as without; warns where they are not.
-
-        Args:
-            ids (`torch.Tensor` of shape `(S,)`):
-                A suffix to compare with.
-            reuse_suffix_kv (`bool`):
-                Whether keys and values of the suffix's unchanged tokens are kept as well.
+        Turns the cache on if losses agree with and without it for a suffix `ids` (S,), and warns otherwise.
+        `reuse_suffix_kv` keeps the suffix's keys and values as well as the prefix's.
         """
         pair = torch.stack([ids, ids])
         pair[1, -1] = (ids[-1] + 1) % self._embedding.weight.shape[0]
-        plain = torch.cat([self.losses(row[None]) for row in pair])  # a cache can mix rows
+        plain = torch.cat([self.losses(row[None]) for row in pair])  # one by one, as a cache can mix rows
         tolerance = _TOLERANCE.get(self.model.dtype, 1e-3)
         try:
             self._reuse, self._prefix = reuse_suffix_kv, self._compute_prefix()
@@ -96,7 +113,7 @@ class SuffixScorer:
             if torch.allclose(cached, plain, rtol=tolerance, atol=tolerance):
                 return
             reason = f"losses {cached.tolist()} with it, {plain.tolist()} without"
-        except Exception as error:  # whatever a cache of another kind makes of it
+        except Exception as error:  # caches of other kinds fail in many ways
             if should_reduce_batch_size(error):
                 raise
             reason = f"{type(error).__name__}: {error}"
@@ -109,27 +126,14 @@ class SuffixScorer:
 
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> None:
-        """
-        Remembers the keys and values of a suffix, for candidates made from it. [`gradient`] does so as well.
-
-        Args:
-            ids (`torch.Tensor` of shape `(S,)`):
-                The suffix.
-        """
+        """Keeps the keys and values of a suffix (S,), for candidates made from it. [`gradient`] does so too."""
         if self.uses_cache and self._reuse:
             self._forward(ids[None], keep=True)
 
     def gradient(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """
-        Gradient of the loss with respect to the one-hot tokens of a suffix, taken at the output of the embedding.
-
-        Args:
-            ids (`torch.Tensor` of shape `(S,)`):
-                The suffix.
-
-        Returns:
-            `torch.Tensor` of shape `(S, V)` and `bool`: the gradient, on the model's device, and whether greedy decoding
-            after the suffix gives the target.
+        Gradient (S, V) of the loss with respect to the one-hot tokens of a suffix (S,), on the model's device, and whether
+        greedy decoding after the suffix gives the target. Taken at the output of the embedding.
         """
         leaves = []
 
@@ -152,34 +156,17 @@ class SuffixScorer:
 
     @torch.no_grad()
     def matches(self, ids: torch.Tensor) -> bool:
-        """
-        Whether greedy decoding after a suffix gives the target.
-
-        Args:
-            ids (`torch.Tensor` of shape `(S,)`):
-                The suffix.
-
-        Returns:
-            `bool`
-        """
+        """Whether greedy decoding after a suffix (S,) gives the target."""
         return self._matches(self._forward(ids[None]))
 
     @torch.no_grad()
     def losses(self, candidates: torch.Tensor) -> torch.Tensor:
-        """
-        Losses of suffixes.
-
-        Args:
-            candidates (`torch.Tensor` of shape `(B, S)`):
-                Suffixes.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`: losses in nats, float32, on the CPU.
-        """
+        """Losses (B,) of suffixes (B, S) in nats, float32, on the CPU."""
         starts = torch.zeros(len(candidates), dtype=torch.long)
         if self._observed is not None:
-            # The token before the target's first has to be computed: its logits are needed
-            starts = first_changed(self._observed[0], candidates).clamp(max=self._last_start(candidates.shape[1]))
+            # The token before the target must be computed for its logits
+            last = candidates.shape[1] + len(self.prompt.after_ids) - 1
+            starts = first_changed(self._observed[0], candidates).clamp(max=last)
         order = starts.argsort(stable=True)
         losses = torch.empty(len(candidates))
         done = 0
@@ -199,28 +186,18 @@ class SuffixScorer:
     def _matches(self, logits: torch.Tensor) -> bool:
         return bool((logits[0].argmax(-1) == self._target[0]).all())
 
-    def _last_start(self, length: int) -> int:
-        return length + len(self.prompt.after_ids) - 1
-
     def _forward(self, suffixes: torch.Tensor, start: int = 0, keep: bool = False) -> torch.Tensor:
         """
-        Logits that predict the target, (B, T, V), float32.
-
-        Tokens of suffix and what follows it before `start` come from the suffix observed last. `keep` makes this, of one
-        row, the suffix observed.
+        Logits that predict the target, (B, T, V), float32. Tokens before `start` come from the suffix observed last. `keep`
+        makes the suffix, one row, the observed one.
         """
         count = len(suffixes)
         tail = torch.cat([self._after, self._target[:, :-1]], dim=1).expand(count, -1)
         ids = torch.cat([suffixes.to(tail.device), tail], dim=1)[:, start:]
         past = self._prefix
         if start > 0:
-            past = [
-                (
-                    keys[:, :, : len(self.prompt.before_ids) + start],
-                    values[:, :, : len(self.prompt.before_ids) + start],
-                )
-                for keys, values in self._observed[1]
-            ]
+            end = len(self.prompt.before_ids) + start
+            past = [(keys[:, :, :end], values[:, :, :end]) for keys, values in self._observed[1]]
         cache = None
         if past is None:
             ids = torch.cat([self._before.expand(count, -1), ids], dim=1)
@@ -247,7 +224,7 @@ class SuffixScorer:
         return _as_key_values(cache)
 
     def _embedding_matrix(self) -> torch.Tensor:
-        """What the embedding gives for each token, (V, features): not always its weights, which some models scale."""
+        """Output of the embedding for each token, (V, features); some models scale the weights."""
         if type(self._embedding) is nn.Embedding:
             return self._embedding.weight
         return self._embedding(torch.arange(len(self._embedding.weight), device=self.model.device))
@@ -258,7 +235,7 @@ def _as_key_values(cache: DynamicCache) -> KeyValues:
 
 
 def _as_cache(past: KeyValues, count: int) -> DynamicCache:
-    """A cache of its own for `count` rows, of views: what the model appends is copied, what is there is not changed."""
+    """A cache for `count` rows made of views; what the model appends is copied."""
     cache = DynamicCache()
     for keys, values in past:
         layer = DynamicLayer()

@@ -1,48 +1,45 @@
 """
-Lower and upper bounds on log Z = log E_p[φ], and what they say about a proposal q and its target σ ∝ p·φ.
+Lower and upper bounds on log Z = log E_p[φ] from a proposal q and draws from its target σ ∝ p·φ.
 
 Axis letters: P prompts, R groups, K completions of a group.
 
-A weight is w = p·φ / q. The log of the mean of K weights of draws from q is at most log Z on average; with one of the K
-drawn from σ instead it is at least log Z on average (Grosse, Ghahramani and Adams, 2015; Zhao et al., 2024). The gap
-closes as K grows, and the faster the better q is. One draw a group gives KL(q ‖ σ) below and KL(σ ‖ q) above.
+A weight is w = p·φ / q. On average, the log of the mean of K weights of draws from q is at most log Z, and with one of the
+K drawn from σ instead, at least log Z (Grosse, Ghahramani and Adams, 2015; Zhao et al., 2024). The gap closes as K grows,
+and faster for a better q. With K = 1, the gaps are KL(q ‖ σ) below and KL(σ ‖ q) above.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import beta as beta_distribution
 from scipy.stats import t as student
 
 from ...importance import require_shape
-from ..tails import check_share, skewed_interval
+from ..tails import check_share, clopper_pearson, skewed_interval
 
 
-MIN_GROUPS = 8  # two to six that tie by chance put Student's end above log Z in 15 to 4 % where 2.5 % are claimed
+MIN_GROUPS = 8  # with 2 to 6 groups, chance ties put Student's end above log Z in 15 to 4 % of cases instead of 2.5 %
 
 
 @dataclass(frozen=True)
 class LogZBounds:
     """
-    Bounds on log Z of one prompt, in nats. Means over groups bound log Z on average; the ends allow for their errors.
+    Bounds on log Z of one prompt, in nats.
 
     Args:
         lower, upper (`float`):
-            Means over the groups of the lower and of the upper bound. −inf for the lower one where a group of weights is
-            all 0.
+            Means over the groups of the lower and the upper bound. The lower one is −inf if all weights of a group are 0.
         lower_end, upper_end (`float`):
-            Ends of an interval for log Z. The lower one is the lower bound less what its standard error and the skewness of its
-            groups (Hall, 1992) allow for; of fewer
-            than eight groups, whose standard error says too little, less 3.7 / R, as Markov's inequality gives it. The
-            upper one allows for modes of the target that the proposal misses and no draw from the target has hit yet: with
-            a perfect proposal and R groups it still lies 3.7 / R above log Z.
+            Ends of an interval for log Z. The lower one subtracts a margin for the standard error and the skewness of the
+            groups (Hall, 1992), or with fewer than eight groups 3.7 / R (Markov's inequality). The upper one allows for modes
+            of the target that the proposal misses and no draw from the target has hit: with a perfect proposal it lies
+            3.7 / R above log Z.
         confidence (`float`):
             Nominal probability that log Z lies between the ends.
         kl_proposal_target (`tuple[float, float]`):
-            Lowest and highest estimate of KL(q ‖ σ): both bounds less E_q[log w].
+            Lowest and highest estimate of KL(q ‖ σ): the bounds minus E_q[log w].
         kl_target_proposal (`tuple[float, float]`):
-            Lowest and highest estimate of KL(σ ‖ q): E_σ[log w] less both bounds.
+            Lowest and highest estimate of KL(σ ‖ q): E_σ[log w] minus the bounds.
     """
 
     lower: float
@@ -55,7 +52,7 @@ class LogZBounds:
 
     @property
     def gap(self) -> float:
-        """Upper less lower bound, in nats."""
+        """Upper minus lower bound, in nats."""
         return self.upper - self.lower
 
 
@@ -67,17 +64,17 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
         log_w (`torch.Tensor` of shape `(P, R, K)`):
             Log-weights log p + log φ − log q of independent draws from the proposal, in nats; −inf for a weight of 0.
         log_w_target (`torch.Tensor` of shape `(P, R)`):
-            The same of independent exact draws from the target, one a group. Each takes the place of the last draw of
-            its group in the upper bound.
+            Log-weights of independent exact draws from the target. In the upper bound, each replaces the last draw of its
+            group.
         confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the interval between the ends, half of what is left for each.
+            Nominal coverage of the interval between the ends.
 
     Returns:
         `list` of [`LogZBounds`]: one a prompt.
 
     Raises:
-        `ValueError`: If shapes do not fit together, there is no group or no draw, a weight is NaN or +inf, or the weight of a
-            draw from the target is 0: then the proposal, or the target, is another than was drawn from.
+        `ValueError`: If shapes do not fit, there is no group or no draw, a weight is NaN or +inf, or the weight of a draw from
+            the target is 0.
     """
     require_shape("log_w", log_w, (-1, -1, -1))
     require_shape("log_w_target", log_w_target, tuple(log_w.shape[:2]))
@@ -90,11 +87,11 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
         )
     check_share("confidence", confidence)
     log_w, log_w_target = log_w.detach().double(), log_w_target.detach().double()
-    log_k = math.log(log_w.shape[-1])
+    size = log_w.shape[-1]
+    log_k = math.log(size)
     lower = log_w.logsumexp(dim=-1) - log_k  # (P, R)
     upper = torch.cat([log_w[..., :-1], log_w_target.unsqueeze(-1)], dim=-1).logsumexp(dim=-1) - log_k
     means = log_w.mean(dim=(1, 2)).tolist(), log_w_target.mean(dim=1).tolist()
-    size = log_w.shape[-1]
     return [_bounds(*row, size, confidence) for row in zip(lower, upper, *means, strict=True)]
 
 
@@ -104,20 +101,20 @@ def _bounds(
     """Bounds from those of each group of `size` draws, (R,), and the mean log-weights under proposal and target."""
     groups, tail = len(lower), (1 - confidence) / 2
     low, high = float(lower.mean()), float(upper.mean())
-    # E[mean weight] = Z over draws from q alone, and Z ** R of the product over groups: it exceeds Z ** R / tail with
+    # E[mean weight] = Z for draws from q, so the product over groups has the mean Z ** R and exceeds Z ** R / tail with
     # probability `tail` at most (Markov)
     margin = -math.log(tail) / groups
     if groups >= MIN_GROUPS and low > -math.inf:
         margin = float(student.isf(tail, groups - 1)) * float(lower.std()) / math.sqrt(groups)
         if bool((lower != lower[0]).any()):
-            # Farther out where a few groups are far below the rest, as with weights of 0
+            # Wider if a few groups are far below the rest, as with weights of 0
             margin = max(margin, low - skewed_interval(lower[None].cpu().numpy(), confidence)[0])
-        # A weight of 0 that no draw has shown may have a probability of 1 - tail ** (1 / draws), and takes this off log Z
+        # A weight of 0 that was never drawn may have a probability of 1 - tail ** (1 / draws), which reduces log Z
         margin = max(margin, -math.log(tail) / (groups * size))
-    # E[1 / mean weight] = 1 / Z with the draw from σ: near 0 where that hits what q misses, and bounded by what is seen
+    # E[1 / mean weight] = 1 / Z with the draw from σ; it is near 0 where σ hits a mode that q misses
     inverse = (upper.min() - upper).exp()  # (R,), at most 1
     hits = float(inverse.sum())
-    least = float(beta_distribution.ppf(tail, hits, groups - hits + 1))
+    least = clopper_pearson(hits, groups - hits, confidence)[0]
     return LogZBounds(
         lower=low,
         upper=high,
@@ -151,9 +148,8 @@ def enumeration_sample(
         `ValueError`: If `log_target` holds NaN or +inf, or a prompt has no completion of positive potential.
     """
     require_shape("log_target", log_target, (-1, -1))
-    if bool((log_target.isnan() | (log_target == torch.inf)).any()) or bool(
-        (log_target == -torch.inf).all(dim=1).any()
-    ):
+    invalid, empty = log_target.isnan() | (log_target == torch.inf), (log_target == -torch.inf).all(dim=1)
+    if bool(invalid.any()) or bool(empty.any()):
         raise ValueError("`log_target` needs numbers below +inf, and for each prompt at least one above −inf.")
-    # Float64, and probabilities at most 1 apart from rounding: what is lost is below 1e-308 of the target
+    # Probabilities below 1e-308 are lost in float64
     return torch.multinomial(log_target.double().softmax(dim=1), num_samples, replacement=True, generator=generator)

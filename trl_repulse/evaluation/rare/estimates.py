@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from scipy.stats import beta as beta_distribution
 from scipy.stats import gamma
 
-from ..tails import Estimate, check_share
+from ..tails import Estimate, check_share, clopper_pearson
 from .mixture import MixtureSample, stratified_mean
 from .verdict import Diagnostics, measure
 
@@ -37,8 +36,8 @@ class RareEstimate(Estimate):
         diagnostics ([`~trl_repulse.evaluation.rare.verdict.Diagnostics`]):
             What the estimate rests on.
         bounds (`tuple[float, float]`, *optional*):
-            Of a probability, ends that hold whatever the proposals miss: the lower end of the interval, and the upper end of
-            Clopper and Pearson's interval of the policy's own draws.
+            For a probability, bounds that hold whatever the proposals miss: the lower end of the interval, and the upper end
+            of Clopper and Pearson's interval for the policy's own draws.
     """
 
     confidence: float
@@ -67,19 +66,19 @@ class RareEstimate(Estimate):
 
     @property
     def next_steps(self) -> tuple[str, ...]:
-        """What would make it reliable; empty if it is."""
+        """How to make it reliable; empty if it is."""
         return self.diagnostics.next_steps()
 
 
 def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) -> RareEstimate:
     """
-    P(r < threshold) under the policy: the mean over prompts.
+    P(r < threshold) under the policy, the mean over prompts.
 
-    The interval takes the weighted count of bad completions for a multiple of a Poisson count, as Fay and Feuer (1997) do
-    for standardised rates, with the stratified variance in place of the Poisson one. It lies within [0, 1], is lopsided
-    where few completions bear the weight, and agrees with Student's where many do. Without a bad completion the upper end
-    is that of Clopper and Pearson for the policy's own draws, and 1 without any of those. Of prompts whose outputs are mostly bad
-    the policy's own draws alone are used, and it is the good ones that are counted: proposals are not made for these.
+    The interval treats the weighted count of bad completions as a multiple of a Poisson count, as Fay and Feuer (1997) do for
+    standardised rates, but with the stratified variance. It lies within [0, 1], is asymmetric if few completions carry the
+    weight, and agrees with Student's if many do. Without a bad completion, the upper end is that of Clopper and Pearson for
+    the policy's own draws, or 1 if there are none. For prompts whose outputs are mostly bad, only the policy's own draws are
+    used, and the good ones are counted.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -106,23 +105,20 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
 
 
 def _own_bound(bad: torch.Tensor, confidence: float) -> float:
-    """Upper end of Clopper and Pearson's interval for the share of plain draws (P, n) that are bad; 1 without any draws."""
-    found, draws = int(bad.sum()), bad.numel()
-    if found == draws:
-        return 1.0
-    return float(beta_distribution.isf((1 - confidence) / 2, found + 1, draws - found))
+    """Upper end of Clopper and Pearson's interval for the share of bad draws (P, n); 1 without draws."""
+    found = int(bad.sum())
+    return clopper_pearson(found, bad.numel() - found, confidence)[1]
 
 
 def _probability(
     sample: MixtureSample, event: torch.Tensor, confidence: float
 ) -> tuple[float, float, float, float, torch.Tensor]:
     """
-    Probability of an event (P, N) under the policy, the ends of its interval, its standard error, and log-weights of the completions
-    that it was estimated from.
+    Probability of an event (P, N) under the policy, the ends of its interval, its standard error, and the log-weights used.
 
-    Where an event is likelier than not, what is rare is the rest, which proposals are not made for: of such prompts the policy's own
-    draws alone are used, and the rest of them is counted. The ends are those of the difference of two counts, each with its interval
-    (Zou and Donner, 2008).
+    For prompts where the event is likelier than not, its complement is rare, and proposals are not made for that: only the
+    policy's own draws are used, and the complement is counted. The ends are those of the difference of two counts, each with
+    its interval (Zou and Donner, 2008).
     """
     own, (prompts, completions) = sample.counts[0], event.shape
     share = sample.log_w.masked_fill(~event, -torch.inf).logsumexp(dim=1).exp() / completions  # (P,)
@@ -143,14 +139,13 @@ def _count(
     log_x: torch.Tensor, counts: tuple[int, ...], own: int, prompts: torch.Tensor, confidence: float
 ) -> tuple[float, float, float, float]:
     """
-    Mean of weighted counts over all prompts, where some prompts alone have any: with an interval and the standard error.
-
-    Where nothing was counted, the upper end is exact for any prompts: the policy's draws alone tell.
+    Mean of weighted counts over all prompts, of which only `prompts` have any, with an interval and the standard error. With
+    a count of 0, the upper end is exact for the policy's own draws.
     """
     shift = float(log_x.max())
     if shift == -math.inf:
         some = int(prompts.sum())
-        unseen = float(beta_distribution.isf((1 - confidence) / 2, 1, own * some)) if own and some else 1.0
+        unseen = clopper_pearson(0, own * some, confidence)[1]
         return 0.0, 0.0, unseen * some / len(prompts), 0.0
     x = (log_x - shift).exp()  # (P, N)
     mean, variance, _ = stratified_mean(x, counts)
@@ -163,9 +158,9 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     """
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
 
-    CVaR = max over t of t − E[(t − r)₊] / level (Rockafellar and Uryasev, 2000), at the weighted quantile t. The interval
-    is that of E[(t − r)₊] with t held: at the maximum a small error of t has no effect. Where no reward lies under t there is no
-    lower end, and the upper one is that of the quantile.
+    CVaR = max over t of t − E[(t − r)₊] / level (Rockafellar and Uryasev, 2000), at the weighted quantile t. The interval is
+    that of E[(t − r)₊] for fixed t, since at the maximum a small error of t has no effect. If no reward is below t, there is
+    no lower end, and the upper one is that of the quantile.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -194,22 +189,20 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     diagnostics = measure(sample, in_tail, log_depth)
     one, other = (float(quantile) - each for each in diagnostics.halves)
     diagnostics = replace(diagnostics, halves=(one, other))
-    if (
-        shift == -math.inf
-    ):  # no reward under the quantile: nothing bounds the CVaR from below, the true quantile from above
+    if shift == -math.inf:  # no reward below the quantile: there is no lower end, and the upper one is the quantile's
         value, high = float(quantile), _quantile_bound(sample, level, confidence)
         return RareEstimate(value, -math.inf, high, diagnostics.tail_samples, confidence, 0.0, diagnostics)
     x = (log_x - shift).exp()
     mean, variance, _ = stratified_mean(x, sample.counts)
     ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
-    value, high, low = (float(quantile) - _scaled(end, shift) for end in (mean, *ends))
+    value, high, low = (float(quantile) - _times_exp(end, shift) for end in (mean, *ends))
     return RareEstimate(
-        value, low, high, diagnostics.tail_samples, confidence, _scaled(variance**0.5, shift), diagnostics
+        value, low, high, diagnostics.tail_samples, confidence, _times_exp(variance**0.5, shift), diagnostics
     )
 
 
-def _scaled(number: float, shift: float) -> float:
-    """number · e^shift, where e^shift alone may be too large."""
+def _times_exp(number: float, shift: float) -> float:
+    """number · e^shift, where e^shift alone may overflow."""
     try:
         return number * math.exp(shift)
     except OverflowError:
@@ -217,7 +210,7 @@ def _scaled(number: float, shift: float) -> float:
 
 
 def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> float:
-    """Upper end for the quantile: the lowest reward that outputs up to it have probability `level` of, surely enough."""
+    """Upper end for the quantile: the lowest reward whose lower interval end of P(r ≤ reward) reaches `level`."""
     rewards = sample.rewards.unique()  # in rising order
 
     def surely(index: int) -> bool:
@@ -228,7 +221,7 @@ def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> f
 
 
 def _count_interval(mean: float, variance: float, largest: float, confidence: float) -> tuple[float, float]:
-    """Interval of a positive mean whose largest contribution is `largest`, in the unit of the mean."""
+    """Interval of a positive mean whose largest contribution is `largest`, in units of the mean."""
     low_variance, high_mean, high_variance = max(variance, largest**2), mean + largest, variance + largest**2
     tail = (1 - confidence) / 2
     lower = gamma.ppf(tail, mean**2 / low_variance, scale=low_variance / mean)

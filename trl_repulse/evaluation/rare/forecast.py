@@ -1,10 +1,10 @@
 """
-Extrapolation of the largest score among n samples far beyond the number of samples at hand.
+Extrapolation of the largest score among n samples, far beyond the number of samples at hand.
 
-The log of the survival function P(score > x) is taken to go on as it does over the largest scores: linearly in x
-(`tail="exponential"`, the Gumbel domain), as Jones et al., "Forecasting rare language model behaviors" (2025), find of
-elicitation scores; or as a generalised Pareto distribution of any shape (`tail="pareto"`). Nothing in the samples can show
-that it does. [`back_test`] shows whether it would have done so from fewer samples to all of them.
+The log of the survival function P(score > x) is assumed to continue as over the largest scores: linearly in x
+(`tail="exponential"`, the Gumbel domain), as Jones et al., "Forecasting rare language model behaviors" (2025), find for
+elicitation scores, or as a generalised Pareto distribution (`tail="pareto"`). The samples cannot confirm this. [`back_test`]
+shows whether it would have held from fewer samples to all of them.
 """
 
 import math
@@ -20,23 +20,23 @@ from ..tails import check_share
 
 
 Tail = Literal["exponential", "pareto"]
-# By how much a back-test may fall short of the nominal coverage; tails of the right form do by more in 2 to 5 % of samples
+# Shortfall from the nominal coverage allowed in a back-test; 2 to 5 % of samples with the right tail exceed it
 MAX_SHORTFALL = 0.15
-_DRAWS = {"exponential": 10_000, "pareto": 200}  # of the parameters; each of the latter is a fit
+_DRAWS = {"exponential": 10_000, "pareto": 200}  # draws of the parameters; for "pareto" each is a fit
 
 
 class NoSlopeError(ValueError):
-    """The largest scores are all alike: there is nothing to extrapolate."""
+    """The largest scores are all equal: there is nothing to extrapolate."""
 
 
 class TooFewScoresError(ValueError):
-    """There are no more scores than a fit would rest on."""
+    """There are not more scores than a fit uses."""
 
 
 @dataclass(frozen=True)
 class Forecast:
     """
-    The largest score among `size` samples: an extrapolation.
+    The extrapolated largest score among `size` samples.
 
     Args:
         size (`int`):
@@ -44,11 +44,11 @@ class Forecast:
         median (`float`):
             Median of the largest score among them.
         low, high (`float`):
-            Interval for the largest score: chance and the error of the fit, not that of the form of the tail.
+            Interval for the largest score. It allows for chance and the error of the fit, not for a wrong form of the tail.
         confidence (`float`):
             Its nominal coverage.
         extrapolation (`float`):
-            `size` over the number of samples that the fit rests on; how far below it the forecast reaches.
+            `size` over the number of samples of the fit.
     """
 
     size: int
@@ -62,13 +62,13 @@ class Forecast:
 @dataclass(frozen=True)
 class BackTest:
     """
-    Forecasts from one block of the samples for the largest score among all the others, block by block.
+    Forecasts from each block of the samples for the largest score among the others.
 
     Args:
         forecasts (`tuple[Forecast, ...]`):
-            One a block; of NaN, which holds nothing, where the largest scores of a block are all alike.
+            One a block; NaN if the largest scores of a block are all equal.
         observed (`tuple[float, ...]`):
-            The largest score outside of each block. Mostly the same sample, so that the blocks are not independent.
+            The largest score outside each block. Mostly the same sample, so the blocks are not independent.
     """
 
     forecasts: tuple[Forecast, ...]
@@ -76,13 +76,13 @@ class BackTest:
 
     @property
     def covered(self) -> float:
-        """Share of the blocks whose interval holds what was observed."""
+        """Share of the blocks whose interval contains the observed score."""
         pairs = zip(self.forecasts, self.observed, strict=True)
         return sum(forecast.low <= value <= forecast.high for forecast, value in pairs) / len(self.observed)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What speaks against forecasts from these scores: that too few of the intervals held."""
+        """Why forecasts from these scores are not reliable; empty if the back-test passes."""
         nominal = self.forecasts[0].confidence
         if self.covered >= nominal - MAX_SHORTFALL - 1e-9:
             return ()
@@ -93,7 +93,7 @@ class BackTest:
 
     @property
     def reliable(self) -> bool:
-        """The verdict: whether the back-test speaks for the forecasts. Far beyond its own size it can say nothing."""
+        """Whether the back-test supports the forecasts. It says nothing far beyond its own size."""
         return not self.reasons
 
 
@@ -117,7 +117,7 @@ def forecast_largest(
         tail (`str`, *optional*, defaults to `"exponential"`):
             Form of the tail, `"exponential"` or `"pareto"`. The latter needs more samples and has wider intervals.
         num_exceedances (`int`, *optional*):
-            How many of the largest scores the fit rests on; √N by default, at least 10.
+            Number of largest scores in the fit; by default √N, at least 10.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
         seed (`int`, *optional*, defaults to `0`):
@@ -127,12 +127,12 @@ def forecast_largest(
         `list` of [`Forecast`]: one a size.
 
     Raises:
-        `ValueError`: If scores are not finite, too few or, as [`NoSlopeError`], too much alike; or if another argument is
-            out of range.
+        `ValueError`: If scores are not finite, too few ([`TooFewScoresError`]) or all equal at the end ([`NoSlopeError`]), or
+            another argument is out of range.
     """
     values = scores.detach().double().cpu().numpy()
     count = max(10, math.isqrt(values.size)) if num_exceedances is None else num_exceedances
-    _check(values, sizes, tail, count, confidence)
+    _check_scores(values, sizes, tail, count, confidence)
     ordered = np.sort(values)
     threshold = ordered[-count - 1]
     excesses = ordered[-count:] - threshold
@@ -143,13 +143,13 @@ def forecast_largest(
         )
     rng = np.random.default_rng(seed)
     shape, scale = _fit_draws(excesses, tail, rng)  # (D,)
-    rate = rng.gamma(count + 1, size=shape.size) / values.size  # P(score > threshold), the score of rank count + 1
+    rate = rng.gamma(count + 1, size=shape.size) / values.size  # P(score > threshold)
     chance = np.log(rng.uniform(size=shape.size))
     forecasts = []
     for size in sizes:
         survival = -np.expm1(chance / size)  # P(score > largest of `size`)
         beyond = threshold + genpareto.isf(np.minimum(survival / rate, 1.0), shape, scale=scale)
-        # Below the threshold the scores speak for themselves
+        # Below the threshold, quantiles of the scores themselves
         rank = np.clip(np.ceil(survival * values.size).astype(int), 1, values.size)
         largest = np.where(survival < rate, beyond, np.minimum(ordered[-rank], threshold))
         low, middle, high = np.quantile(largest, [(1 - confidence) / 2, 0.5, (1 + confidence) / 2])
@@ -166,21 +166,21 @@ def back_test(
     seed: int = 0,
 ) -> BackTest:
     """
-    Forecasts from each of several blocks of the samples for all the others, to be held against what they are.
+    Forecasts from each of several blocks of the samples for all the others, to compare with their largest score.
 
     Args:
         scores (`torch.Tensor` of shape `(N,)`):
             As in [`forecast_largest`]; shuffled before they are cut into blocks.
         num_blocks (`int`, *optional*, defaults to `10`):
-            Number of blocks: the test extrapolates to one less than so many times the samples of a fit.
+            Number of blocks. The test extrapolates by a factor of one less.
         tail, num_exceedances, confidence, seed (*optional*):
-            As in [`forecast_largest`]; the default of `num_exceedances` is that of the size of a block.
+            As in [`forecast_largest`]; by default `num_exceedances` depends on the size of a block.
 
     Returns:
         [`BackTest`]
 
     Raises:
-        `ValueError`: As [`forecast_largest`], of a block, but not for scores that are alike; if `num_blocks` is less than 2.
+        `ValueError`: As [`forecast_largest`] for a block, except for equal scores; if `num_blocks` is less than 2.
     """
     if num_blocks < 2:
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
@@ -209,16 +209,12 @@ def _fit_draws(excesses: np.ndarray, tail: Tail, rng: np.random.Generator) -> tu
     count, draws = excesses.size, _DRAWS[tail]
     if tail == "exponential":  # 2 · sum / scale is chi-squared with twice as many degrees of freedom as excesses
         return np.zeros(draws), excesses.sum() / rng.gamma(count, size=draws)
-    fits = []
-    for _ in range(draws):
-        resampled = rng.choice(excesses, count)
-        shape, _, scale = genpareto.fit(resampled, floc=0)
-        fits.append((shape, scale))
-    shapes, scales = np.array(fits).T
-    return np.repeat(shapes, 50), np.repeat(scales, 50)  # each with many draws of chance
+    fits = [genpareto.fit(rng.choice(excesses, count), floc=0) for _ in range(draws)]
+    shapes, _, scales = np.array(fits).T
+    return np.repeat(shapes, 50), np.repeat(scales, 50)  # each with many draws of the largest score
 
 
-def _check(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, confidence: float) -> None:
+def _check_scores(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, confidence: float) -> None:
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
     if not 2 <= count < values.size:

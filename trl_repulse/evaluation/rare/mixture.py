@@ -1,14 +1,14 @@
 """
-Samples of a policy and its proposals, pooled into one mixture, and the importance weights that come of it.
+Samples of a policy and its proposals, pooled into one mixture, and their importance weights.
 
 Axis letters: P prompts, N completions per prompt, K components: the policy first, then the proposals. Log-probabilities
 are of whole completions, in nats, in float64.
 
-The contract: for each prompt, component k draws `counts[k]` completions independently, so that N = Σ_k counts[k] and the
-mixture is m = Σ_k α_k q_k with α_k = counts[k] / N. A completion has the weight p / m whichever component drew it (the
-balance heuristic of Veach and Guibas, 1995). The mean of (p / m)·f over the N completions estimates E_p[f] without bias,
-for any proposals, and no weight exceeds 1 / α_0. Since each component draws exactly its share, the draws are stratified:
-the variance of the mean is the sum of what the components contribute, each about its own mean.
+For each prompt, component k draws `counts[k]` completions independently, so N = Σ_k counts[k], and the mixture is
+m = Σ_k α_k q_k with α_k = counts[k] / N. A completion has the weight p / m whichever component drew it (the balance
+heuristic of Veach and Guibas, 1995). The mean of (p / m)·f over the N completions estimates E_p[f] without bias for any
+proposals, and no weight exceeds 1 / α_0. The draws are stratified: the variance of the mean is the sum of the components'
+contributions, each about its own mean.
 """
 
 import math
@@ -31,11 +31,11 @@ class MixtureSample:
             Log-probability of each completion under each component, the policy first, in nats; −inf where a component
             cannot draw it.
         counts (`tuple[int, ...]`):
-            Completions that each component drew for each prompt: at least 2, for the policy alone also 0.
+            Completions that each component drew for each prompt: at least 2, or 0 for the policy.
 
     Raises:
-        `ValueError`: If shapes and counts do not fit together, a reward is not finite, or a log-probability is NaN or
-            +inf, or −inf under the component that drew the completion.
+        `ValueError`: If shapes and counts do not fit, a reward is not finite, or a log-probability is NaN, +inf, or −inf
+            under the component that drew the completion.
     """
 
     rewards: torch.Tensor
@@ -92,7 +92,7 @@ class MixtureSample:
 
         Args:
             index (`int`):
-                Which prompt.
+                Index of the prompt.
 
         Returns:
             [`MixtureSample`]: with P = 1.
@@ -102,14 +102,7 @@ class MixtureSample:
 
 def check_counts(counts: Sequence[int]) -> None:
     """
-    Refuses numbers of completions from which no variance can be had.
-
-    Args:
-        counts (`Sequence[int]`):
-            Completions of each prompt from each component, the policy first.
-
-    Raises:
-        `ValueError`: If there are fewer than 2 of one, or none at all; the policy's alone may be 0.
+    Raises `ValueError` unless each component, the policy first, drew at least 2 completions; the policy may have 0.
     """
     if any(n < 2 for n in counts[1:]) or counts[0] < 0 or counts[0] == 1 or not sum(counts):
         raise ValueError(
@@ -119,18 +112,8 @@ def check_counts(counts: Sequence[int]) -> None:
 
 def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float, float]:
     """
-    Mean of values over all prompts and completions, and how sure it is.
-
-    Args:
-        values (`torch.Tensor` of shape `(P, N)`):
-            Values in the order of the components.
-        counts (`tuple[int, ...]`):
-            Completions of each component.
-
-    Returns:
-        `tuple[float, float, float]`: the mean; its variance, the sum over prompts and components of what each
-        contributes about its own mean; and the degrees of freedom of that variance (Welch and Satterthwaite), infinite if
-        it is 0.
+    Mean of values (P, N), in the order of the components with these counts; its stratified variance; and the variance's degrees
+    of freedom (Welch and Satterthwaite), infinite if it is 0.
     """
     total = values.numel()
     cells = [
@@ -143,18 +126,12 @@ def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[floa
 
 def largest_normalization_error(sample: MixtureSample) -> float:
     """
-    How far E_m[q_k / m] = 1 fails to hold in the samples, for the component where it fails most.
+    The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors.
 
-    It holds for any models. Where it does not, the log-probabilities are not those of the models that drew the
-    completions: another temperature, truncated sampling, other end tokens, weights that have moved since.
-
-    Args:
-        sample ([`MixtureSample`]):
-            The samples.
-
-    Returns:
-        `float`: deviation in standard errors. The error of a component counts one completion of the largest possible
-        weight that was not seen, so that a component that hardly overlaps the others cannot fail for want of luck.
+    The equation holds for any models. If it is violated, the log-probabilities are not those of the models that drew the
+    completions, for instance because of another temperature, truncated sampling, other end tokens, or changed weights. The
+    standard error counts one unseen completion of the largest possible weight, so that a component that hardly overlaps the
+    others does not fail by chance.
     """
     errors: list[float] = []
     for k, n in enumerate(sample.counts):
@@ -165,18 +142,7 @@ def largest_normalization_error(sample: MixtureSample) -> float:
 
 
 def halves(sample: MixtureSample, values: torch.Tensor) -> tuple[float, float]:
-    """
-    Means over every other completion of each component, and over the rest.
-
-    Args:
-        sample ([`MixtureSample`]):
-            The samples.
-        values (`torch.Tensor` of shape `(P, N)`):
-            A value of each.
-
-    Returns:
-        `tuple[float, float]`: two means over prompts and components that share no completion.
-    """
+    """Means of values (P, N) over every other completion of each component, and over the rest."""
     parts = values.split(sample.counts, dim=1)
     shares = sample.shares.tolist()
     both = [

@@ -1,9 +1,10 @@
-"""Estimates of rare events side by side: for a file, and to be read."""
+"""A report of rare events, as figures and as a table."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from ..._numbers import plain
+from ..report import text_table
 from .estimates import RareEstimate, cvar, prob_bad
 from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
 from .mixture import MixtureSample
@@ -26,7 +27,7 @@ def rare_event_report(
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
             Completions of policy and proposals.
         thresholds (`Sequence[float]`, *optional*):
-            Rewards under which an output is bad.
+            Rewards below which an output is bad.
         levels (`Sequence[float]`, *optional*):
             Levels of CVaR.
         forecast_sizes (`Sequence[int]`, *optional*):
@@ -35,10 +36,10 @@ def rare_event_report(
             Nominal coverage of all intervals.
 
     Returns:
-        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields
-        of an estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each prompt; with `forecast_sizes` also
-        `forecast`, with the `lowest` rewards, what a `back_test` says of them, `reliable` and `reasons`, or with `refused`, the reason why there is
-        nothing to extrapolate.
+        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields of an
+        estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each prompt. With
+        `forecast_sizes` also `forecast`, with `lowest`, `back_test`, `reliable` and `reasons`, or only `refused`, the reason why
+        there is nothing to extrapolate.
 
     Raises:
         `ValueError`: If an argument is out of range.
@@ -69,7 +70,7 @@ def rare_event_report(
 
 def format_report(report: dict[str, Any]) -> str:
     """
-    Lays out a report as a table of the overall estimates, and says why those that are not reliable are not.
+    The report as text: a table of the overall estimates, and why those that are not reliable are not.
 
     Args:
         report (`dict`):
@@ -78,18 +79,8 @@ def format_report(report: dict[str, Any]) -> str:
     Returns:
         `str`: several lines.
     """
-    rows = [
-        (
-            "",
-            "estimate",
-            f"{100 * report['confidence']:g}% interval",
-            "ESS",
-            "largest share",
-            "unseen",
-            "efficiency",
-            "verdict",
-        )
-    ]
+    interval = f"{100 * report['confidence']:g}% interval"
+    rows = [("", "estimate", interval, "ESS", "largest share", "unseen", "efficiency", "verdict")]
     notes: list[str] = []
     for key, label in (("prob_bad", "P(r < {threshold:g})"), ("cvar", "CVaR at {level:g}")):
         for entry in report[key]:
@@ -107,9 +98,7 @@ def format_report(report: dict[str, Any]) -> str:
                 )
             )
             notes += _notes(name, entry)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    lines = [lines[0], "-" * len(lines[0]), *lines[1:], *notes]
+    lines = [*text_table(rows), *notes]
     if "refused" in report.get("forecast", {}):
         lines += ["", f"No forecast: {report['forecast']['refused']}"]
     elif "forecast" in report:
@@ -127,7 +116,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def _notes(name: str, entry: dict[str, Any]) -> list[str]:
-    """What can be said of an estimate that is not reliable: bounds, reasons, and what to do next."""
+    """For an estimate that is not reliable: bounds, reasons, and next steps."""
     if entry["reliable"]:
         return []
     lines = ["", name]
@@ -139,14 +128,8 @@ def _notes(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def _entry(estimate: RareEstimate) -> dict[str, Any]:
-    return {
-        "value": estimate.value,
-        "low": estimate.low,
-        "high": estimate.high,
-        "standard_error": estimate.standard_error,
-        "bounds": estimate.bounds,
-        "verdict": estimate.verdict,
-        "reliable": estimate.reliable,
+    names = ("value", "low", "high", "standard_error", "bounds", "verdict", "reliable")
+    return {name: getattr(estimate, name) for name in names} | {
         "reasons": list(estimate.reasons),
         "next_steps": list(estimate.next_steps),
         "diagnostics": vars(estimate.diagnostics),
@@ -154,12 +137,12 @@ def _entry(estimate: RareEstimate) -> dict[str, Any]:
 
 
 def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) -> dict[str, Any]:
-    """Lowest rewards among so many draws from the policy, over prompts as they come; scores are rewards turned round."""
+    """Lowest rewards among so many draws from the policy, over all prompts; scores are negated rewards."""
     scores = -sample.rewards[:, : sample.counts[0]].flatten()
     try:
         forecasts = forecast_largest(scores, sizes, confidence=confidence)
         test = back_test(scores, confidence=confidence)
-    except (NoSlopeError, TooFewScoresError) as error:  # the estimates are worth having all the same
+    except (NoSlopeError, TooFewScoresError) as error:  # the estimates are still useful
         return {"refused": str(error)}
     lowest = [
         {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}

@@ -4,8 +4,7 @@ Draws completions from a policy and its proposals, and scores each under all of 
 Axis letters: P prompts, N completions per prompt, K components, B sequences of one pass, L prompt tokens, T completion tokens,
 V vocabulary, I inverse temperatures.
 
-The sequences of a pass all continue one prompt: nothing is padded on the left, so that no log-probability depends on how a
-model counts positions.
+All sequences of a pass continue one prompt, so nothing is padded on the left.
 """
 
 import functools
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..._causal import check_causal
 from ..._checks import as_dataset, check_prompt_lengths, check_prompts
 from ..._texts import completion_texts
+from ...generation._probe import in_mode
 from .._generation import (
     Prompt,
     as_function,
@@ -36,7 +36,7 @@ from .._generation import (
     prompt_tokens,
     transformers_engine,
 )
-from ..exact import _evaluating
+from ..tails import check_sizes
 from .mixture import MixtureSample, check_counts
 
 
@@ -77,50 +77,46 @@ def draw(
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    Sampling is pure: settings that a model was saved with play no part. A completion ends with one of the policy's end tokens
-    or at T tokens. Log-probabilities come from passes over the finished completions, in float32 from the logits on, never
-    from generation. Equal completions of a prompt are rewarded once.
+    A component is a model at a temperature. Scoring one model at several temperatures takes one pass, and a proposal at a
+    temperature above 1 draws outputs that it has learned to neglect. Sampling ignores the model's generation configuration.
+    A completion ends with one of the policy's end tokens or at T tokens. Log-probabilities come from passes over the finished
+    completions, in float32 from the logits on. Equal completions of a prompt are rewarded once.
 
-    Processes that were launched together (`accelerate launch`) share the work, by prompts and components: all must call it, and
-    all get the draws of one.
-
-    A component is a model at a temperature. The same model at several costs no further pass to score, and a proposal at a
-    temperature above 1 draws what training made it neglect.
+    Under `accelerate launch`, processes share the work. All must call this function, and all get the same result.
 
     Args:
         models (`Sequence` of [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The K components' models: the policy, then proposals, over one vocabulary. Their training modes are restored.
+            Models of the K components: the policy, then proposals, with one vocabulary. Their training modes are restored.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Their tokenizer; its chat template is applied to prompts of messages.
         prompts ([`~datasets.Dataset`], `Sequence[str]` or `Sequence[list[dict]]`):
-            The P prompts, plain text or messages, or a data set with a column `"prompt"`, whose other columns reward functions
-            are given.
+            The P prompts: plain text, messages, or a data set with a column `"prompt"`, whose other columns reach the reward.
         reward (`Callable` or `torch.nn.Module`):
-            A reward function in TRL's form, which takes lists `prompts` and `completions` and gives a finite number for
-            each, or a sequence-classification model.
+            A reward function in TRL's form, which returns a finite number for each completion, or a sequence-classification
+            model.
         counts (`Sequence[int]`):
             Completions of each prompt from each component.
         max_completion_length (`int`):
             T.
         temperatures (`Sequence[float]`, *optional*):
-            Temperature of each component, by default 1. The policy's is 1: it is the model in question.
+            Temperature of each component, by default 1. The policy's must be 1.
         reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer of the reward model; required if `reward` is a module.
         chat_template_kwargs (`dict`, *optional*):
-            Further variables of the chat templates, of the tokenizer and of the reward model's, for prompts of messages.
+            Variables for the chat templates of the tokenizer and the reward model's tokenizer.
         batch_size (`int`, *optional*, defaults to `64`):
             B.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The state of the global generators is restored.
+            Seed of the draws. The global random state is restored.
         progress (`bool`, *optional*, defaults to `True`):
-            Whether to show progress bars, of the main process.
+            Whether the main process shows progress bars.
 
     Returns:
         [`Draws`]
 
     Raises:
         `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a reward is not
-            a finite number.
+            finite.
     """
     temperatures = [1.0] * len(models) if temperatures is None else [float(value) for value in temperatures]
     if not models or not len(models) == len(counts) == len(temperatures):
@@ -136,7 +132,7 @@ def draw(
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
-    prompt_ids = _tokens(models, tokenizer, prompts, max_completion_length, chat_template_kwargs)
+    prompt_ids = _checked_prompt_tokens(models, tokenizer, prompts, max_completion_length, chat_template_kwargs)
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
@@ -146,7 +142,7 @@ def draw(
     bar = functools.partial(tqdm, disable=not (progress and state.is_main_process))
     units = [(p, k, next(seeds)) for p in range(len(prompts)) for k, count in enumerate(counts) if count]
     parts = []
-    # One after another: those of a prompt are scored together. Each completion is drawn in one pass, scored in another
+    # Prompt by prompt, since completions of a prompt are scored together. Each is drawn in one pass, scored in another
     with (
         state.split_between_processes(units) as mine,
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
@@ -176,22 +172,6 @@ def draw(
     return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
 
 
-def check_sizes(**sizes: int) -> None:
-    """
-    Refuses sizes and numbers below 1.
-
-    Args:
-        sizes (`int`):
-            By the names that the message says.
-
-    Raises:
-        `ValueError`: If one is less than 1.
-    """
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{name}={size}` must be at least 1.")
-
-
 def completion_log_prob(
     model: nn.Module,
     prompt_ids: Sequence[int],
@@ -208,16 +188,16 @@ def completion_log_prob(
         prompt_ids (`Sequence[int]`):
             The prompt's L tokens.
         completion_ids (`torch.Tensor` of shape `(B, T)`):
-            Completions; what follows the first end token of a row is not counted.
+            Completions; tokens after the first end token of a row do not count.
         end_token_ids (`Sequence[int]`):
             Tokens that end a completion, and count.
         temperatures (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
-            What the logits are divided by, K numbers.
+            K temperatures, which divide the logits.
 
     Returns:
         `torch.Tensor` of shape `(B, K)`: log-probabilities in nats, float64, on the CPU.
     """
-    logits, completion, counts = _logits(model, prompt_ids, completion_ids, end_token_ids)
+    logits, completion, counts = _completion_logits(model, prompt_ids, completion_ids, end_token_ids)
     chosen = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1)  # (B, T)
     columns = []
     for temperature in temperatures:
@@ -240,10 +220,10 @@ def find_temperature(
     seed: int = 0,
 ) -> float:
     """
-    The temperature at which a model's completions diverge from those at temperature 1 by so many nats.
+    The temperature at which a model's completions diverge from those at temperature 1 by a given number of nats.
 
-    KL(q ‖ q at the temperature) of a whole completion, the mean over prompts, is estimated from completions drawn at
-    temperature 1, exactly at each token. Unlike a temperature, a divergence means the same for completions of 2 tokens and of 200.
+    KL(q ‖ q at the temperature) of whole completions, averaged over prompts, is estimated from completions drawn at
+    temperature 1, exactly at each token. A divergence is comparable between short and long completions; a temperature is not.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -259,25 +239,24 @@ def find_temperature(
         num_samples (`int`, *optional*, defaults to `16`):
             Completions of each prompt.
         max_prompts (`int`, *optional*, defaults to `16`):
-            Prompts that are used, spread over all.
+            Largest number of prompts used, spread over all.
         chat_template_kwargs (`dict`, *optional*):
-            Further variables of the chat template, for prompts of messages.
+            Variables for the chat template.
         batch_size (`int`, *optional*, defaults to `64`):
             B.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The state of the global generators is restored.
+            Seed of the draws. The global random state is restored.
 
     Returns:
-        `float`: above 1, and 10 at most.
+        `float`: above 1, and at most 10.
 
     Raises:
-        `ValueError`: If `divergence` is not a finite number above 0, a size is less than 1, a prompt is empty or too long, or the
-            model is not causal.
+        `ValueError`: If `divergence` or a size is out of range, a prompt is empty or too long, or the model is not causal.
     """
     if not 0 < divergence < float("inf"):
         raise ValueError(f"`divergence={divergence}` must be above 0, and finite.")
-    check_sizes(max_completion_length=max_completion_length, num_samples=num_samples, max_prompts=max_prompts,
-                batch_size=batch_size)  # fmt: skip
+    sizes = {"num_samples": num_samples, "max_prompts": max_prompts, "batch_size": batch_size}
+    check_sizes(max_completion_length=max_completion_length, **sizes)
     check_prompts(prompts)
     chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
     check_causal(model, "`model`")
@@ -285,15 +264,15 @@ def find_temperature(
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
     inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
     total, rows = torch.zeros_like(inverse), 0
-    for ids in _tokens([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
-        for batch in _batches(engine([ids] * num_samples, next(seeds)), batch_size):
-            logits, _, counts = _logits(model, ids, batch, end)
+    for ids in _checked_prompt_tokens([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
+        for batch in _padded_batches(engine([ids] * num_samples, next(seeds)), batch_size):
+            logits, _, counts = _completion_logits(model, ids, batch, end)
             log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
             mean = -torch.special.entr(log_q.exp()).sum(dim=-1)  # 0 for tokens of probability 0
             for i, s in enumerate(inverse.tolist()):
                 total[i] += ((1 - s) * mean + (s * log_q).logsumexp(dim=-1)).sum().item()
             rows += len(batch)
-    found = (total / rows).clamp(min=0).sqrt()  # rises along the inverse temperatures, nearly in a straight line
+    found = (total / rows).clamp(min=0).sqrt()  # almost linear in the inverse temperature
     wanted = divergence**0.5
     place = int(torch.searchsorted(found, wanted))
     if place == len(found):
@@ -302,7 +281,7 @@ def find_temperature(
     return 1 / float(torch.lerp(inverse[place - 1], inverse[place], share))
 
 
-def _tokens(
+def _checked_prompt_tokens(
     models: Sequence[PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -325,15 +304,15 @@ def _seeds(seed: int) -> Iterator[int]:
         yield int(torch.randint(2**62, (), generator=generator))
 
 
-def _batches(rows: list[list[int]], size: int) -> Iterator[torch.Tensor]:
-    """Completions in batches, (B, T) as wide as the longest; what is filled up comes after an end token."""
+def _padded_batches(rows: list[list[int]], size: int) -> Iterator[torch.Tensor]:
+    """Completions in batches (B, T), each as wide as its longest and filled up after the end token."""
     for start in range(0, len(rows), size):
         batch = rows[start : start + size]
         width = max(map(len, batch))
         yield torch.tensor([row + [row[-1]] * (width - len(row)) for row in batch])
 
 
-def _logits(
+def _completion_logits(
     model: nn.Module, prompt_ids: Sequence[int], completion_ids: torch.Tensor, end_token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of the completion's tokens, (B, T, V) in float32; the tokens, and which of them count, (B, T)."""
@@ -341,7 +320,7 @@ def _logits(
     completion = completion_ids.to(device)
     ids = torch.cat([torch.tensor(list(prompt_ids), device=device).expand(len(completion), -1), completion], dim=1)
     width = completion.size(1)
-    with _evaluating(model):
+    with in_mode(model, training=False):
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=width + 1, use_cache=False)
     ended = torch.isin(completion, torch.tensor(list(end_token_ids), dtype=torch.long, device=device))
     counts = ended.cumsum(dim=1) - ended.long() == 0
@@ -362,7 +341,7 @@ def _score(
     for k, model in enumerate(models):
         places.setdefault(id(model), []).append(k)
     parts = []
-    for batch in _batches(rows, batch_size):
+    for batch in _padded_batches(rows, batch_size):
         part = torch.empty(len(batch), len(models), dtype=torch.float64)
         for own in places.values():
             at = [temperatures[k] for k in own]

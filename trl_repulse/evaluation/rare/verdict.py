@@ -1,4 +1,4 @@
-"""What an importance-sampled estimate rests on, and when it is not to be trusted."""
+"""What an importance-sampled estimate rests on, and when not to trust it."""
 
 import math
 from dataclasses import dataclass
@@ -11,49 +11,45 @@ from .mixture import MixtureSample, halves, largest_normalization_error, stratif
 
 MIN_VARIANCE_ESS = 20.0
 MAX_UNSEEN_SHARE = 0.3
-MIN_EFFICIENCY = 0.05  # asked for where the policy's own draws hold fewer bad outputs than the next
+MIN_EFFICIENCY = 0.05  # required if the policy's own draws hold fewer bad outputs than the next constant
 ENOUGH_OF_THE_POLICYS = 100.0
 MAX_ERROR = 4.0  # standard errors
-AFFORDABLE = 100  # times as many draws as there were: what the next steps advise rather than training
+AFFORDABLE = 100  # factor on the number of draws up to which more draws are advised rather than training
 
 
 @dataclass(frozen=True)
 class Diagnostics:
     """
-    What an estimate rests on. The tail is made of the bad completions, or of those up to the quantile t of a CVaR. What a
-    completion contributes is x = w · v, its weight times its depth: 1, or for a CVaR t − r.
+    What an estimate rests on. The tail is the bad completions, or those up to the quantile t of a CVaR. A completion contributes
+    x = w · v, its weight times its depth v, which is 1, or t − r for a CVaR.
 
     Args:
         tail_samples (`int`):
             Completions in the tail.
         policy_tail_samples (`int`):
-            How many of them the policy drew.
+            Number of them that the policy drew.
         ess (`float`):
-            Effective number of completions behind the estimate, (Σx)² / Σx² of the contributions x.
+            Effective number of completions behind the estimate, (Σx)² / Σx².
         max_weight_share (`float`):
-            Share of the sum of contributions that one completion bears.
+            Share of the sum of contributions from a single completion.
         variance_ess (`float`):
-            Effective number of completions behind the variance, (Σx²)² / Σx⁴. Where few completions make the variance,
-            the interval is as much a matter of luck as the estimate.
+            Effective number of completions behind the variance, (Σx²)² / Σx⁴. If it is small, the interval is unreliable too.
         unseen_share (`float`):
-            The policy's own draws are what finds bad outputs that no proposal draws. This is the largest share of the
-            estimate that could be missing from the proposals and, with 95 % probability, leave no trace in them: 3 / c, at most 1,
-            where c = draws of the policy × (E[v])² / E[v²] are the bad outputs to be expected among them, those that bear on a
-            CVaR as deep ones do; 0 without proposals.
+            Largest share of the estimate that the proposals could miss, with 95 % probability, without a trace in the policy's
+            own draws: 3 / `expected`, at most 1; 0 without proposals.
         expected (`float`):
-            That c.
+            Expected number of bad outputs among the policy's own draws: draws of the policy × (E[v])² / E[v²].
         own_share (`float`):
-            Share of the variance, Σx², that the policy's own draws bear: where it is large, they found what the proposals miss.
+            Share of the variance, Σx², from the policy's own draws. If it is large, they found what the proposals miss.
         efficiency (`float`):
-            Bad outputs drawn by the policy that a draw of the proposals is worth: those that plain sampling would have to
-            draw for a variance as small, less those that the policy draws here, over the proposals' draws. The probability
-            of the tail for a proposal that is the policy itself, about 1 for one that draws the policy's bad outputs in the
-            policy's proportions, and more with exact weights; 0 without proposals. For a CVaR (E[v])² / E[v²] is in place of that
-            probability.
+            Bad outputs drawn by the policy that one draw of the proposals is worth: those that plain sampling needs for the
+            same variance, minus those that the policy draws here, over the proposals' draws. It is the tail's probability for
+            a proposal equal to the policy, about 1 for one that draws only bad outputs in the policy's proportions, and 0
+            without proposals. For a CVaR, (E[v])² / E[v²] replaces that probability.
         counts (`tuple[int, ...]`):
-            Completions that each component drew for each prompt: the policy, then the proposals, hotter copies among them.
+            Completions that each component drew for each prompt: the policy, then the proposals and their hotter copies.
         halves (`tuple[float, float]`):
-            The estimate, a probability or a CVaR of that quantile, from every other completion, and from the rest.
+            The estimate from every other completion, and from the rest.
         halves_error (`float`):
             Their difference in standard errors.
         normalization_error (`float`):
@@ -80,15 +76,15 @@ class Diagnostics:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the samples contradict themselves, so that not even a bound can be had of them."""
+        """Whether the samples contradict themselves, so that not even a bound holds."""
         return self.normalization_error > MAX_ERROR or self.halves_error > MAX_ERROR
 
     def reasons(self) -> tuple[str, ...]:
         """
-        What speaks against the estimate.
+        Why the estimate is not reliable.
 
         Returns:
-            `tuple[str, ...]`: one sentence a reason; empty if nothing does.
+            `tuple[str, ...]`: one sentence a reason; empty if the estimate is reliable.
         """
         found = []
         if self.normalization_error > MAX_ERROR:
@@ -135,7 +131,7 @@ class Diagnostics:
         if self.tail_samples == 0:
             return (f"{train}." if others else "Train a proposal for this policy and pass it.",)
         steps = []
-        # Bad outputs that the policy's draws should contain; half as many again as are asked for, since they vary
+        # Bad outputs that the policy's draws should contain: 1.5 times what is required, as the number varies
         enough = 1.5 * 3 / MAX_UNSEEN_SHARE
         uneven = self.variance_ess < MIN_VARIANCE_ESS
         wanted = 0.0
@@ -167,34 +163,24 @@ class Diagnostics:
         return tuple(steps)
 
     def _policy_draws(self, expected: float) -> float:
-        """Completions of a prompt among which the policy should draw so many bad outputs over all prompts."""
+        """Completions a prompt from the policy, for so many expected bad outputs over all prompts."""
         return _round_up(self.counts[0] * expected / self.expected) if self.expected > 1e-12 else math.inf
 
 
 def _round_up(number: float) -> int:
-    """To two digits."""
+    """Rounds up to two digits."""
     scale = int(10 ** max(0, math.floor(math.log10(number)) - 1))
     return math.ceil(number / scale) * scale
 
 
 def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
     """
-    Measures what an estimate rests on.
-
-    Args:
-        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
-            Completions of policy and proposals.
-        log_w (`torch.Tensor` of shape `(P, N)`):
-            Log-weights of the completions in the tail, −inf for the others, in nats.
-        log_depth (`torch.Tensor` of shape `(P, N)`, *optional*):
-            Logarithms of what is averaged over the tail; −inf for nothing. If `None`, of 1.
-
-    Returns:
-        [`Diagnostics`]
+    Measures what an estimate rests on, from log-weights (P, N) of the completions in the tail, −inf for the others, and log
+    v (P, N), by default 0; both in nats.
     """
     in_tail = log_w > -torch.inf
     log_x = log_w if log_depth is None else log_w + log_depth
-    x, scale = _scaled(log_x)
+    x, scale = _over_largest(log_x)
     total, squares = float(x.sum()), float(x.square().sum())
     # n (Σwv / n)² / (Σwv² / n) of n completions, times the policy's share of them
     log_squares = (log_x if log_depth is None else log_x + log_depth).logsumexp(dim=(0, 1))
@@ -225,8 +211,8 @@ def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor 
     )
 
 
-def _scaled(log_x: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Numbers over their largest, and the largest; all 0 where there is none."""
+def _over_largest(log_x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Numbers over their largest, and the largest; all 0 if there is none."""
     shift = log_x.max()
     if shift == -torch.inf:
         return torch.zeros_like(log_x), 0.0
