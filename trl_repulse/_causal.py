@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from ._adapters import undisturbed
 from ._model_checks import check_language_model
-from .generation._probe import undisturbed
 
 
 # Change of earlier predictions by a token, relative to that of later ones: at most 0.001 in the causal architectures of

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._loading import load_tokenizer
-from .generation._padding import vocab_size
 
 
 def check_reference(
@@ -79,3 +78,8 @@ def _differences(
     ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, other))
     shared = (ours.keys() & theirs.keys()) - added
     return {i: (ours[i], theirs[i]) for i in shared if ours[i] != theirs[i]}, len(shared)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Number of tokens in the model's vocabulary."""
+    return int(model.config.get_text_config().vocab_size)

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
+from .._adapters import in_mode
 from .._causal import check_causal
 from .._model_checks import check_token_ids
-from ..generation._probe import in_mode
 from .tails import check_sizes
 
 

@@ -8,11 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._adapters import takes
-
-
-def vocab_size(model: PreTrainedModel) -> int:
-    """Number of tokens in the model's vocabulary."""
-    return int(model.config.get_text_config().vocab_size)
+from .._vocabulary import vocab_size
 
 
 def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end: Sequence[int]) -> int:

@@ -12,9 +12,9 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from .._vocabulary import vocab_size
 from ._cache import growing_cache, with_cache
 from ._defaults import without_generation_defaults
-from ._padding import vocab_size
 
 
 PROMPTS = (3, 8, 6)  # tokens of each row's prompt

@@ -7,9 +7,8 @@ may mix rows. Whatever samples or scores calls [`probe`] once, at set-up.
 Axis letters: B rows, L tokens of a row, S sampled tokens, V vocabulary (or features of a hidden state).
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from .._adapters import base_of
+from .._adapters import base_of, undisturbed
 from ._cache import prompts_read_once
 from ._padding import padded_outputs
 from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, distance, holds, rounding
@@ -180,30 +179,6 @@ def reads_rows_alike(
 
     with undisturbed(model, training):
         return holds(alike)
-
-
-@contextlib.contextmanager
-def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Context in training or evaluation mode, without gradients; every submodule gets its mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Context for passes that change no random states, modes or gradients."""
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    devices = [] if device.type == "cpu" else [device]
-    # A compiled `forward` runs no hooks, and is recompiled for each shape
-    eager = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices, device_type=device.type), in_mode(model, training), eager:
-        yield
 
 
 def describe(model: nn.Module) -> str:

@@ -12,11 +12,10 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import GenerationConfig
 
-from .._adapters import base_of
+from .._adapters import base_of, undisturbed
 from .._checks import check_rows
 from ..generation._defaults import without_generation_defaults
 from ..generation._padding import padding_token
-from ..generation._probe import undisturbed
 from ..models._layout import longest_row
 from ._trl_bridge import pad
 

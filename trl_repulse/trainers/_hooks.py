@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
     from ..generation import VLLMGenerator
-    from ._constraint import Constraint
 
 logger = get_logger(__name__)
 
@@ -98,7 +97,7 @@ class TrainerHooks(RowLayouts, SecondModels, PooledMetrics):
         )
         for prefix in ("", "*/")
     )
-    _constraint: "Constraint | None" = None  # on the rate of bad outputs, where a trainer takes one
+    _constraint: Any = None  # on the rate of bad outputs, where a trainer takes one
     _conversation: list[dict[str, Any]] | None = None  # a prompt as the chat template got it last
     _has_begun = False  # whether the negative data in the folder are this run's
     _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy

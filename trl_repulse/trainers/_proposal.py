@@ -1,13 +1,12 @@
 """Building the proposal, beside a policy or as a second adapter over its base."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
-from .._adapters import base_of
+from .._adapters import adapter_config, base_of
 from .._causal import check_causal
 from .._model_checks import check_language_model, check_separate
 from .._vocabulary import check_same_tokens, check_vocabulary_size
@@ -173,15 +172,6 @@ def build_proposal(
     with gathered_by_layer(proposal.module), as_trained(trainer, proposal.module):
         check_causal(proposal.module, "`proposal_model`")
     return proposal
-
-
-def adapter_config(model: Any) -> "PeftConfig | None":
-    """Configuration of the adapter that a folder holds; `None` of anything else."""
-    if not isinstance(model, str) or not (Path(model) / "adapter_config.json").is_file():
-        return None
-    from peft import PeftConfig
-
-    return PeftConfig.from_pretrained(model)
 
 
 def _ready(

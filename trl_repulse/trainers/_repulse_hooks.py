@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._adapters import adapter_config
 from .._checks import check_arguments
 from ..configs import NegativeTermConfig
 from ..models._peft_bridge import BaseView
@@ -18,14 +19,7 @@ from ._hot_policy import HotPolicy
 from ._hub import ProposalUploads
 from ._learned_proposal import LearnedProposal
 from ._negative_term import NegativeTerm
-from ._proposal import (
-    adapter_config,
-    build_proposal,
-    lends_reference,
-    policy_adapter,
-    serve_proposal,
-    starting_point,
-)
+from ._proposal import build_proposal, lends_reference, policy_adapter, serve_proposal, starting_point
 from ._records import show_completions
 from ._resume import RESUME_STATE
 from ._rewards import check_separate_rewards

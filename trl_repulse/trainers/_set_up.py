@@ -13,9 +13,9 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .._adapters import base_of, takes
+from .._adapters import base_of, takes, undisturbed
 from .._rules_of_thumb import learning_rate_for
-from ..generation._padding import vocab_size
+from .._vocabulary import vocab_size
 from ..generation._probe import (
     Guard,
     describe,
@@ -24,7 +24,6 @@ from ..generation._probe import (
     reads_prompts_once,
     reads_rows_alike,
     shares_prompts,
-    undisturbed,
 )
 from ..models._deepspeed import gathered_by_layer, is_partitioned
 from ..models._layout import MASKED, Layout, longest_row

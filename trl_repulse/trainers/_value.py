@@ -18,12 +18,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .._adapters import base_of
+from .._adapters import adapter_config, base_of
 from .._causal import reads_ahead
 from .._vocabulary import check_vocabulary_size
 from ..models._deepspeed import gathered, gathered_by_layer
 from ..models._layout import Layout
-from ._proposal import adapter_config
 from ._trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import is_peft_model, set_seed
 from transformers import PreTrainedModel, TrainerCallback
 
-from .._adapters import base_of
+from .._adapters import adapter_config, base_of
 from .._checks import check_adapters
 from .._model_checks import check_separate
 from .._vocabulary import check_same_tokens
@@ -24,7 +24,6 @@ from ..returns import kl_token_rewards
 from ._beside import VALUE_FOLDER
 from ._grpo import GRPOBase
 from ._metrics import Moments, Pooled, mean, share_explained
-from ._proposal import adapter_config
 from ._records import record_advantages
 from ._resume import RESUME_STATE
 from ._rewards import RewardFunc, check_separate_rewards
