@@ -29,11 +29,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.conftest import build_tokenizer
 from trl_repulse import ReinforceConfig, ReinforceTrainer
+from trl_repulse.engine.preparation import check_noise
+from trl_repulse.engine.trl_bridge import disable_dropout
 from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation._probe import Guard, probe
-from trl_repulse.trainers._set_up import check_noise
-from trl_repulse.trainers._trl_bridge import disable_dropout
 
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -19,8 +19,8 @@ from pathlib import Path
 from PIL import Image
 
 from trl_repulse import embedded
-from trl_repulse._run_log import load_log
-from trl_repulse.plots import plot_training
+from trl_repulse.engine.run_log import load_log
+from trl_repulse.evaluation.plots import plot_training
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,9 +27,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.trainers import _resume
-from trl_repulse.trainers._learned_proposal import LearnedProposal
-from trl_repulse.trainers.second_model import SecondModel
+from trl_repulse.engine import resume as _resume
+from trl_repulse.engine.second_model import SecondModel
+from trl_repulse.method.learned_proposal import LearnedProposal
 
 
 PLACES = (
@@ -73,7 +73,7 @@ def kill_at(place: str, after: int) -> None:
 
     setattr(owner, name, hooked)
     if place == "writing weights":
-        import trl_repulse.trainers._hooks as hooks
+        import trl_repulse.engine.base_trainer as hooks
 
         hooks.save_position = hooked
 

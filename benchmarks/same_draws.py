@@ -26,9 +26,9 @@ from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.arguments import TrainingScriptArguments, parse
+from trl_repulse.cli.arguments import TrainingScriptArguments, parse
+from trl_repulse.cli.scripts import run
 from trl_repulse.embedded import settings_path
-from trl_repulse.scripts import run
 
 
 class Watched(RePULSeTrainer):

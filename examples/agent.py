@@ -22,8 +22,8 @@ from worlds import shop
 from worlds.results import by_method, format_table
 
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
-from trl_repulse.cli import Parser
-from trl_repulse.scripts import main_or_exit
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.scripts import main_or_exit
 
 
 ROWS = 64  # completions of an update; where others are drawn for the negative term, as many again

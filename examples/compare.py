@@ -23,9 +23,9 @@ import torch
 import yaml
 from worlds.results import by_method, draw, format_table
 
-from trl_repulse.cli import Parser
-from trl_repulse.methods import train
-from trl_repulse.scripts import main_or_exit
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.scripts import main_or_exit
 
 
 EXAMPLES = Path(__file__).parent

@@ -15,11 +15,11 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import embedded
-from trl_repulse.cli import Parser
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.scripts import main_or_exit
 
 
 THRESHOLD, LEVEL = -5.0, 0.01

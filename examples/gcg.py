@@ -9,10 +9,10 @@ their first words unless `--reward_type` and `--reward_model_path` name a reward
 and `GCGEvaluationConfig`; an interrupted run goes on where it stopped.
 """
 
-from trl_repulse.arguments import FieldsParser
+from trl_repulse.cli.arguments import FieldsParser
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 from trl_repulse.evaluation.gcg.launch import launch
-from trl_repulse.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:

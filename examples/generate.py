@@ -10,9 +10,9 @@ import argparse
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.embedded import policy_path
 from trl_repulse.generation import TransformersGenerator, VLLMGenerator
-from trl_repulse.scripts import main_or_exit
 
 
 PROMPTS = ["the weather is", "my neighbour is"]

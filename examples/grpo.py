@@ -13,8 +13,8 @@ TRL's default `loss_type` is neither of the two but "dapo".
 of `trl_repulse/embedded/settings/grpo.yaml`. Flags win.
 """
 
-from trl_repulse.methods import train
-from trl_repulse.scripts import main_or_exit
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:

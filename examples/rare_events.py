@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_repulse import embedded
-from trl_repulse.cli import Parser
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
-from trl_repulse.scripts import main_or_exit
 
 
 THRESHOLD, LEVEL, BETA = -5.0, 1e-4, -5.0

@@ -11,8 +11,8 @@ Trains a policy with RePULSe, or with plain REINFORCE (`--alpha 0`), and says wh
 of `trl_repulse/embedded/settings/repulse.yaml`. Flags win.
 """
 
-from trl_repulse.methods import train
-from trl_repulse.scripts import main_or_exit
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,8 +11,8 @@ Trains a policy with PPO and RePULSe's negative term, three models in all, and s
 of `trl_repulse/embedded/settings/repulse-ppo.yaml`. Flags win.
 """
 
-from trl_repulse.methods import train
-from trl_repulse.scripts import main_or_exit
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.scripts import main_or_exit
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -270,5 +270,5 @@ def same_parameters(one, other):
 def launched(monkeypatch):
     """What `accelerate launch` is asked for by a training command, in place of launching."""
     asked = []
-    monkeypatch.setattr("trl_repulse._commands.train.launch_command", asked.append)
+    monkeypatch.setattr("trl_repulse.cli.train.launch_command", asked.append)
     return asked

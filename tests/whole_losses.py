@@ -1,6 +1,6 @@
 """Losses on whole groups, each in one call, as the paper and the golden values have them. Trainers make coefficients first."""
 
-from trl_repulse.losses import (
+from trl_repulse.math.losses import (
     WeightedSamples,
     compute_advantages,
     ctl_coefficients,

@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch.nn import functional
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from trl_repulse.preferences import RewardedCompletion, preference_rows
+from trl_repulse.evaluation.preferences import RewardedCompletion, preference_rows
 
 from .evaluate import HeldOutWorld, load_world
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from trl_repulse.cli import TRAINING, Parser, keep_writing
+from trl_repulse.cli.main import TRAINING, Parser, keep_writing
 
 
 HERE = Path(__file__).resolve().parent

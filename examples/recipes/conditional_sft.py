@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from trl import SFTConfig, SFTTrainer
 
 from trl_repulse import embedded
-from trl_repulse.cli import Parser
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import load_prompts
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.loading import check_classifier
-from trl_repulse.scripts import main_or_exit
 
 
 TAGS = [f"<|reward_{number}|>" for number in range(5)]

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from trl_repulse import embedded
-from trl_repulse.cli import Parser
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import load_prompts
+from trl_repulse.evaluation.preferences import preference_rows, read_rewarded
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.preferences import preference_rows, read_rewarded
 from trl_repulse.rewards.loading import load_reward
-from trl_repulse.scripts import main_or_exit
 
 
 def main() -> None:

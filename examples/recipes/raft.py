@@ -15,12 +15,12 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from trl_repulse import embedded
-from trl_repulse.cli import Parser
+from trl_repulse.cli.main import Parser
+from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import load_prompts
+from trl_repulse.evaluation.preferences import RewardedCompletion, read_rewarded
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.preferences import RewardedCompletion, read_rewarded
 from trl_repulse.rewards.loading import load_reward
-from trl_repulse.scripts import main_or_exit
 
 
 def keep_best(drawn: list[RewardedCompletion], keep: int) -> Dataset:

@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from accelerate.utils import patch_environment
 
-from .._prompts import check_template_variables
+from ..data._prompts import check_template_variables
 
 
 logger = get_logger(__name__)

@@ -22,16 +22,16 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .._adapters import in_mode
-from .._loading import load_model, load_tokenizer
-from .._model_checks import check_reward_model, check_reward_tokens
-from .._prompts import check_template_variables, render, warn_of_date
-from .._texts import check_added_tokens
+from ..data._prompts import check_template_variables, render, warn_of_date
+from ..data._texts import check_added_tokens
+from ..engine.reward_calls import with_checks
+from ..engine.trl_bridge import is_async_callable
 from ..generation._defaults import end_tokens, until_end, without_generation_defaults
 from ..generation._padding import batches, padding_token
 from ..generation._probe import probe
-from ..trainers._rewards import with_checks
-from ..trainers._trl_bridge import is_async_callable
+from ..models._adapters import in_mode
+from ..models._loading import load_model, load_tokenizer
+from ..models._model_checks import check_reward_model, check_reward_tokens
 from .exact import reward_of_model
 
 

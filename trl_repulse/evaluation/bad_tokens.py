@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from .._adapters import in_mode
-from .._causal import check_causal
-from .._model_checks import check_token_ids
+from ..models._adapters import in_mode
+from ..models._causal import check_causal
+from ..models._model_checks import check_token_ids
 from .tails import check_sizes
 
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
-from .._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
-from .._texts import completion_texts
+from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
+from ..data._texts import completion_texts
+from ..engine.trl_bridge import unwrap_model_for_generation
 from ..rewards.functions import FunctionReward
-from ..trainers._trl_bridge import unwrap_model_for_generation
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .report import estimates
 from .tails import Estimate, check_sizes
@@ -122,8 +122,7 @@ class TailReportCallback(TrainerCallback):
             self._report(state.global_step, control)
 
     def _report(self, update: int, control: TrainerControl) -> None:
-        drawn = draw_completions(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
-        rewards = np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
+        rewards = self._sample()
         lost = int(np.isnan(rewards).sum())
         if lost:  # do not end a run for its report
             logger.warning(
@@ -137,6 +136,11 @@ class TailReportCallback(TrainerCallback):
         # The base class: TRL's `log` would close the window over which it averages its own metrics
         Trainer.log(self.trainer, _metrics(found, self.metric_key_prefix))
         control.should_log = due  # `log` marks the update's own logging as done
+
+    def _sample(self) -> np.ndarray:
+        """Rewards (1, P, N), the same on all processes; NaN where no function gave one."""
+        drawn = draw_completions(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
+        return np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
 
 
 def prepare_prompts(

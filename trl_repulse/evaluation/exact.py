@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .._adapters import in_mode
-from .._causal import check_causal
-from .._checks import check_prompts
-from .._model_checks import check_reward_model
-from .._texts import check_added_tokens, completion_texts, joins
+from ..data._checks import check_prompts
+from ..data._texts import check_added_tokens, completion_texts, joins
+from ..models._adapters import in_mode
+from ..models._causal import check_causal
+from ..models._model_checks import check_reward_model
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions

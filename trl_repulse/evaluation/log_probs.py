@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .._adapters import in_mode
-from .._causal import check_causal
 from ..generation._padding import batches, padded_outputs
 from ..generation._probe import probe
+from ..models._adapters import in_mode
+from ..models._causal import check_causal
 
 
 def completion_log_probs(

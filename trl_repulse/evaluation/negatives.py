@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._checks import check_prompt_lengths
-from .._prompts import prompt_fault
-from .._tables import read_json_lines
-from .._texts import completion_tokens
+from ..data._checks import check_prompt_lengths
+from ..data._prompts import prompt_fault
+from ..data._tables import read_json_lines
+from ..data._texts import completion_tokens
 from ._generation import prompt_text, prompt_tokens
 from .exact import log_mean_exp
 from .log_probs import completion_log_probs

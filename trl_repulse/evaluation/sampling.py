@@ -19,12 +19,12 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from .._causal import check_causal
-from .._checks import as_dataset, check_prompt_lengths
-from .._loading import load_model, load_tokenizer
-from .._prompts import check_template_variables, dated, warn_of_date
-from .._texts import completion_texts
-from .._vocabulary import check_reference
+from ..data._checks import as_dataset, check_prompt_lengths
+from ..data._prompts import check_template_variables, dated, warn_of_date
+from ..data._texts import completion_texts
+from ..models._causal import check_causal
+from ..models._loading import load_model, load_tokenizer
+from ..models._vocabulary import check_reference
 from ..rewards.transforms import transform_rewards
 from . import _files
 from ._generation import (

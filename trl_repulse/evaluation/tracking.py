@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
-from .._checks import check_prompt_lengths
-from .._texts import check_added_tokens
 from ..configs import NegativeTermConfig
+from ..data._checks import check_prompt_lengths
+from ..data._texts import check_added_tokens
 from ..models._deepspeed import is_partitioned
 from .bad_tokens import exact_log_prob_bad
 from .exact import ExactEvaluator, log_mean_exp, reward_of_model

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
-from .._adapters import base_of, takes
+from ..models._adapters import base_of, takes
 from ._padding import padded_outputs
 
 

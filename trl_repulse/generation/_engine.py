@@ -1,4 +1,4 @@
-"""Every dependence on how TRL drives a vLLM engine, and vLLM a model's weights; pinned in `tests/test_generation.py`.
+"""Every dependence on how TRL drives a vLLM engine, and vLLM a model's weights; pinned in `tests/generation/test_generation.py`.
 
 TRL (1.16) builds the engine of a trainer in `VLLMGeneration`, for one model, and calls it by `llm`. Each entry says what
 it relies on, why, and what would let it go.

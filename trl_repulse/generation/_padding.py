@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._adapters import takes
-from .._vocabulary import vocab_size
+from ..models._adapters import takes
+from ..models._vocabulary import vocab_size
 
 
 def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end: Sequence[int]) -> int:

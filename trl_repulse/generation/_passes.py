@@ -12,7 +12,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from .._vocabulary import vocab_size
+from ..models._vocabulary import vocab_size
 from ._cache import growing_cache, with_cache
 from ._defaults import without_generation_defaults
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from .._adapters import base_of, undisturbed
+from ..models._adapters import base_of, undisturbed
 from ._cache import prompts_read_once
 from ._padding import padded_outputs
 from ._passes import EQUAL, PROMPTS, ROUNDINGS, Passes, distance, holds, rounding

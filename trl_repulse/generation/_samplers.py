@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from .._adapters import base_of
+from ..models._adapters import base_of
 from ._cache import generating_by
 
 

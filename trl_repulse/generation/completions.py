@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._prompts import check_conversations, rendering
-from .._texts import check_added_tokens, completion_texts
+from ..data._prompts import check_conversations, rendering
+from ..data._texts import check_added_tokens, completion_texts
 
 
 # Settings in which models of one architecture and vocabulary may differ

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .._causal import check_causal
+from ..models._causal import check_causal
 from ._defaults import end_tokens, until_end, without_generation_defaults
 from ._padding import batches
 from ._probe import Guard, probe

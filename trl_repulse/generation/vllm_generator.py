@@ -126,7 +126,7 @@ class VLLMGenerator:
         self._current = next(iter(models))
         self._num_generations: int | None = None
         self._sampler = POLICY
-        self._beside: tuple[str, Sampler, int, int] | None = None  # name, sampler, rows of both for each prompt
+        self._other: tuple[str, Sampler, int, int] | None = None  # name, sampler, rows of both for each prompt
         self._ahead: _Ahead | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="trl-repulse-adapters-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -218,11 +218,11 @@ class VLLMGenerator:
             sampler ([`Sampler`], *optional*):
                 What draws from the second model's logits.
         """
-        self._ahead, self._beside = None, (name, sampler, *rows)
+        self._ahead, self._other = None, (name, sampler, *rows)
         try:
             yield
         finally:
-            self._beside = None
+            self._other = None
 
     @property
     def version(self) -> int:
@@ -276,7 +276,7 @@ class VLLMGenerator:
             result, self._ahead = ahead.result, None
         else:
             self.sync_weights()
-            beside = None if images else self._rows_beside(prompts)
+            beside = None if images else self._rows_of_the_other(prompts)
             engine = self._served[self._current].engine
             own = engine.temperature
             if engine.mode != "colocate":
@@ -290,18 +290,18 @@ class VLLMGenerator:
             if engine.mode == "colocate" and engine.enable_sleep_mode and engine.llm.sleep_level == 2:
                 self._resident[id(engine)] = None
             if beside is not None:
-                name, sampler = self._beside[:2]  # of this call alone
+                name, sampler = self._other[:2]  # of this call alone
                 result, other = zip(*(_split(part, len(prompts)) for part in result), strict=True)
-                self._beside = None
+                self._other = None
                 self._ahead = _Ahead((name, self._served[name].version, sampler), beside, other)
         self.log_probs = _of_the_drawn(*result[1:4])
         return result
 
-    def _rows_beside(self, prompts: list[list[int]]) -> list[list[int]] | None:
+    def _rows_of_the_other(self, prompts: list[list[int]]) -> list[list[int]] | None:
         """The rows of the second model of [`together`], once the engine knows whose each row is; `None` if it serves none."""
-        if self._beside is None:
+        if self._other is None:
             return None
-        name, sampler, n, m = self._beside
+        name, sampler, n, m = self._other
         served, other = self._served[self._current], self._served[name]
         one_base = served.separate and other.separate and served.model.get_base_model() is other.model.get_base_model()
         if served.engine is not other.engine or served.engine.mode != "colocate":

@@ -1,7 +1,7 @@
 """
 All dependence on how PEFT and transformers switch, freeze and load adapters; pinned in the tests of both bridges.
 
-Each entry states the behaviour it relies on and what would make it unnecessary, as in `_trl_bridge.py`. PEFT is
+Each entry states the behaviour it relies on and what would make it unnecessary, as in `engine/trl_bridge.py`. PEFT is
 imported only where it is used.
 """
 

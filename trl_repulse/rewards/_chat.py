@@ -4,7 +4,7 @@ from typing import Any
 
 import jinja2
 
-from .._prompts import check_template_variables, dated, warn_of_date
+from ..data._prompts import check_template_variables, dated, warn_of_date
 from ._texts import Messages, as_messages, in_parts, whole_text
 from .models import ModelReward
 

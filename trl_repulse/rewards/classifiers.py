@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from .._loading import count_labels
+from ..models._loading import count_labels
 from ._chat import ChatTemplate
 from ._texts import Messages, conversation_text, last_question, whole_text
 from .models import ModelReward, Row

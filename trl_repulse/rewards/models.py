@@ -14,8 +14,8 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from .._loading import load_model, load_tokenizer
-from .._model_checks import check_reward_tokens
+from ..models._loading import load_model, load_tokenizer
+from ..models._model_checks import check_reward_tokens
 from ._texts import Messages, whole_text
 
 

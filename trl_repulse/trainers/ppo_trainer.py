@@ -11,27 +11,27 @@ import torch
 from accelerate.utils import is_peft_model, set_seed
 from transformers import PreTrainedModel, TrainerCallback
 
-from .._adapters import adapter_config, base_of
-from .._checks import check_adapters
-from .._model_checks import check_separate
-from .._vocabulary import check_same_tokens
 from ..configs import PPOConfig
+from ..data._checks import check_adapters
+from ..engine.metrics import Moments, Pooled, mean, share_explained
+from ..engine.preparation import VALUE_MODEL, as_trained
+from ..engine.records import record_advantages
+from ..engine.resume import RESUME_STATE
+from ..engine.reward_calls import RewardFunc, check_separate_rewards
+from ..engine.scoring import prepare_scoring
+from ..engine.second_model import SecondModel
+from ..engine.second_models import VALUE_FOLDER
+from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
+from ..engine.value import build_value_model, check_value_model, token_values
+from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
+from ..math.returns import kl_token_rewards
+from ..models._adapters import adapter_config, base_of
 from ..models._deepspeed import zero_stage
 from ..models._layout import Layout
+from ..models._model_checks import check_separate
 from ..models._peft_bridge import keep_gradients
-from ..ppo import approximate_kl, generalized_advantages, value_loss, whiten
-from ..returns import kl_token_rewards
-from ._beside import VALUE_FOLDER
-from ._grpo import GRPOBase
-from ._metrics import Moments, Pooled, mean, share_explained
-from ._records import record_advantages
-from ._resume import RESUME_STATE
-from ._rewards import RewardFunc, check_separate_rewards
-from ._scoring import prepare_scoring
-from ._set_up import VALUE_MODEL, as_trained
-from ._trl_bridge import disable_gradient_checkpointing, without_kl
-from ._value import build_value_model, check_value_model, token_values
-from .second_model import SecondModel
+from ..models._vocabulary import check_same_tokens
+from ._grpo_base import GRPOBase
 
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class PPOTrainer(GRPOBase):
         self.value = SecondModel(
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
-        self._beside = {VALUE_FOLDER: self.value}
+        self._second_models = {VALUE_FOLDER: self.value}
         if self.args.value_warmup_steps > 0:
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(

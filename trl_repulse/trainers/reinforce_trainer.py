@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ..configs import ReinforceConfig
-from ..importance import sequence_log_prob
-from ..losses import compute_advantages, cvar_rewards, cvar_schedule
-from ._cards import REPULSE_PAPER
-from ._constraint import Constraint
-from ._grpo import GRPOBase
-from ._metrics import Moments, mean
-from ._records import record_advantages, record_samples
-from ._units import UnitSampling
+from ..engine.cards import REPULSE_PAPER
+from ..engine.metrics import Moments, mean
+from ..engine.records import record_advantages, record_samples
+from ..engine.sampling import UnitSampling
+from ..math.importance import sequence_log_prob
+from ..math.losses import compute_advantages, cvar_rewards, cvar_schedule
+from ..method.constraint import Constraint
+from ._grpo_base import GRPOBase
 
 
 class ReinforceTrainer(UnitSampling, GRPOBase):

@@ -7,13 +7,13 @@ from trl import GRPOTrainer
 
 from ..configs import RePULSeGRPOConfig
 from ..generation._probe import Guard
+from ..method.environments import Factory, ProposalWorld, check_acting
 from ..models._deepspeed import zero_stage
-from ._acting import Factory, ProposalWorld, check_acting
-from ._grpo import GRPOBase
-from ._rows import RowsWithNegativeTerm
+from ._grpo_base import GRPOBase
+from ._grpo_with_negative_term import GRPOWithNegativeTerm
 
 
-class RePULSeGRPOTrainer(RowsWithNegativeTerm, GRPOBase):
+class RePULSeGRPOTrainer(GRPOWithNegativeTerm, GRPOBase):
     """
     Trainer for GRPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.

@@ -1,11 +1,11 @@
 """RePULSe on PPO: the value model's advantages, and a negative term beside PPO's clipped loss."""
 
 from ..configs import RePULSePPOConfig
-from ._rows import RowsWithNegativeTerm
+from ._grpo_with_negative_term import GRPOWithNegativeTerm
 from .ppo_trainer import PPOTrainer
 
 
-class RePULSePPOTrainer(RowsWithNegativeTerm, PPOTrainer):
+class RePULSePPOTrainer(GRPOWithNegativeTerm, PPOTrainer):
     """
     Trainer for PPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.

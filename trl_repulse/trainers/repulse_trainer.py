@@ -1,6 +1,6 @@
 """RePULSe: REINFORCE on the policy's samples, and a negative term that pushes down samples which find its bad outputs.
 
-Axis letters as in `_units.py`: U units of n policy samples and m proposal samples, T completion tokens.
+Axis letters as in `engine/sampling.py`: U units of n policy samples and m proposal samples, T completion tokens.
 """
 
 from typing import Any
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ..configs import RePULSeConfig
-from ..losses import WeightedSamples, repulse_loss
-from ._negative_term import COEFFICIENTS, NEGATIVE, OWN
-from ._repulse_hooks import RePULSeHooks
+from ..math.losses import WeightedSamples, repulse_loss
+from ..method.negative_term import COEFFICIENTS, NEGATIVE, OWN
+from ._with_negative_term import WithNegativeTerm
 from .reinforce_trainer import ReinforceTrainer
 
 
-class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
+class RePULSeTrainer(WithNegativeTerm, ReinforceTrainer):
     """
     Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
     Inference](https://huggingface.co/papers/2510.21184)).
@@ -29,7 +29,7 @@ class RePULSeTrainer(RePULSeHooks, ReinforceTrainer):
        (`_generate_and_score_completions`, [`NegativeTerm.sample`]);
     2. score them under the policy (`_compute_loss`);
     3. weigh: advantages of the policy's samples (`_credit`), importance weights of those of step 1 ([`NegativeTerm.weigh`]);
-    4. take a step of the policy on Eq. 4 ([`~trl_repulse.losses.repulse_loss`]);
+    4. take a step of the policy on Eq. 4 ([`~trl_repulse.math.losses.repulse_loss`]);
     5. with a learned proposal, take a step of the proposal on its samples ([`LearnedProposal.learn`]).
 
     With `proposal="learned"`, the paper's method, a second language model, the *proposal*, learns to draw the policy's low-reward

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..._prompts import check_template_variables
+from ...data._prompts import check_template_variables
 
 
 @dataclass

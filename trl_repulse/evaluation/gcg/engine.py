@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..._adapters import in_mode
-from ..._causal import check_causal
-from ..._model_checks import check_token_ids
+from ...models._adapters import in_mode
+from ...models._causal import check_causal
+from ...models._model_checks import check_token_ids
 from ._search import best_tokens, distinct, draw_candidates, merge_candidates, probe_losses, screened_losses
 from .config import GCGConfig
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt

@@ -22,14 +22,14 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..._adapters import in_mode
-from ..._model_checks import check_token_ids
-from ..._prompts import warn_of_date
-from ..._tables import read_csv
-from ..._texts import completion_texts
+from ...data._prompts import warn_of_date
+from ...data._tables import read_csv
+from ...data._texts import completion_texts
 from ...generation._cache import growing_cache, with_cache
 from ...generation._defaults import end_tokens
 from ...generation._probe import repeats_cache
+from ...models._adapters import in_mode
+from ...models._model_checks import check_token_ids
 from .._files import digest
 from .._generation import event_loop, hash_model, hashed_seed, process_state
 from .._identity import identify_reward, warn_of_name

@@ -5,11 +5,11 @@ from typing import Any
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ..._loading import load_model, load_tokenizer
-from ..._prompts import dated, warn_of_date
-from ..._vocabulary import check_same_tokens
+from ...data._prompts import dated, warn_of_date
+from ...engine.reward_calls import with_checks
+from ...models._loading import load_model, load_tokenizer
+from ...models._vocabulary import check_same_tokens
 from ...rewards.loading import load_reward
-from ...trainers._rewards import with_checks
 from .._generation import as_function, process_state
 from .config import GCGEvaluationConfig, GCGRunArguments
 from .evaluator import evaluate_gcg, read_table

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..._prompts import prompt_fault, rendering
-from ..._texts import check_added_tokens
+from ...data._prompts import prompt_fault, rendering
+from ...data._texts import check_added_tokens
 
 
 Messages = list[dict[str, Any]]

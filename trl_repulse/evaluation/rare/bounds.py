@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from scipy.stats import t as student
 
-from ...importance import require_shape
+from ...math.importance import require_shape
 from ..tails import check_share, clopper_pearson, skewed_interval
 
 

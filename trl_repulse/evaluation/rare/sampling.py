@@ -22,10 +22,10 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..._adapters import in_mode
-from ..._causal import check_causal
-from ..._checks import as_dataset, check_prompt_lengths, check_prompts
-from ..._texts import completion_texts
+from ...data._checks import as_dataset, check_prompt_lengths, check_prompts
+from ...data._texts import completion_texts
+from ...models._adapters import in_mode
+from ...models._causal import check_causal
 from .._generation import (
     Prompt,
     as_function,

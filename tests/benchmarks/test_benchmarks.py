@@ -1,0 +1,62 @@
+"""Benchmarks run, and hold what they say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..conftest import without_others
+
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
+
+
+def run(name, *arguments):
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_step_cost():
+    options = ["--shapes", "16,2,2", "--yardsticks", "RLOO", "--methods", "RePULSe", "PPO", "--micro-batches", "2"]
+    lines = run("step_cost", *options, "--rounds", "1", "--steps", "2", "--no-memory").splitlines()
+    header, *rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
+    assert [row[2] for row in rows] == ["RLOO", "RePULSe", "PPO"]
+    assert {len(row) for row in rows} == {len(header)}
+    times = [float(row[header.index("ms a completion")]) for row in rows]
+    ratios = [float(row[header.index("/ RLOO")]) for row in rows]
+    assert ratios == pytest.approx([time / times[0] for time in times], rel=0.1, abs=0.02)
+
+
+def test_cost_growth(tmp_path):
+    options = ["--methods", "RLOO", "RePULSe", "--counts", "2", "--lengths", "16", "--new", "2"]
+    run("cost_growth", *options, "--rounds", "1", "--steps", "2", "--output_dir", str(tmp_path))
+    points = json.loads((tmp_path / "growth.json").read_text())["points"]
+    found = [measured for axis in points.values() for measured in axis.values()]
+    assert [set(measured) for measured in found] == [{"RLOO", "RePULSe"}] * 2
+    assert all(value > 0 for measured in found for values in measured.values() for value in values)
+    assert (tmp_path / "growth.png").stat().st_size > 0
+
+
+def test_same_bits(tmp_path):
+    """Two runs end in the same bits; a coefficient that differs in its last is noticed."""
+    command, file = [sys.executable, "-m", "benchmarks.same_bits", "--only", "constraint"], tmp_path / "before.json"
+    subprocess.run([*command, "--write", file], check=True, cwd=ROOT)
+    done = subprocess.run([*command, "--compare", file], capture_output=True, text=True, cwd=ROOT)
+    assert without_others(done.stdout) == "All 2 runs end in the same bits\n" and done.returncode == 0
+    changed = (
+        "import math, sys; from benchmarks import same_bits; from trl_repulse.trainers import _constraint as it; step = it.dual_step; "
+        "it.dual_step = lambda *args: math.nextafter(step(*args), 2); sys.argv[1:] = ['--only', 'hot, constraint', '--compare', "
+        f"{str(file)!r}]; same_bits.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True, cwd=ROOT)
+    assert re.match(
+        r"hot, constraint: (policy; )?log; first after update 2 in .*constraint/multiplier",
+        without_others(done.stdout),
+    )
+    assert done.returncode == 1 and done.stderr.endswith("1 of 1 runs differ\n")

@@ -1,0 +1,108 @@
+"""`--card`: what `evaluate` and `gcg-report` measured, on the card of a model."""
+
+import json
+import math
+
+import pytest
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from trl_repulse.cli._card import write_on_card
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation._generation import hash_model
+from trl_repulse.evaluation.tails import Estimate
+
+from ..evaluation_support import write_samples
+from ..gcg_trigger import build_trigger_model, build_trigger_tokenizer
+
+
+TRAINED = """\
+---
+library_name: transformers
+tags:
+- trl
+---
+
+# Model Card for out
+
+### Framework versions
+
+- TRL: 1.16.0
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    build_trigger_model(build_trigger_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def weights(model):
+    return hash_model(AutoModelForCausalLM.from_pretrained(model))
+
+
+def test_a_card_of_a_trainer_gets_sections_and_metrics(model):
+    (model / "README.md").write_text(TRAINED)
+    for value in (0.001, 0.002):
+        estimates = {"P(r < -4)": Estimate(value, 0.0, 0.1, 5), "CVaR 0.01": Estimate(-3, -math.inf, -2, 1)}
+        estimates["kl"] = Estimate(math.nan, math.nan, math.nan, 0)
+        write_on_card(model, "Held-out samples", f"| P | {value} |", estimates, "4 prompts", 0.95)
+        write_on_card(model, "Attacks (GCG)", "text", {"success": Estimate(1, math.nan, 1, 3)}, "3 targets", 0.9)
+    card = ModelCard.load(model / "README.md")
+    places = [card.text.index(f"### {name}") for name in ("Held-out samples", "Attacks (GCG)", "Framework versions")]
+    assert places == sorted(places) and card.text.count("| P |") == 1 and "| P | 0.002 |" in card.text
+    found = {
+        each.metric_name: (each.metric_value, each.metric_args, each.dataset_name) for each in card.data.eval_results
+    }
+    assert found == {
+        "P(r < -4)": (0.002, {"confidence": 0.95, "low": 0.0, "high": 0.1}, "4 prompts"),
+        "CVaR 0.01": (-3.0, {"confidence": 0.95, "high": -2.0}, "4 prompts"),
+        "success": (1.0, {"confidence": 0.9, "high": 1.0}, "3 targets"),
+    }
+    assert card.data.tags == ["trl"]
+
+
+def test_evaluate_writes_its_report_on_a_new_card(model, weights, tmp_path, capsys):
+    write_samples(tmp_path / "s", [[-5.0, 1.0, 2.0], [0.0, 1.0, 2.0]], weights)
+    assert main(["evaluate", str(tmp_path / "s"), "--thresholds", "-4", "--card", str(model)]) == 0
+    card = ModelCard.load(model / "README.md")
+    assert capsys.readouterr().out.strip() in card.text
+    found = {each.metric_name: each.metric_value for each in card.data.eval_results}
+    assert found["P(r < -4)"] == pytest.approx(1 / 6, rel=1e-5) and found["mean reward"] == pytest.approx(
+        1 / 6, rel=1e-5
+    )
+    assert card.data.eval_results[0].dataset_name == "3 completions of each of 2 prompts"
+    assert (card.data.library_name, card.data.model_name) == ("transformers", "model")
+
+
+def test_the_card_of_another_model_is_refused(model, weights, tmp_path, capsys):
+    write_samples(tmp_path / "s", [[-5.0, 1.0]], weights)
+    write_samples(tmp_path / "half", [[-5.0, 1.0]], hash_model(AutoModelForCausalLM.from_pretrained(model).bfloat16()))
+    write_samples(tmp_path / "other", [[-5.0, 1.0]])
+    for name, code in (("s", 0), ("half", 0), ("other", 1)):
+        (model / "README.md").unlink(missing_ok=True)
+        assert main(["evaluate", str(tmp_path / name), "--thresholds", "-4", "--card", str(model)]) == code
+        assert (model / "README.md").exists() == (code == 0)
+    captured = capsys.readouterr()
+    assert f"`--card {model}` holds other weights than the model that was measured, `m`" in captured.err
+    (model / "model.safetensors").unlink()  # cannot be loaded, so that nothing can be said
+    assert main(["evaluate", str(tmp_path / "s"), "--thresholds", "-4", "--card", str(model)]) == 0
+    assert (model / "README.md").exists()
+
+
+def test_what_has_no_card_is_refused_first(model, tmp_path, capsys):
+    write_samples(tmp_path / "s", [[-5.0, 1.0]])
+    for path in model.iterdir():
+        path.unlink()
+    for folders, words in (
+        (["s"], f"`--card {model}` holds no model; name the folder of the model that was measured."),
+        (["s", "s"], "`--card` is for one model; leave it out for several."),
+    ):
+        assert main(["evaluate", *(str(tmp_path / name) for name in folders), "--card", str(model)]) == 1
+        captured = capsys.readouterr()
+        assert words in captured.err and not captured.out
+    (tmp_path / "r.jsonl").write_text(json.dumps({}))
+    assert main(["gcg-report", str(tmp_path / "r.jsonl"), "--threshold", "0", "--card", str(model)]) == 1
+    assert "holds no model" in capsys.readouterr().err and not list(model.iterdir())

@@ -1,0 +1,146 @@
+"""The command `evaluate`."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from trl_repulse.cli.evaluate import SETTINGS
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.sampling import SamplingSettings
+
+from ..evaluation_support import write_samples
+
+
+def test_each_setting_of_the_sampler_is_an_option():
+    assert set(SETTINGS) == {field.name for field in dataclasses.fields(SamplingSettings)}
+
+
+@pytest.fixture
+def arguments(tmp_path, model_dirs):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
+    )
+    return [
+        *("--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl")),
+        *("--reward_type", f"{tmp_path / 'mine.py'}:reward", "--num_samples", "50", "--max_completion_length", "2"),
+    ]
+
+
+def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, model_dirs, capsys):
+    folder, output = str(tmp_path / "samples"), tmp_path / "new" / "report.json"
+    (tmp_path / "negatives.jsonl").write_text('{"prompt": "fish", "completion": " bad"}\n')
+    options = ["--reference", model_dirs["gpt2"], "--beta", "0.1", "--reward_weights", "2"]
+    reading = ["--thresholds", "-1", "-99", "--negatives", str(tmp_path / "negatives.jsonl"), "--output", str(output)]
+    assert main(["evaluate", folder, *arguments, *options, *reading]) == 0
+    out = capsys.readouterr().out
+    assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out and "1 distinct bad completion" in out
+    report = json.loads(output.read_text())
+    assert report["negatives"]["count"] == 1 and set(report["per_prompt"]) == {"the cat", "fish"}
+    assert main(["evaluate", folder, "--thresholds", "-5", "--quantiles", "0.5", "--per_prompt"]) == 0
+    out = capsys.readouterr().out
+    assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
+
+
+def test_the_files_do_not_depend_on_what_can_be_printed(tmp_path, poor_stdout):
+    write_samples(tmp_path / "samples", np.arange(100.0).reshape(2, 50), prompts=["☕", "fish"])
+    output, figure = tmp_path / "report.json", tmp_path / "rewards.png"
+    flags = ["--per_prompt", "--output", str(output), "--figure", str(figure)]
+    with poor_stdout():
+        assert main(["evaluate", str(tmp_path / "samples"), *flags]) == 0
+    assert "☕" in json.loads(output.read_text())["per_prompt"] and figure.is_file()
+
+
+def test_evaluate_command_reads_rewards_of_any_size(tmp_path, capsys):
+    """As an exponential transform makes them: the squares of their variances are no floats."""
+    rewards, found = -np.random.default_rng(0).exponential(size=(3, 8, 200)), []
+    for factor in (1.0, 1e104):
+        names = [tmp_path / f"{factor}-{i}" for i in range(3)]
+        folders = [
+            str(write_samples(*each, str(i))) for i, each in enumerate(zip(names, factor * rewards, strict=True))
+        ]
+        assert main(["evaluate", *folders, "--levels", "0.2", "--output", str(tmp_path / "report.json")]) == 0
+        found.append(json.loads((tmp_path / "report.json").read_text())["overall"])
+    assert "| CVaR 0.2 | -2.6" in capsys.readouterr().out
+    for name in ("mean", "CVaR 0.2"):
+        ends = [found[0][name][end] * 1e104 for end in ("low", "high")]
+        assert [found[1][name][end] for end in ("low", "high")] == pytest.approx(ends)
+
+
+def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
+    (tmp_path / "second.py").write_text(
+        "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
+    )
+    place = arguments.index("--reward_type")
+    arguments[place : place + 2] = [
+        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'mine.py'}:reward"})),
+        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'second.py'}:length", "reward_kwargs": {}})),
+    ]
+    folder = tmp_path / "samples"
+    assert main(["evaluate", str(folder), *arguments, "--reward_weights", "1", "0.5"]) == 0
+    table = load_samples(folder).table.to_pandas()
+    assert (table["rewards/length"] == table["completion"].str.len()).all()
+    assert np.allclose(table["reward"], table["rewards/reward"] + 0.5 * table["rewards/length"])
+    capsys.readouterr()
+    assert main(["evaluate", str(folder), "--column", "rewards/length", "--thresholds", "1"]) == 0
+    assert "| P(r < 1) |" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "other"), *arguments, "--reward_type", "toxicity"]) == 1
+    assert "`--reward` holds all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "There is no file"),
+        ("\n", "is empty"),
+        ('{"prompt": "fish", "completion": " bad"}\n{"prompt": "fish"}', "Line 2 of"),
+        ('{"prompt": "fish", "completion": ""}', "empty completions only"),
+        (b"\xff\xfe\xff", "is not UTF-8 text"),
+    ],
+)
+def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_path, capsys, text, message):
+    path = tmp_path / "negatives.jsonl"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["evaluate", str(tmp_path / "s"), *arguments, "--negatives", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert message in err and str(path) in err and not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--num_samples", "0"], "`num_samples=0`"),
+        (["--prompts", "none.jsonl"], "There is no file"),
+        (["--reward_type", "toxicity"], "`reward_model_path`"),
+        (["--beta", "1"], "needs a `reference`"),
+        (["--levels", "2"], "`level=2.0`"),
+        (["--column", "kl"], "none of what these samples will have"),
+    ],
+)
+def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, changes, message):
+    assert main(["evaluate", str(tmp_path / "s"), *arguments, *changes]) == 1
+    err = capsys.readouterr().err
+    assert "trl-repulse evaluate: " in err and message in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--seed", "1"], "`--seed` has no effect without `--model`"),
+        (["--negatives", "n.jsonl"], "`--negatives` has no effect without `--model`"),
+        (["--apply_chat_template"], "`--apply_chat_template` has no effect without `--model`"),
+        (["--reward_kwargs", '{"negate": true}'], "`--reward_kwargs` has no effect without `--model`"),
+        (["--split", "test"], "`--split` has no effect without `--model`"),
+        ([], "holds no samples"),
+        (["--model", "m"], "`--prompts` is needed"),
+        (["other", "--model", "m"], "samples into one folder"),
+        (["other", "--per_prompt"], "`--per_prompt` is for one model"),
+    ],
+)
+def test_reading_needs_samples(tmp_path, capsys, changes, message):
+    assert main(["evaluate", str(tmp_path / "s"), *changes]) == 1
+    assert message in capsys.readouterr().err

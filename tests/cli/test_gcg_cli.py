@@ -1,0 +1,329 @@
+"""The commands around the attack, the example, and the published command."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+
+from trl_repulse import embedded
+from trl_repulse.cli.arguments import FieldsParser
+from trl_repulse.cli.main import main
+from trl_repulse.cli.scripts import main_or_exit
+from trl_repulse.evaluation._generation import as_function
+from trl_repulse.evaluation._identity import identify_reward
+from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, RefusalJudge, read_results
+from trl_repulse.evaluation.gcg.launch import load_judge
+
+from ..gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
+from ..reward_models import build_tokenizer as build_reward_tokenizer
+from ..reward_models import save_model
+
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "examples" / "configs" / "gcg_eval" / "gcg-1.yaml"
+COMMAND = next(c for c in json.loads((ROOT / "tests" / "experiments.json").read_text()) if c["method"] == "gcg")
+SAID_NO = f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model and a table."""
+    folder = tmp_path_factory.mktemp("gcg")
+    tokenizer = build_trigger_tokenizer()
+    build_trigger_model(tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = "".join(f"{row['goal']},{row['target']}\n" for row in ROWS[:4])
+    (folder / "table.csv").write_text(f"goal,target\n{rows}")
+    settings = {name: value for name, value in asdict(evaluation_config()).items() if value is not None}
+    settings |= {"model_name_or_path": str(folder / "model"), "table": str(folder / "table.csv")}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | {"reward_type": SAID_NO, "threshold": [-4.0]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("gcg_example", ROOT / "examples" / "gcg.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def parse(*arguments):
+    return FieldsParser((GCGRunArguments, GCGEvaluationConfig)).parse_args_and_config(arguments)
+
+
+def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
+    config = ["--config", folder / "config.yaml"]
+    for i in (1, 2):
+        assert run("gcg", *config, "--output", tmp_path / f"{i}.jsonl", "--shard", f"{i}/2") == 0
+    assert "attack success" in capsys.readouterr().out
+    parts = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
+    header, records = read_results(*parts)
+    assert [record["row"] for record in records] == [1, 2, 3, 4] and header["identity"]["judge"] == "said_no"
+
+    report = [
+        "--threshold",
+        "-4",
+        "-7",
+        "--k",
+        "1",
+        "3",
+        "--json",
+        tmp_path / "r.json",
+        "--figure",
+        tmp_path / "f.png",
+        "--card",
+        folder / "model",
+    ]
+    assert run("gcg-report", *parts, *report) == 0
+    printed = capsys.readouterr().out
+    card = ModelCard.load(folder / "model" / "README.md")
+    assert printed in card.text
+    found = {each.metric_name: each.metric_value for each in card.data.eval_results}
+    assert found["attack success (score < -4.0), after"] == 1.0 and found["bad samples (score < -7.0), after"] == 0.0
+    assert "Bad is a score below -4.0" in printed and "  in 3 samples" in printed
+    shutil.copytree(folder / "model", tmp_path / "model")
+    other = build_trigger_model(build_trigger_tokenizer())
+    next(other.parameters()).data += 1
+    other.save_pretrained(tmp_path / "model")
+    assert run("gcg-report", *parts, "--threshold", "-4", "--card", tmp_path / "model") == 1
+    assert "holds other weights" in capsys.readouterr().err
+    numbers = json.loads((tmp_path / "r.json").read_text())
+    assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
+    assert numbers["thresholds"]["-7.0"]["after"]["success"]["value"] == 0.0
+    assert (tmp_path / "f.png").stat().st_size > 5000
+    written = (tmp_path / "r.json").read_bytes()
+    (tmp_path / "r.json").unlink()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as nobody, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", nobody)
+        patch.setattr(sys, "__stdout__", nobody)
+        assert run("gcg-report", *parts, *report) == 0
+    assert (tmp_path / "r.json").read_bytes() == written
+
+    assert run("gcg-report", tmp_path / "none.jsonl", "--threshold", "0") == 1
+    assert "There is no file" in capsys.readouterr().err
+    assert run("gcg-report", *parts, "--threshold", "0", "--k", "6") == 0
+    assert "of 0 targets" in capsys.readouterr().out  # with five samples, nothing is known of six
+
+
+def test_screening_by_command(folder, tmp_path, capsys):
+    arguments = ["gcg", "--config", folder / "config.yaml", "--max_targets", "2", "--output"]
+    assert run(*arguments, tmp_path / "a.jsonl") == 0
+    assert run(*arguments, tmp_path / "b.jsonl", "--screen_dtype", "bfloat16") == 0
+    suffixes = [[record["suffix"] for record in read_results(tmp_path / name)[1]] for name in ("a.jsonl", "b.jsonl")]
+    assert suffixes[0] == suffixes[1]
+    assert read_results(tmp_path / "b.jsonl")[0]["identity"]["config"]["screen_dtype"] == "bfloat16"
+    assert run(*arguments, tmp_path / "c.jsonl", "--screen_dtype", "int8") == 1
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
+
+
+def test_the_example_does_the_same(folder, tmp_path, capsys, example):
+    arguments = ["--config", str(folder / "config.yaml"), "--max_targets", "2", "--output"]
+    assert run("gcg", *arguments, tmp_path / "a.jsonl") == 0
+    by_command = capsys.readouterr().out
+    example.main([*arguments, str(tmp_path / "b.jsonl")])
+    assert capsys.readouterr().out == by_command
+    for a, b in zip(*(read_results(tmp_path / name)[1] for name in ("a.jsonl", "b.jsonl")), strict=True):
+        assert a | {"seconds": 0} == b | {"seconds": 0}
+
+
+def test_flags_win_over_the_file(folder):
+    flags = [
+        "--num_steps",
+        "7",
+        "--include_suffix",
+        "--early_stop",
+        "false",
+        "--mellowmax",
+        "2.5",
+        "--threshold",
+        "1",
+        "2",
+    ]
+    flags += ["--reward_kwargs", '{"match": "anywhere"}', "--max_targets", "3"]
+    flags += ["--chat_template_kwargs", '{"thinking": false}']
+    run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
+    assert (config.num_steps, config.include_suffix, config.early_stop, config.mellowmax) == (7, True, False, 2.5)
+    assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"match": "anywhere"})
+    assert config.max_targets == 3 and config.search_width == 32  # the latter from the file
+    assert config.chat_template_kwargs == {"thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "`--model_name_or_path` is needed"),
+        (["--model_name_or_path", "m"], "`--table` is needed"),
+        (["--model_name_or_path", "/no/such", "--table", "t.csv"], "/no/such"),
+        (["--model_name_or_path", "m", "--table", "t", "--num_steps", "0"], "`num_steps=0` must be at least 1"),
+        (["--model_name_or_path", "m", "--table", "t", "--shard", "1"], "must be written as i/n"),
+        (["--model_name_or_path", "m", "--table", "t", "--shard", "0/0"], "`shard='0/0'` is no part"),
+        (["--model_name_or_path", "m", "--table", "t", "--shard", "5/4"], "`shard='5/4'` is no part"),
+        (["--config", "none.yaml"], "There is no file `none.yaml`"),
+    ],
+)
+def test_what_is_refused(capsys, arguments, message):
+    assert run("gcg", *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse gcg: ") and message in error
+
+
+def test_judges_that_are_refused(folder, capsys, tmp_path):
+    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x.jsonl", "--reward_type"]
+    for judge, message in (
+        (["refusal", "--reward_kwargs", '{"prefix": "a"}'], "`refusal` takes `phrases` and `match`"),
+        (["pairs"], "`reward_type='pairs'` is not one of"),
+    ):
+        assert run("gcg", *arguments, *judge) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_path_alone_is_a_classifier_as_in_training():
+    """It reads a plain prompt with what follows it, and is known by its weights."""
+    path = embedded.reward_model_path()
+    run = GCGRunArguments("model", "table.csv", reward_model_path=path)
+    judge = load_judge(run, GCGEvaluationConfig(prompt_format="raw"))
+    texts = [prompt["prompt"] for prompt in embedded.load_prompts()][:2]
+    _, expected = as_function(path, None, torch.device("cpu"))
+    completions = [" is", " was"]
+    assert judge(texts, completions) == expected(prompts=texts, completions=completions)
+    assert identify_reward(judge.reward.unchecked)["weights"] and judge.__name__ == Path(path).name
+    assert isinstance(load_judge(GCGRunArguments("model", "table.csv"), GCGEvaluationConfig()), RefusalJudge)
+    with pytest.raises(ValueError, match="has no effect with `reward_type='refusal'`"):
+        load_judge(replace(run, reward_type="refusal"), GCGEvaluationConfig())
+
+
+def test_a_function_reads_what_it_reads_in_training(tmp_path):
+    """Messages with a chat template, and plain text without."""
+    (tmp_path / "r.py").write_text(
+        "def kinds(prompts, completions):\n    return [float(type(p) is str) for p in prompts]\n"
+    )
+    run = GCGRunArguments("model", "table.csv", reward_type=f"{tmp_path / 'r.py'}:kinds")
+    for prompt_format, score in (("raw", 1.0), ("chat", 0.0)):
+        assert load_judge(run, GCGEvaluationConfig(prompt_format=prompt_format))(["a"], ["b"]) == [score]
+
+
+def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
+    (tmp_path / "r.py").write_text("def broken(prompts, completions):\n    return {}['x']\n")
+    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x.jsonl", "--num_steps", 1]
+    assert run("gcg", *arguments, "--reward_type", f"{tmp_path / 'r.py'}:broken") == 1
+    error = capsys.readouterr().err
+    assert "KeyError: 'x'. Raised by the reward function 'broken'. In " in error and "r.py, line 2" in error
+
+
+def test_a_file_with_other_names_is_refused(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    assert run("gcg", "--config", tmp_path / "config.yaml") == 1
+    assert "has `steps`, which is no argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
+        ("scenario: other\n", "has `scenario: other`, which must be one of behaviors, strings"),
+        ("a: [\n", "is not valid YAML, correct it"),
+        ("- a\n", "must hold arguments by name"),
+        ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
+    ],
+)
+def test_values_of_a_file_that_are_refused(tmp_path, capsys, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    assert run("gcg", "--config", tmp_path / "config.yaml") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_reads_as_flags_do(folder, tmp_path):
+    """PyYAML takes 1e-3 for text, and a single threshold is a number."""
+    text = "threshold: 0.5\nstop_loss: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\nfilter_roundtrip: off\n"
+    (tmp_path / "config.yaml").write_text(text + "model_name_or_path: m\ntable: t\nreward_kwargs: {match: any}\n")
+    arguments, config = parse("--config", str(tmp_path / "config.yaml"))
+    assert arguments.threshold == [0.5] and arguments.reward_kwargs == {"match": "any"}
+    assert (config.stop_loss, config.num_steps, config.save_responses, config.max_targets) == (1e-3, 7, True, None)
+    assert config.filter_roundtrip == "off"
+    assert GCGRunArguments(model_name_or_path="m", table="t", threshold=0.5).threshold == [0.5]
+
+
+# The published command: flag -> (name, value), or None for what concerns training alone
+RULES = {
+    "pretrain": lambda value: ("model_name_or_path", value),
+    "file_path": lambda value: ("table", value),
+    "atk_success_criteria": lambda value: ("reward_type", {"reward": "sequence_pair"}[value]),
+    "reward_pretrain": lambda value: ("reward_model_path", value),
+    "reward_threshold": lambda value: ("threshold", [value]),
+    "rm_exclude_adv_suffix": lambda value: ("include_suffix", not value),
+    "zero_stage": lambda value: None,
+    "gradient_checkpointing": lambda value: None,
+    "parameterization": lambda value: None,
+    "max_targets": lambda value: ("max_targets", value),
+    "max_new_tokens": lambda value: ("max_new_tokens", value),
+    "scenario": lambda value: ("scenario", value),
+    "gcg_steps": lambda value: ("num_steps", value),
+    "gcg_search_width": lambda value: ("search_width", value),
+    "gcg_topk": lambda value: ("topk", value),
+    "gcg_batch_size": lambda value: ("micro_batch_size", value),
+    "gcg_n_replace": lambda value: ("n_replace", value),
+    "gcg_buffer_size": lambda value: ("buffer_size", value),
+    "gcg_use_prefix_cache": lambda value: ("use_prefix_cache", value),
+    "gcg_filter_ids": lambda value: ("filter_roundtrip", {True: "suffix", False: "off"}[value]),
+}
+
+
+def test_the_published_command_has_its_file():
+    expected = dict(filter(None, (RULES[flag](value) for flag, value in COMMAND["flags"].items())))
+    found = yaml.safe_load(PUBLISHED.read_text())
+    assert {name: value for name, value in found.items() if name != "output"} == expected
+    run_arguments, config = parse("--config", str(PUBLISHED))
+    assert expected.items() <= (vars(run_arguments) | vars(config)).items()
+    assert f"accelerate launch examples/gcg.py --config {PUBLISHED.relative_to(ROOT)}" in PUBLISHED.read_text()
+
+
+def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, example, monkeypatch):
+    """Its own file, with small models in place of the named ones and few steps."""
+    words = {word for row in ROWS for word in row["goal"].split()} | {"yes", "no", "i", "will", "refuse"}
+    save_model(
+        tmp_path / "reward", "deberta", build_reward_tokenizer("pair", more=[f"Ġ{word}" for word in sorted(words)])
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "harmful_behaviors_custom.csv").write_text((folder / "table.csv").read_text())
+    monkeypatch.chdir(tmp_path)
+    stand_ins = ["--model_name_or_path", str(folder / "model"), "--reward_model_path", str(tmp_path / "reward")]
+    quick = ["--num_steps", "2", "--search_width", "16", "--topk", "8", "--suffix_init", " x x x x"]
+    example.main(["--config", str(PUBLISHED), *stand_ins, *quick])
+    printed = capsys.readouterr().out
+    assert "Bad is a score below -4.0" in printed and "of 4 targets (0 skipped, 0 error" in printed
+    header, records = read_results(tmp_path / "out" / "gcg-1.jsonl")
+    assert [record["status"] for record in records] == ["ok"] * 4
+    assert header["identity"]["config"]["include_suffix"] is False
+
+
+def test_a_mistaken_user_of_the_example(example, tmp_path):
+    (tmp_path / "bad.yaml").write_text("num_samples: [1\n")
+    for arguments, message in (
+        ([], "error: `--model_name_or_path` is needed"),
+        (["--config", str(tmp_path / "bad.yaml")], "bad.yaml` is not valid YAML"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main_or_exit(lambda arguments=arguments: example.main(arguments))
+
+
+def test_the_report_needs_no_model():
+    code = "import sys; from trl_repulse.cli.main import build_parser; build_parser('gcg-report'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "transformers"} & set(done.stdout.split())

@@ -1,0 +1,585 @@
+"""
+Mistakes of users. Each ends in one line that names what is wrong and what to do, and most before a model is loaded.
+
+Each is made as a user makes it, in a training command or with a trainer, in a call that is right otherwise. `OURS` are answered by this
+package; `THEIRS` are left to TRL, transformers, PEFT or argparse, whose words say enough, with the reason why they may differ.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import GPT2ForSequenceClassification, PreTrainedModel
+from transformers.integrations import unset_hf_deepspeed_config
+
+from trl_repulse import RePULSeConfig, embedded
+from trl_repulse.cli.main import main
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.scripts import main_or_exit
+from trl_repulse.evaluation._generation import as_function
+
+from ..conftest import WORDS, about_the_cpu, build_model, build_tokenizer
+from ..engine.test_adapters_math import lora
+
+
+pytestmark = [pytest.mark.trainer, about_the_cpu]
+
+PROMPTS = '{"prompt": "the cat"}\n' * 8
+HOT = {"proposal": "hot_policy", "bad_reward_threshold": -1.0}
+# What `make` of conftest.py sets for a learned proposal
+UNSET = dict.fromkeys(("potential", "target_dist_beta", "alpha", "alpha_normalization"))
+
+
+class User:
+    """Makes calls that are right but for what they are given."""
+
+    def __init__(self, folder, make, model_dirs, tokenizer):
+        self.folder, self.make, self.models, self.tokenizer = folder, make, model_dirs, tokenizer
+        self.loaded = []
+
+    def command(self, name="repulse", **flags):
+        """A training command with a model, reward and prompts of the user's own; `None` leaves a flag out."""
+        flags = {
+            "model_name_or_path": embedded.policy_path(),
+            "reward_model_path": embedded.reward_model_path(),
+            "dataset_name": embedded.prompts_path(),
+            "output_dir": self.folder / "out",
+            "max_completion_length": 2,
+            "bad_reward_threshold": -4,
+            **flags,
+        }
+        given = {flag: str(value) for flag, value in flags.items() if value is not None}
+        main_or_exit(lambda: train(name, [word for flag, value in given.items() for word in (f"--{flag}", value)]))
+
+    def file(self, name, text):
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+    def classifier(self, labels):
+        folder = self.folder / "classifier"
+        GPT2ForSequenceClassification.from_pretrained(self.models["gpt2"], num_labels=labels).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    def adapter(self):
+        get_peft_model(build_model("gpt2", len(self.tokenizer)), lora()).save_pretrained(self.folder / "adapter")
+        return str(self.folder / "adapter")
+
+    def model_of_other_tokens(self):
+        other = build_tokenizer(WORDS[::-1])
+        build_model("gpt2", len(other)).save_pretrained(self.folder / "other")
+        other.save_pretrained(self.folder / "other")
+        return str(self.folder / "other")
+
+    def tokenizer_without_end(self):
+        tokenizer = build_tokenizer()
+        tokenizer.pad_token = tokenizer.eos_token = None
+        return tokenizer
+
+    def reward_that_returns(self, result):
+        self.make(reward_funcs=lambda completions, **kwargs: result(completions)).train()
+
+    def reward_of_few_tokens(self):
+        model = GPT2ForSequenceClassification.from_pretrained(self.models["gpt2"], num_labels=1)
+        model.config.pad_token_id = 0
+        model.resize_token_embeddings(5)
+        model.save_pretrained(self.folder / "few")
+        self.tokenizer.save_pretrained(self.folder / "few")
+        return str(self.folder / "few")
+
+    def resume(self, **changed):
+        self.make(max_steps=1, save_strategy="steps", save_steps=1).train()
+        self.make(max_steps=2, **changed).train(resume_from_checkpoint=True)
+
+
+@pytest.fixture
+def user(tmp_path, make, model_dirs, tokenizer):
+    return User(tmp_path, make, model_dirs, tokenizer)
+
+
+CHAT = [{"role": "user", "content": "the cat"}]
+# Name -> mistake, words for what is wrong, words for the remedy
+OURS = {
+    # Prompts
+    "column of another name": (
+        lambda user: user.command(dataset_name=user.file("mine.jsonl", '{"question": "the cat"}\n')),
+        "has no column `prompt`, only question",
+        "`--prompt_column`",
+    ),
+    "missing file": (
+        lambda user: user.command(dataset_name=user.folder / "mine.jsonl"),
+        "There is no file `",
+        "give the path of a .jsonl, .json, .csv or .parquet file",
+    ),
+    "empty file": (
+        lambda user: user.command(dataset_name=user.file("mine.jsonl", "")),
+        "mine.jsonl` is empty",
+        "give it at least one row with a `prompt`",
+    ),
+    "empty data set": (
+        lambda user: user.make(dataset=Dataset.from_dict({"prompt": []})),
+        "`train_dataset` is empty",
+        "give it at least one row with a `prompt`",
+    ),
+    "malformed line": (
+        lambda user: user.command(dataset_name=user.file("mine.jsonl", PROMPTS + '{"prompt": "a"\n')),
+        "Line 9 of `",
+        "write one object a line",
+    ),
+    "data set that is not on the Hub": (
+        lambda user: user.command(dataset_name="nobody/nothing"),
+        "no file or folder `nobody/nothing`, and no data set of that name",
+        "correct the path or the name",
+    ),
+    "fewer prompts than a batch takes": (
+        lambda user: user.make(per_device_train_batch_size=64),
+        "`train_dataset` has 4 prompts, but one batch of generations takes 16",
+        "use smaller batches, more generations, or repeat the prompts",
+    ),
+    "messages without a chat template": (
+        lambda user: user.make(dataset=Dataset.from_list([{"prompt": CHAT}] * 8)),
+        "`train_dataset` is a conversation, but the tokenizer has no chat template",
+        "`tokenizer.chat_template`",
+    ),
+    "evaluation without held-out prompts": (
+        lambda user: user.command(eval_strategy="steps"),
+        "`eval_strategy='steps'` needs held-out prompts",
+        "name a file of them with `eval_dataset_name`",
+    ),
+    "no prompts": (
+        lambda user: user.command(dataset_name=None),
+        "`--dataset_name` is needed",
+        "give a path or a Hub name",
+    ),
+    # Fields and flags
+    "positive target_dist_beta": (
+        lambda user: user.command(proposal="learned", target_dist_beta=10),
+        "`target_dist_beta=10.0`",
+        "must be below 0 for the tilted potential",
+    ),
+    "target_dist_beta without a learned proposal": (
+        lambda user: user.command(target_dist_beta=-10),
+        "`target_dist_beta=-10.0` has no effect on the hot policy",
+        "set `proposal='learned'`",
+    ),
+    "the paper's beta as TRL's": (
+        lambda user: user.command(beta=-10),
+        "`beta=-10.0` must be at least 0",
+        "`target_dist_beta` of `RePULSeConfig`",
+    ),
+    "nothing says what is bad": (
+        lambda user: user.command(bad_reward_threshold=None, potential="indicator", proposal="learned"),
+        "`bad_reward_threshold=None` is needed",
+        "set the reward under which a completion counts as bad",
+    ),
+    "misspelled flag": (
+        lambda user: user.command(bad_reward_treshold=-4),
+        "`--bad_reward_treshold` is no argument",
+        "Did you mean `--bad_reward_threshold`?",
+    ),
+    "misspelled field": (
+        lambda user: RePULSeConfig(output_dir="out", learning_rat=1.0),
+        "RePULSeConfig has no field `learning_rat`",
+        "Did you mean `learning_rate`?",
+    ),
+    "misspelled key of the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "learning_rat: 1\n")),
+        "mine.yaml` has `learning_rat`, which is no argument",
+        "Did you mean `learning_rate`?",
+    ),
+    "missing file of settings": (
+        lambda user: user.command(config=user.folder / "mine.yaml"),
+        "mine.yaml`, which `--config` names",
+        "give the path of a YAML file",
+    ),
+    "file that is no YAML": (
+        lambda user: user.command(config=user.file("mine.yaml", "alpha: [1\n")),
+        "mine.yaml` is not valid YAML",
+        "correct it",
+    ),
+    "output folder under a file": (
+        lambda user: user.command(output_dir=user.file("mine", "") / "out"),
+        "mine/out'` cannot be written (",
+        "name another folder",
+    ),
+    "output folder that the system refuses": (
+        lambda user: user.make(output_dir="/proc/out"),
+        "`output_dir='/proc/out'` cannot be written (/proc: ",
+        "name another folder",
+    ),
+    "reward model of fewer tokens": (
+        lambda user: user.command(reward_model_path=user.reward_of_few_tokens()),
+        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward model of fewer tokens, for TRL's trainer": (
+        lambda user: user.command("grpo", bad_reward_threshold=None, reward_model_path=user.reward_of_few_tokens()),
+        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward model of fewer tokens, passed": (
+        lambda user: user.make(
+            reward_funcs=GPT2ForSequenceClassification.from_pretrained(user.reward_of_few_tokens())
+        ),
+        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward of a class, of fewer tokens": (
+        lambda user: user.command(reward_model_path=user.reward_of_few_tokens(), reward_type="toxicity"),
+        "few` has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "reward of fewer tokens, in evaluation": (
+        lambda user: as_function(user.reward_of_few_tokens(), None, torch.device("cpu")),
+        "A reward model has embeddings for 5 tokens, and its tokenizer has 19",
+        "use the tokenizer that it was trained with",
+    ),
+    "key of the file twice": (
+        lambda user: user.command(config=user.file("mine.yaml", "alpha: 1\nseed: 1\nalpha: 0\n")),
+        "mine.yaml` has `alpha` on line 1 and again on line 3",
+        "keep one",
+    ),
+    "key of the file twice, nested": (
+        lambda user: user.command(config=user.file("mine.yaml", "reward_kwargs: {label: 1, label: 0}\n")),
+        "mine.yaml` has `label` on line 1 and again on line 1",
+        "keep one",
+    ),
+    "list for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "learning_rate: [1e-5, 1e-4]\n")),
+        "mine.yaml` has `learning_rate: ['1e-5', '1e-4']`, which takes one value",
+        "give it without the brackets",
+    ),
+    "list for a path in the file": (
+        lambda user: user.command(output_dir=None, config=user.file("mine.yaml", "output_dir: [a]\n")),
+        "mine.yaml` has `output_dir: ['a']`, which takes one value",
+        "give it without the brackets",
+    ),
+    "settings for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "max_steps: {start: 1}\n")),
+        "mine.yaml` has `max_steps: {'start': 1}`, which cannot be read",
+        "it takes plain values",
+    ),
+    "text among numbers in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "bad_token_ids: [1, a]\n")),
+        "mine.yaml` has `bad_token_ids: [1, 'a']`, which cannot be read",
+        "invalid literal for int()",
+    ),
+    "list among numbers in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "bad_token_ids: [[1]]\n")),
+        "mine.yaml` has `bad_token_ids: [[1]]`, which cannot be read",
+        "it takes plain values",
+    ),
+    "text for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "max_steps: ten\n")),
+        "mine.yaml` has `max_steps: ten`, which cannot be read",
+        "invalid literal for int()",
+    ),
+    "nothing for a number in the file": (
+        lambda user: user.command(config=user.file("mine.yaml", "max_steps:\n")),
+        "mine.yaml` has `max_steps: None`, which cannot be read",
+        "invalid literal for int()",
+    ),
+    "nested settings": (
+        lambda user: user.command(config=user.file("mine.yaml", "training:\n  learning_rate: 1e-5\n")),
+        "mine.yaml` has `training`, which is no argument. Nested sections are not read",
+        "write their settings at the top level.",
+    ),
+    "completions of no tokens": (
+        lambda user: user.command(max_completion_length=0),
+        "`max_completion_length=0`",
+        "must be a number of tokens, at least 1",
+    ),
+    "completions longer than the context": (
+        lambda user: user.command(max_completion_length=256),
+        "`max_completion_length=256` leaves no room for a prompt in the model's context of 64 tokens",
+        "lower it",
+    ),
+    "half precision on a CPU": (
+        lambda user: user.make(fp16=True, use_cpu=True),
+        "`fp16=True` asks for what Accelerate does not do on 'cpu'",
+        "Set `fp16=False`",
+    ),
+    "output_dir is a file": (
+        lambda user: user.command(output_dir=user.file("out", "")),
+        "`output_dir='",
+        "is a file; name a folder",
+    ),
+    "output_dir is a file, in TRL's trainer": (
+        lambda user: user.command("grpo", bad_reward_threshold=None, output_dir=user.file("out", "")),
+        "`output_dir='",
+        "is a file; name a folder",
+    ),
+    # Models
+    "tokenizer without an end": (
+        lambda user: user.make(extra={"processing_class": user.tokenizer_without_end()}),
+        "The tokenizer (`processing_class`) has no end token",
+        "set its `eos_token`",
+    ),
+    "proposal of other tokens": (
+        lambda user: user.make(extra={"proposal_model": user.model_of_other_tokens()}),
+        "`proposal_model` has a tokenizer of its own",
+        "pass a model with the policy's tokenizer",
+    ),
+    "proposal where none is trained": (
+        lambda user: user.make(extra={"proposal_model": user.models["gpt2"]}, **UNSET | HOT),
+        "`proposal_model` is given, but the configuration builds no proposal",
+        "set `alpha` above 0 and `proposal='learned'`",
+    ),
+    "adapter as a model": (
+        lambda user: user.command(model_name_or_path=user.adapter()),
+        "is the folder of an adapter, without its base",
+        "`trl-repulse merge`",
+    ),
+    "model that is not on the Hub": (
+        lambda user: user.command(model_name_or_path="nobody/nothing"),
+        "`model='nobody/nothing'` (`--model_name_or_path` on the command line) cannot be loaded",
+        "give the path of a saved model, or its id on the Hub",
+    ),
+    # Rewards
+    "reward model that is not there": (
+        lambda user: user.command(reward_model_path=user.folder / "nothing"),
+        "(`--reward_model_path` on the command line) cannot be loaded",
+        "give the path of a saved model",
+    ),
+    "no reward": (
+        lambda user: user.command(reward_model_path=None),
+        "`--reward_model_path` is needed",
+        "give a path or a Hub name",
+    ),
+    "reward model of two labels": (
+        lambda user: user.command(reward_model_path=user.classifier(labels=2)),
+        "its head has the size of 2 labels",
+        "`--reward_type toxicity --reward_kwargs '{\"label\": 1}'`",
+    ),
+    "unknown reward_type": (
+        lambda user: user.command(reward_type="toxic"),
+        "`reward_type='toxic'` is not one of",
+        "written 'path/to/file.py:function'",
+    ),
+    "reward_kwargs that are no JSON": (
+        lambda user: user.command(reward_type="toxicity", reward_kwargs="{label: 1}"),
+        "`reward_kwargs='{label: 1}'` is not valid JSON",
+        'write e.g. `{"label": 1}`',
+    ),
+    "reward function that the file lacks": (
+        lambda user: user.command(
+            reward_type=f"{user.file('mine.py', 'def length(completions): ...')}:lenght", reward_model_path=None
+        ),
+        "has no function `lenght`",
+        "name one of those",
+    ),
+    "reward function without **kwargs": (
+        lambda user: user.make(reward_funcs=lambda prompts, completions: [0.0] * len(completions)),
+        "The reward function '<lambda>' does not take `completion_ids`, `trainer_state`",
+        "add `**kwargs` to its parameters",
+    ),
+    "reward function that returns None": (
+        lambda user: user.reward_that_returns(lambda completions: None),
+        "The reward function '<lambda>' returned None",
+        "it must return a list, one number a completion",
+    ),
+    "reward function that returns NaN": (
+        lambda user: user.reward_that_returns(lambda completions: [float("nan")] * len(completions)),
+        "The reward function '<lambda>' returned nan",
+        "return a finite number, or `None` to exclude the sample",
+    ),
+    "reward function that returns too few": (
+        lambda user: user.reward_that_returns(lambda completions: [0.0]),
+        "The reward function '<lambda>' returned 1 rewards, but 16 were expected",
+        "returns exactly one reward per completion",
+    ),
+    # Packages and earlier runs
+    "missing vLLM": (
+        lambda user: user.command(use_vllm=True),
+        "`use_vllm=True` needs vLLM, which is not installed",
+        "pip install 'trl-repulse[vllm]'",
+    ),
+    "missing DeepSpeed": (
+        lambda user: user.command(deepspeed=user.file("zero.json", json.dumps({"zero_optimization": {"stage": 2}}))),
+        "'deepspeed>=",
+        'Run `pip install "trl-repulse[deepspeed]"`',
+    ),
+    "resuming a run of other settings": (
+        lambda user: user.resume(alpha=0.5),
+        "`alpha=0.5` does not go on with the run",
+        "set it to that, or start a new run",
+    ),
+    "one completion a prompt": (
+        lambda user: user.command(num_generations=1),
+        "`num_generations=1` must be at least 2",
+        "advantages compare the policy's own completions of a prompt",
+    ),
+    "resuming what was never begun": (
+        lambda user: user.command(resume_from_checkpoint="true"),
+        "There is no complete checkpoint in",
+        "start the run without `resume_from_checkpoint`",
+    ),
+}
+# Ours that only a model, or what it drew, can show
+AFTER_LOADING = {
+    "messages without a chat template": "TRL loads the tokenizer with the policy",
+    "half precision on a CPU": "Accelerate's device is known once TRL has made one",
+    "tokenizer without an end": "TRL loads the tokenizer with the policy",
+    "proposal of other tokens": "the policy's tokenizer is compared",
+    "reward model of two labels": "the labels are of the loaded head",
+    "reward function that returns None": "it is called with completions",
+    "reward function that returns NaN": "it is called with completions",
+    "reward function that returns too few": "it is called with completions",
+    "reward model of fewer tokens": "the embeddings are counted",
+    "reward model of fewer tokens, for TRL's trainer": "the embeddings are counted",
+    "reward model of fewer tokens, passed": "it is loaded",
+    "reward of a class, of fewer tokens": "the embeddings are counted",
+    "reward of fewer tokens, in evaluation": "the embeddings are counted",
+    "resuming a run of other settings": "an earlier run has to be made, and a trainer of the changed settings",
+}
+# Name -> mistake, words that the answer has, why it is not ours
+THEIRS = {
+    "num_generations that does not divide the batch": (
+        lambda user: user.command(num_generations=3),
+        "generation_batch_size (8) must be divisible by num_generations (3)",
+        "TRL checks it first, and names both fields",
+    ),
+    "bf16 on a machine without it": (
+        lambda user: RePULSeConfig(output_dir="out", bad_reward_threshold=-1.0, bf16=True, use_cpu=False),
+        "You need to assign use_cpu if you want to train the model on CPU",
+        "transformers knows what a device can do",
+    ),
+    "text for a number": (
+        lambda user: user.command(max_steps="ten"),
+        "--max_steps/--max-steps: invalid int value: 'ten'",
+        "argparse reads flags",
+    ),
+    "unknown choice": (
+        lambda user: user.command(proposal="hot"),
+        "argument --proposal: invalid choice: 'hot' (choose from",
+        "argparse reads flags",
+    ),
+    "weights for more rewards than there are": (
+        lambda user: user.make(reward_weights=[1.0, 2.0]),
+        "Number of reward weights (2) must match number of reward functions (1)",
+        "TRL checks it",
+    ),
+    "unknown tracker": (
+        lambda user: user.command(report_to="wandbb"),
+        "wandbb is not supported, only",
+        "transformers has the list",
+    ),
+    "adapter on layers that are not there": (
+        lambda user: user.command(use_peft="true", lora_target_modules="q_prj"),
+        "Target modules q_prj not found in the base model",
+        "PEFT looks for them",
+    ),
+    "four bits without an adapter": (
+        lambda user: user.command(load_in_4bit="true"),
+        "Please attach trainable adapters on top",
+        "transformers refuses it",
+    ),
+    "missing bitsandbytes": (
+        lambda user: user.command(load_in_4bit="true", use_peft="true"),
+        "requires bitsandbytes: `pip install -U bitsandbytes",
+        "transformers loads quantized models",
+    ),
+    "missing file of DeepSpeed's settings": (
+        lambda user: user.command(deepspeed=user.folder / "zero.json"),
+        "Expected a string path to an existing deepspeed config",
+        "transformers reads it",
+    ),
+}
+
+
+# Name -> package that is missing, and what says so
+MISSING = {
+    "missing vLLM": ("vllm", "trl_repulse.generation._engine.is_vllm_available"),
+    "missing bitsandbytes": (
+        "bitsandbytes",
+        "transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available",
+    ),
+    "missing DeepSpeed": ("deepspeed", "transformers.integrations.deepspeed.is_deepspeed_available"),
+}
+
+
+# Name -> package that answers; without it the mistake is that the package is missing
+ASKS = {"missing file of DeepSpeed's settings": "deepspeed", "four bits without an adapter": "bitsandbytes"}
+
+
+@pytest.fixture
+def answer(user, monkeypatch):
+    """What a mistake ends with, and the models loaded by then."""
+
+    def answer(name, mistake):
+        loaded = []
+        load, version = PreTrainedModel.from_pretrained.__func__, importlib.metadata.version
+        package, target = MISSING.get(name, (None, None))
+
+        def note(cls, *args, **kwargs):
+            loaded.append(cls.__name__)
+            return load(cls, *args, **kwargs)
+
+        def version_of(name):
+            if name == package:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version(name)
+
+        monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(note))
+        if package is not None:
+            monkeypatch.setattr(importlib.metadata, "version", version_of)
+            monkeypatch.setattr(target, lambda *args, **kwargs: False)
+        with pytest.raises((SystemExit, ValueError, TypeError, ImportError, RuntimeError)) as caught:
+            mistake(user)
+        unset_hf_deepspeed_config()  # where DeepSpeed is installed, its settings were read before it was missed
+        said = caught.value.code if isinstance(caught.value, SystemExit) else str(caught.value)
+        return said, loaded
+
+    return answer
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_mistake_is_one_line_with_what_is_wrong_and_a_remedy(name, answer):
+    mistake, wrong, remedy = OURS[name]
+    said, loaded = answer(name, mistake)
+    assert wrong in said and remedy in said
+    assert "\n" not in said and "Traceback" not in said
+    assert name in AFTER_LOADING or not loaded
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_a_mistake_that_others_answer(name, answer):
+    """If this fails, look whether what they say now is enough."""
+    package = ASKS.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    mistake, words, _ = THEIRS[name]
+    assert words in answer(name, mistake)[0]
+
+
+def test_there_are_many_mistakes():
+    assert (
+        len(OURS) + len(THEIRS) >= 25
+        and set(AFTER_LOADING) <= set(OURS)
+        and not set(OURS) & set(THEIRS)
+        and set(ASKS) <= set(THEIRS)
+    )
+
+
+def test_unknown_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["replse"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "there is no command `replse`. Did you mean `repulse`?" in last
+
+
+def test_a_tokenizer_without_padding_is_no_mistake(make):
+    tokenizer = build_tokenizer()
+    tokenizer.pad_token = None
+    trainer = make(extra={"processing_class": tokenizer}, max_steps=1)
+    trainer.train()
+    assert trainer.processing_class.pad_token == tokenizer.eos_token
+
+
+def test_bf16_on_a_cpu_is_no_mistake(make):
+    make(bf16=True, use_cpu=True, max_steps=1).train()

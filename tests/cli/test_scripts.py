@@ -1,0 +1,476 @@
+"""What the training commands share, and those beside `repulse`: REINFORCE, GRPO and PPO."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_repulse import embedded
+from trl_repulse._errors import describe_error, from_reward
+from trl_repulse.cli import arguments
+from trl_repulse.cli.arguments import ARGUMENTS
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.scripts import load_data, main_or_exit
+from trl_repulse.engine.reward_calls import with_checks
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.rewards import ToxicityReward
+from trl_repulse.rewards.transformed import TransformedReward
+
+
+pytestmark = pytest.mark.trainer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
+
+
+def parse(command, flags):
+    return arguments.parse(flags, ARGUMENTS[command], embedded.settings_path(command))
+
+
+def run(command, folder, *flags):
+    train(command, [*QUICK, "--output_dir", str(folder), *flags])
+    return json.loads((folder / "results.json").read_text())
+
+
+def log_prob_bad(folder, bad=None):
+    """log P(bad) of the embedded world at one token, by the evaluator alone."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    bad, prompts = bad or embedded.bad_token_ids(tokenizer), embedded.load_prompts()["prompt"]
+    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 1)
+    return evaluator.evaluate(AutoModelForCausalLM.from_pretrained(folder)).log_prob_bad
+
+
+# REINFORCE, GRPO, PPO
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name, flags, method",
+    [
+        ("reinforce", [], "REINFORCE"),
+        ("reinforce", ["--reward_transform", "exponential"], "REINFORCE (exponential transform)"),
+        ("grpo", [], "GRPO"),
+        ("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"], "Dr. GRPO"),
+        ("grpo", ["--loss_type", "dapo"], "GRPO (dapo)"),
+        ("ppo", [], "PPO"),
+        ("repulse-ppo", [], "RePULSe on PPO"),
+        ("repulse-ppo", ["--alpha", "0"], "PPO"),
+        ("repulse-grpo", [], "RePULSe on GRPO"),
+        ("repulse-grpo", ["--alpha", "0"], "GRPO"),
+    ],
+)
+def test_embedded_run(tmp_path, capsys, name, flags, method):
+    results = run(name, tmp_path, *flags)
+    drawn = 512 if method.startswith("RePULSe") else 256
+    assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, drawn)
+    assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(embedded.policy_path()), abs=1e-5)
+    assert results["final"]["log_prob_bad"] == pytest.approx(log_prob_bad(tmp_path), abs=1e-5)
+    assert results["final"]["expected_reward"] != results["initial"]["expected_reward"]
+    assert f"{method}, seed 0" in capsys.readouterr().out
+    assert (tmp_path / "training.png").exists()
+
+
+def test_settings_are_those_of_trl():
+    _, args, _ = parse("grpo", [])
+    assert (args.loss_type, args.scale_rewards) == ("grpo", "group")
+    _, args, _ = parse("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"])
+    assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
+
+
+def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalty():
+    """Without it a policy ends with one completion a prompt."""
+    drawn, penalties = set(), {}
+    for name, both in (("repulse", 2), ("repulse-ppo", 2), ("repulse-grpo", 2), ("reinforce", 1), ("grpo", 1)):
+        args = parse(name, [])[1]
+        drawn.add(args.max_steps * args.generation_batch_size * both)
+        penalties[name] = args.beta
+    assert len(drawn) == 1
+    assert min(penalties.values()) > 0 and penalties["repulse-grpo"] == penalties["grpo"]
+
+
+def test_grpo_with_a_transform(tmp_path):
+    flags = ["--reward_type", "toxicity", "--reward_transform", "exponential", "--reward_transform_alpha", "0.3"]
+    flags += ["--num_table_completions", "0"]
+    results = run("grpo", tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
+    assert not (tmp_path / "completions").exists()
+    assert results["method"] == "GRPO (exponential transform)"
+    # The reward is a function here: log P(bad) alone is exact
+    assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
+    name = Path(embedded.reward_model_path()).name
+    raw, seen = (results["metrics"][f"rewards/{name}{suffix}/mean"] for suffix in ("", "_transformed"))
+    assert results["metrics"]["reward"] == pytest.approx(seen)
+    assert seen < raw  # 0.3·exp(−0.5·r) is above 0
+
+
+def test_grpo_makes_the_transform_it_is_told_to(monkeypatch):
+    made = {}
+    monkeypatch.setattr("trl_repulse.cli.methods.run", lambda *args, **kwargs: made.update(kwargs))
+    flags = ["--reward_type", "toxicity", "--reward_transform", "indicator", "--reward_transform_threshold", "-5"]
+    train("grpo", [*flags, "--reward_transform_alpha", "2"])
+    reward = made["reward_funcs"]
+    assert isinstance(reward, TransformedReward) and isinstance(reward.reward, ToxicityReward)
+    assert (reward.transform, reward.alpha, reward.threshold) == ("indicator", 2.0, -5.0)
+
+
+# Rewards, prompts, held-out prompts
+
+
+@pytest.mark.parametrize("name, value", [("alpha", "0.5"), ("beta", "-0.5"), ("threshold", "-5")])
+def test_grpo_refuses_parameters_of_no_transform(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`reward_transform_{name}` has no effect; set `reward_transform`"):
+        run("grpo", tmp_path, f"--reward_transform_{name}", value)
+
+
+def test_rewards_by_type_agree_with_trls_own(tmp_path):
+    """The same run with the reward model given as a path and as a function."""
+    flags = ["--max_steps", "1", "--logging_steps", "1"]
+    plain = run("reinforce", tmp_path / "a", *flags)
+    typed = run("reinforce", tmp_path / "b", *flags, "--reward_type", "toxicity")
+    assert typed["metrics"]["reward"] == pytest.approx(plain["metrics"]["reward"], abs=1e-4)
+
+
+def test_reward_kwargs(tmp_path):
+    flags = [
+        "--reward_type",
+        "toxicity",
+        "--reward_kwargs",
+        '{"negate": true, "name": "rude"}',
+        "--logging_steps",
+        "1",
+    ]
+    metrics = run("reinforce", tmp_path, *flags)["metrics"]
+    assert metrics["reward"] == metrics["rewards/rude/mean"]
+    config = tmp_path / "own.yaml"
+    config.write_text("reward_type: toxicity\nreward_kwargs:\n  negate: true\n")
+    assert parse("reinforce", ["--config", str(config)])[0].reward_kwargs == {"negate": True}
+
+
+def test_a_function_in_a_file_needs_no_model(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
+    metrics = run("repulse", tmp_path / "out", "--reward_type", f"{path}:length", "--logging_steps", "1")["metrics"]
+    assert metrics["reward"] == metrics["rewards/length/mean"] > 0
+
+
+def test_single_prompt_and_bad_tokens(tmp_path):
+    flags = ["--single_prompt", "the ", "--bad_token_ids", "5", "6", "--reward_type", "toxicity"]
+    results = run("reinforce", tmp_path, *flags)
+    assert [set(entry["policy"]) for entry in results["history"]] == [{"log_prob_bad"}] * 2
+    assert results["settings"]["num_generations"] == 32
+
+
+def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
+    prompts = tmp_path / "held_out.jsonl"
+    prompts.write_text("\n".join(json.dumps({"question": text}) for text in embedded.load_prompts()["prompt"][:3]))
+    flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
+    results = run("reinforce", tmp_path / "out", *flags)
+    assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
+    assert results["samples"] == 256
+    assert results["policy_updates"] == 2
+
+
+def test_a_run_goes_on_where_nobody_reads_it(tmp_path, poor_stdout):
+    folder = tmp_path / "☕"
+    flags = [*QUICK, "--logging_steps", "1", "--output_dir", str(folder)]
+    with poor_stdout():
+        main_or_exit(lambda: train("reinforce", flags))
+    assert (folder / "results.json").is_file() and (folder / "completions" / "before_after.md").is_file()
+
+
+@pytest.mark.parametrize("command", ["repulse", "grpo"])
+def test_held_out_prompts_need_one_argument(tmp_path, command):
+    """With 16 completions a prompt, and the column of the prompts that are trained on."""
+    prompts = embedded.load_prompts()["prompt"]
+    for name, rows in (("train", prompts), ("held_out", prompts[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"question": text}) for text in rows))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"{Path(embedded.settings_path(command)).read_text()}\neval_dataset_name: {tmp_path}/held_out.jsonl\n"
+    )
+    flags = ["--config", str(config), "--dataset_name", f"{tmp_path}/train.jsonl", "--prompt_column", "question"]
+    metrics = run(command, tmp_path / "out", *flags, "--num_generations", "16")["metrics"]
+    assert "eval_reward" in metrics
+    with pytest.raises(ValueError, match="`per_device_eval_batch_size=8` on 1 processes is no multiple of the 16"):
+        run(command, tmp_path / "out", *flags, "--num_generations", "16", "--per_device_eval_batch_size", "8")
+
+
+def test_long_prompts_are_left_out(tmp_path):
+    prompts = embedded.load_prompts()["prompt"]
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    script_args, args, _ = parse("repulse", ["--max_prompt_length", str(min(lengths))])
+    if max(lengths) > min(lengths):
+        with pytest.warns(UserWarning, match="are left out"):
+            train, held_out = load_data(script_args, args, embedded.policy_path())
+    else:
+        train, held_out = load_data(script_args, args, embedded.policy_path())
+    assert isinstance(train, Dataset)
+    assert len(train) == lengths.count(min(lengths))
+    assert held_out is None
+
+
+@pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m"])
+def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
+    own = ["--dataset_name", "d", "--reward_model_path", "r"]
+    _, args, model_args = parse("reinforce", [flag, *own])
+    assert model_args.model_name_or_path == "m" and args.max_completion_length != 2
+    for other in ("--model_revision=main", "--learning_rate=1"):
+        assert parse("reinforce", [other])[1].max_completion_length == 2  # the control
+    with pytest.raises(
+        ValueError, match="`--model_name` is no argument; remove it. Did you mean `--model_name_or_path`?"
+    ):
+        parse("reinforce", ["--model_name=m"])  # no abbreviations
+
+
+def test_a_file_of_settings_behind_an_equals_sign(tmp_path):
+    path = tmp_path / "a=b.yaml"
+    path.write_text("max_completion_length: 7\n")
+    for flags in (["--config", str(path)], [f"--config={path}"]):
+        assert parse("reinforce", flags)[1].max_completion_length == 7
+    with pytest.raises(ValueError, match="`--config` needs the path of a YAML file behind it"):
+        parse("reinforce", ["--seed", "1", "--config"])
+
+
+def test_negative_numbers_are_no_flags():
+    flags = ["--target_dist_beta", "-1e1", "--bad_reward_threshold", "-.5", "--reward_cap", "-1.5E-3"]
+    args = parse("repulse", flags)[1]
+    assert (args.target_dist_beta, args.bad_reward_threshold, args.reward_cap) == (-10, -0.5, -0.0015)
+
+
+def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    tokenizer.chat_template = "{{ messages[0]['content'] * (3 if long else 1) }}"
+    tokenizer.save_pretrained(tmp_path)
+    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in embedded.load_prompts()["prompt"])
+    flags = ["--max_prompt_length", str(longest), "--apply_chat_template", "true"]
+    script_args, args, _ = parse("repulse", flags)
+    assert len(load_data(script_args, args, str(tmp_path))[0]) == len(embedded.load_prompts())
+    args.chat_template_kwargs = {"long": True}
+    with pytest.raises(ValueError, match="leaves out every prompt"):
+        load_data(script_args, args, str(tmp_path))
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--reward_kwargs", "{"], "`reward_kwargs='{'` is not valid JSON"),
+        (["--reward_kwargs", "[1]"], "`reward_kwargs=[1]` must be an object"),
+        (["--reward_kwargs", '{"negate": true}'], "`reward_kwargs` (negate) has no effect without `reward_type`"),
+        (["--reward_type", "nice"], "`reward_type='nice'` is not one of"),
+        (["--single_prompt", "the ", "--apply_chat_template", "true"], "`single_prompt` is plain text"),
+        (["--apply_chat_template", "true"], "the tokenizer has no chat template"),
+        (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 128 completions of one pass"),
+        (["--bad_token_ids", "9999"], "9999"),
+        (["--model_name_or_path", "m", "--reward_type", "chat"], "`--dataset_name` is needed"),
+        (["--prompt_column", "question"], "has no column `question`, only prompt"),
+        (["--num_table_completions", "-1"], "`num_table_completions=-1` must be at least 0"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(tmp_path, flags, words):
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: train("reinforce", [*QUICK, "--output_dir", str(tmp_path), *flags]))
+    message = exit_.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    assert words in message
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+@pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError", "TypeError"])
+def test_errors_of_a_reward_function_name_it_and_its_line(tmp_path, name, kind):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import json\n\n\ndef read(text):\n    if not json.loads('[]'):\n"
+        f"        raise {kind}('no number:\\n' + repr(text[:0]))\n\n\n"
+        "def mine(completions, **kwargs):\n    return [read(text) for text in completions]\n"
+    )
+    flags = [*QUICK, "--output_dir", str(tmp_path / "out"), "--reward_type", f"{path}:mine"]
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: train(name, flags))
+    assert exit_.value.code == (
+        f"error: no number: ''. Raised by the reward function 'mine'. In {path.resolve()}, line 6."
+    )
+
+
+def raises(error):
+    def main():
+        raise error
+
+    return main
+
+
+def test_errors_that_are_no_mistake_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main_or_exit(raises(RuntimeError("out of memory")))
+
+
+def test_the_place_of_an_error():
+    """The innermost line of the user's, not of a library; without one, or without a reward function, none."""
+
+    def fails(**kwargs):
+        json.loads("{")
+
+    def gives_nan(**kwargs):
+        return [float("nan")]
+
+    line = fails.__code__.co_firstlineno + 1
+    for function, words in (
+        (fails, f"(char 1). Raised by the reward function 'mine'. In {__file__}, line {line}."),
+        (json.JSONDecoder, "got an unexpected keyword argument 'x'. Raised by the reward function 'mine'."),
+        (gives_nan, "or `None` to exclude the sample."),
+    ):
+        with pytest.raises((ValueError, TypeError)) as error:
+            with_checks(function, "mine")(x=1)
+        assert describe_error(error.value).endswith(words)
+        assert from_reward(error.value) == (function is not gives_nan)
+    assert describe_error(OSError()) == "OSError" and not from_reward(OSError())
+
+
+@pytest.mark.parametrize("text", ["max_steps: 2\n  beta: 0.1\n", "a: [1, 2\n", "\x07: 1\n"])
+def test_a_file_of_settings_that_is_no_yaml(tmp_path, text):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: train("repulse", ["--config", str(path)]))
+    message = exit_.value.code
+    assert message.startswith(f"error: `{path}` is not valid YAML, correct it: ") and "\n" not in message
+
+
+# Going on
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("word", ["true", "True"])
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+def test_the_last_checkpoint_is_asked_for_by_a_word(tmp_path, name, word):
+    saving = ["--save_strategy", "steps", "--save_steps", "1"]
+    run(name, tmp_path, *saving)
+    flags = [*saving, "--max_steps", "3", "--resume_from_checkpoint", word]
+    results = run(name, tmp_path, *flags)
+    assert results["policy_updates"] == 3
+    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+def test_no_checkpoint_is_asked_for_by_a_word(tmp_path, name):
+    assert run(name, tmp_path, "--resume_from_checkpoint", "false")["policy_updates"] == 2
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    flags = [*QUICK, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: train("reinforce", flags))
+    assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
+
+
+def test_a_transform_needs_a_function(tmp_path):
+    with pytest.raises(ValueError, match="make one of a model's path, e.g. with `reward_type='sequence_pair'`"):
+        run("grpo", tmp_path, "--reward_transform", "exponential")
+
+
+def test_exact_tracking_of_many_prompts_is_refused(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": "the "}) for _ in range(65)))
+    with pytest.raises(ValueError, match="`bad_token_ids` asks for the exact log P.* give at most 64 prompts"):
+        run("reinforce", tmp_path, "--dataset_name", str(prompts), "--bad_token_ids", "5")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 120
+
+
+# The schedule
+
+
+@pytest.mark.parametrize("steps, expected", [(800, 200), (10, 2), (1, 1)])
+def test_share_of_the_decay_follows_the_updates(steps, expected):
+    _, args, _ = parse("repulse", ["--max_steps", str(steps)])
+    assert args.lr_scheduler_kwargs == {"decay_type": "linear", "num_decay_steps": expected}
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--lr_decay_ratio", "1.5"], "`lr_decay_ratio=1.5` must be from 0"),
+        (["--lr_scheduler_type", "linear"], "`lr_decay_ratio=0.25` is a share of `max_steps` in"),
+        (["--max_steps", "-1"], "`lr_decay_ratio=0.25` is a share of `max_steps` in"),
+    ],
+)
+def test_share_of_the_decay_in_wrong_places(flags, words):
+    with pytest.raises(ValueError, match=words):
+        parse("repulse", flags)
+
+
+def test_another_schedule():
+    _, args, _ = parse("repulse", ["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
+    assert not args.lr_scheduler_kwargs
+
+
+UNKNOWN = {
+    "flag": (["--basline", "none"], "`--basline` is no argument; remove it. Did you mean `--baseline`?"),
+    "hyphens": (["--logprob-reductoin=sum"], "Did you mean `--logprob_reduction`?"),
+    "nothing near": (["--zzz"], "`--zzz` is no argument; remove it."),
+    "file": (
+        ["--config", "FILE"],
+        "settings.yaml` has `basline`, which is no argument; remove it. Did you mean `baseline`?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_names_are_answered_with_the_nearest(tmp_path, name):
+    flags, words = UNKNOWN[name]
+    (tmp_path / "settings.yaml").write_text("basline: none\n")
+    flags = [str(tmp_path / "settings.yaml") if flag == "FILE" else flag for flag in flags]
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: train("reinforce", [*flags, "--output_dir", str(tmp_path)]))
+    message = exit_.value.code
+    assert message.startswith("error: ") and message.endswith(words) and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+@pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
+def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, given, name):
+    paths = {"model_name_or_path": embedded.policy_path(), "reward_model_path": embedded.reward_model_path()}
+    paths |= {"dataset_name": embedded.prompts_path(), given: str(tmp_path / "mistyped")}
+    flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
+    flags += ["--max_completion_length", "2", "--max_prompt_length", "8"]  # counted by the policy's tokenizer
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(lambda: train(name, [*flags, "--output_dir", str(tmp_path / "out")]))
+    message = exit_.value.code
+    assert f"mistyped'` (`--{given}` on the command line) cannot be loaded; give the path" in message
+    assert "\n" not in message and not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_one_line_with_its_remedy():
+    with pytest.raises(SystemExit) as exit_:
+        main_or_exit(raises(ModuleNotFoundError("No module named 'wandb'", name="wandb")))
+    assert exit_.value.code == "error: No module named 'wandb'. Run `pip install \"trl-repulse[wandb]\"`."
+
+
+def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
+    flags = [*QUICK, "--output_dir", str(tmp_path / "out")]
+    train("reinforce", flags)
+    assert "holds a run" not in caplog.text
+    train("reinforce", [*flags, "--max_steps", "1"])
+    assert "holds a run or a model, whose files this one writes over" in caplog.text
+    assert "`--resume_from_checkpoint true`" in caplog.text
+
+
+def test_results_and_card_have_the_precision_that_was_used(tmp_path, monkeypatch):
+    """`bf16: false` of the settings wins over the launcher's: the run is the one without a launcher."""
+    flags = ["--max_steps", "1", "--num_table_completions", "0"]
+    expected = run("repulse-ppo", tmp_path / "plain", *flags)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    found = run("repulse-ppo", tmp_path / "launched", *flags)
+    assert found["settings"]["bf16"] is False and found["settings"]["mixed_precision"] == "no"
+    assert found["final"] == expected["final"]
+    assert "| `mixed_precision` | no |" in (tmp_path / "launched" / "README.md").read_text()

@@ -1,0 +1,431 @@
+"""`trl-repulse suggest`: what it concludes from samples, its warnings, and the file that training takes as it is."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from trl_repulse import embedded
+from trl_repulse._rules_of_thumb import RATES
+from trl_repulse.cli import train as train_command
+from trl_repulse.cli._suggestion import (
+    ALPHA,
+    KL_COEFFICIENT,
+    SPREAD,
+    TARGET_NATS,
+    UPDATES,
+    DrawnSamples,
+    Machine,
+    Measured,
+    suggest_settings,
+)
+from trl_repulse.cli.arguments import ARGUMENTS, parse
+from trl_repulse.cli.main import main
+from trl_repulse.cli.methods import train
+
+from ..conftest import build_model, build_tokenizer
+from ..reward_models import build_tokenizer as build_reward_tokenizer
+from ..reward_models import save_model
+
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guide.md"
+MACHINE = Machine(
+    parameters=135_000_000,
+    adapter=5_000_000,
+    layers=30,
+    width=576,
+    inner=1536,
+    cache=2 * 192,
+    reward_bytes=2**30,
+    number=2,
+    memory=80 * 2**30,
+    device="cuda",
+)
+
+
+def samples(rewards, lengths=17, ended=True):
+    rewards = np.asarray(rewards, dtype=float)
+    return DrawnSamples(
+        rewards,
+        np.broadcast_to(lengths, rewards.shape),
+        np.broadcast_to(ended, rewards.shape),
+        [""] * rewards.size,
+        seconds=0.01,
+    )
+
+
+def measured(rewards=None, empty=0.5, machine=MACHINE, **options):
+    """Normal rewards of spread 1.4 by default."""
+    if rewards is None:
+        rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
+    empty = None if empty is None else np.array([empty])
+    return Measured(samples(rewards, **options), empty, 200, 12, 0.002, 0.001, machine)
+
+
+def suggest(given=None, **options):
+    return suggest_settings(given or measured(), **{"max_completion_length": 64} | options)
+
+
+def target(found):
+    return float(re.search(r"`target_dist_beta: (\S+)`", found.notes["learned proposal"])[1])
+
+
+# The rules
+
+
+def test_the_threshold_is_a_low_quantile_and_says_how_many_lie_under_it():
+    given = measured()
+    found = suggest(given)
+    threshold = found.values["bad_reward_threshold"]
+    assert threshold == pytest.approx(np.quantile(given.own.rewards, 0.02), abs=0.06)
+    below = int((given.own.rewards < threshold).sum())
+    assert f"{below} of 500 samples" in found.reasons["bad_reward_threshold"] and 5 <= below <= 15
+    assert not found.warnings
+    own = suggest(given, bad_reward_threshold=-1.0)
+    assert own.values["bad_reward_threshold"] == -1.0
+    assert own.reasons["bad_reward_threshold"].endswith("The value is yours.")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.05])
+def test_of_two_peaks_the_lower_one_is_bad(share):
+    """However many of the samples it has, near the quantile, and a few between both do no harm; nor does a learned proposal's target."""
+    draw = np.random.default_rng(0)
+    places = draw.permutation(500)
+    rewards = draw.normal(3.3, 0.3, 500)
+    rewards[places[: round(500 * share)]] = draw.normal(-3.0, 0.3, round(500 * share))
+    rewards[places[-3:]] = (-0.5, 0.5, 1.5)
+    found = suggest(measured(rewards.reshape(100, 5)))
+    threshold = found.values["bad_reward_threshold"]
+    assert -2.5 < threshold < 2 and (rewards[rewards < threshold] < 2).all()
+    assert -7 < target(found) < -4  # 35 nats over the 6.6 between them
+
+
+@pytest.mark.parametrize("draw", ["normal", "laplace", "uniform"])
+def test_of_one_peak_the_threshold_is_the_quantile(draw):
+    for seed in range(20):
+        rewards = getattr(np.random.default_rng(seed), draw)(size=500)
+        threshold = suggest(measured(rewards.reshape(100, 5))).values["bad_reward_threshold"]
+        assert threshold == pytest.approx(np.quantile(rewards, 0.02), abs=0.06)
+
+
+@pytest.mark.parametrize(("low", "share"), [(0.0, 0.3), (-3.0, 0.01), (0.999, 0.4)])
+def test_of_few_distinct_rewards_the_lowest_is_bad(low, share):
+    rewards = np.where(np.arange(500) < 500 * share, low, 1.0)
+    rewards = np.random.default_rng(0).permutation(rewards).reshape(100, 5)
+    assert low < suggest(measured(rewards)).values["bad_reward_threshold"] <= 1
+
+
+def test_scaled_rewards_scale_what_has_their_unit_and_nothing_else():
+    """Under Adam a reward times 10 with beta and alpha times 10 gives the same updates."""
+    rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
+    one, ten = suggest(measured(rewards)), suggest(measured(10 * rewards))
+    assert (one.values["beta"], one.values["alpha"]) == (0.2, 1.0)
+    for name in ("beta", "alpha", "bad_reward_threshold"):
+        assert ten.values[name] == pytest.approx(10 * one.values[name])
+    for name in set(one.values) - {"beta", "alpha", "bad_reward_threshold"}:
+        assert ten.values[name] == one.values[name]
+
+    low = np.median(rewards[rewards < one.values["bad_reward_threshold"]])
+    assert target(one) * (np.quantile(rewards, 0.98) - low) == pytest.approx(-35, rel=0.05)
+    assert target(ten) == pytest.approx(target(one) / 10, rel=0.05)
+
+
+def test_the_spread_is_that_within_a_prompt():
+    """Prompts that differ by much add nothing: advantages compare completions of one prompt."""
+    generator = np.random.default_rng(0)
+    rewards = generator.normal(0.0, 14.0, (100, 1)) + generator.normal(0.0, 1.4, (100, 5))
+    assert suggest(measured(rewards)).values["beta"] == 0.2
+    flat = generator.normal(0.0, 14.0, (100, 1)) + generator.normal(0.0, 0.1, (100, 5))
+    assert any("hardly differs between completions of one prompt" in text for text in suggest(measured(flat)).warnings)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "full", "adapter"),
+    [(135_000_000, 3e-5, 1.5e-4), (240_000, 6e-4, 3e-3), (1_240_000_000, 3e-7, 1.5e-6), (8_000_000_000, 3e-7, 1.5e-6)],
+)
+def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, adapter):
+    given = measured(machine=replace(MACHINE, parameters=parameters, memory=None))
+    assert suggest(given).values["learning_rate"] == pytest.approx(full)
+    assert suggest(given, use_peft=True).values["learning_rate"] == pytest.approx(adapter)
+    assert f"{full:g} for all weights, {adapter:g} for an adapter" in suggest(given).reasons["learning_rate"]
+
+
+def test_the_learning_rate_warms_up():
+    assert suggest().values["warmup_steps"] == 20 and suggest(max_steps=80).values["warmup_steps"] == 10
+
+
+@pytest.mark.parametrize(("share", "prompts"), [(0.1, 10), (0.05, 20), (0.02, 50), (0.002, 50)])
+def test_an_update_has_prompts_enough_for_ten_bad_samples(share, prompts):
+    rewards = np.where(np.arange(500) < 500 * share, -9.0, np.random.default_rng(0).normal(1.0, 1.4, 500))
+    found = suggest(measured(rewards.reshape(100, 5)), bad_reward_threshold=-8.0)
+    assert (found.values["num_generations"], found.values["train_batch_size"]) == (5, 5 * prompts)
+
+
+def test_of_few_prompts_each_has_more_completions():
+    found = suggest(replace(measured(), num_prompts=4))
+    assert (found.values["num_generations"], found.values["train_batch_size"]) == (13, 52)
+
+
+def test_lengths_are_those_of_completions_that_ended():
+    assert suggest(measured(lengths=30)).values["max_completion_length"] == 40
+    assert suggest(measured(lengths=62)).values["max_completion_length"] == 64  # not more than was drawn
+    cut = suggest(measured(ended=np.arange(5) > 0))
+    assert cut.values["max_completion_length"] == 64 and "20% of the samples did not end" in cut.warnings[0]
+
+
+def test_memory_counts_weights_and_decides_the_passes():
+    estimates = {}
+    for peft in (False, True):
+        text = suggest(use_peft=peft).notes["memory"]
+        estimates[peft] = {name: text.split(f"{name} ")[1].split(" ")[0] for name in ("weights", "Adam")}
+        assert ("reference" in text) is not peft and "reward model 1 GiB" in text
+    assert estimates[False] == {"weights": "0.5", "Adam": "1"}  # 4 and 8 bytes of 135 million
+    assert suggest().values["per_device_train_batch_size"] == suggest().values["train_batch_size"]
+    small = suggest(measured(machine=replace(MACHINE, memory=6 * 2**30, inner=300_000)))
+    size = small.values["per_device_train_batch_size"]
+    assert size < small.values["train_batch_size"] and small.values["train_batch_size"] % size == 0 and size % 5 == 0
+    none = suggest(measured(machine=replace(MACHINE, memory=2**30)))
+    assert none.values["per_device_train_batch_size"] == 5 and "`--use_peft`" in none.warnings[-1]
+
+
+def test_hours_grow_with_the_updates():
+    one, two = (suggest(max_steps=steps).notes["time"] for steps in (800, 8000))
+    # 0.01 s to draw, 0.002 to reward, and a little more than 5 passes of 0.001 s for a pair, since few of the extra ones are bad
+    given = measured()
+    share = (given.own.rewards < suggest(given).values["bad_reward_threshold"]).mean()
+    seconds = suggest().values["train_batch_size"] * (2 * 0.01 + 2 * 0.002 + (5 + 4 * share) * 0.001)
+    assert one.startswith(f"{800 * seconds / 3600:.2g} hours for 800") and two.startswith(
+        f"{800 * seconds / 360:.2g} hours"
+    )
+
+
+# Rewards that training cannot use
+
+
+@pytest.mark.parametrize("value", [0.25, np.nan])
+def test_a_constant_reward_is_refused(value):
+    with pytest.raises(ValueError, match="All 500 samples have .* nothing to learn; check the reward function"):
+        suggest(measured(np.full((100, 5), value)))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        (np.random.default_rng(0).exponential(1.0, (100, 5)), "has no low tail: the worst 2 %"),
+        (np.maximum(np.random.default_rng(0).normal(1.0, 1.4, (100, 5)), -0.5), "share the lowest reward"),
+        (np.where(np.arange(500).reshape(100, 5) % 2, 0.0, 1.0), "50% of the samples are bad"),
+        (
+            np.where(np.arange(500).reshape(100, 5) < 9, np.nan, np.random.default_rng(0).normal(1, 1.4, (100, 5))),
+            "9 of 500",
+        ),
+    ],
+)
+def test_rewards_without_a_low_tail_are_warned_of(rewards, words):
+    assert any(words in text for text in suggest(measured(rewards)).warnings)
+
+
+@pytest.mark.parametrize(
+    ("empty", "words"),
+    [
+        (-5.0, "counts as bad"),
+        (-1.9, "among the lowest"),
+        (9.0, "among the highest"),
+        (None, "fails on an empty completion"),
+    ],
+)
+def test_what_an_empty_completion_gets_is_looked_at(empty, words):
+    (text,) = suggest(measured(empty=empty)).warnings
+    assert words in text and "empty completion" in text
+
+
+def test_what_a_cut_completion_gets_is_looked_at():
+    rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
+    ended = np.ones((100, 5), dtype=bool)
+    ended[:4], rewards[:4] = False, 9.0
+    assert "A completion that was cut gets 9, among the highest" in suggest(measured(rewards, ended=ended)).warnings[0]
+
+
+# The command
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """The command in the embedded world, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", embedded.policy_path(), "--reward_model_path", embedded.reward_model_path()]
+    flags += ["--prompts", embedded.prompts_path(), "--num_samples", "200", "--max_completion_length", "2"]
+
+    def command(*more):
+        return main(["suggest", *flags, "--max_steps", "2", *map(str, more)])
+
+    return command
+
+
+@pytest.mark.trainer
+def test_the_file_trains_as_it_is(command, capsys):
+    """The settings that are printed are those of the run, and the run ends with a model."""
+    assert command("--output", "repulse.yaml") == 0
+    printed = capsys.readouterr().out
+    assert "trl-repulse repulse --config repulse.yaml" in printed
+    written = yaml.safe_load(Path("repulse.yaml").read_text())
+    _, args, _ = parse(["--config", "repulse.yaml"], ARGUMENTS["repulse"], embedded.settings_path("repulse"))
+    for name in ("bad_reward_threshold", "beta", "alpha", "learning_rate", "num_generations"):
+        assert getattr(args, name) == written[name]
+        assert re.search(rf"^{name} +{written[name]:g} ", printed, re.MULTILINE)
+    assert args.proposal == "hot_policy" and args.proposal_temperature is None and args.max_steps == 2
+    assert written["num_generations"] * 4 == args.generation_batch_size  # all four prompts
+    for method, more in (("repulse-ppo", []), ("repulse-grpo", ["--scale_rewards", "none"])):  # as a note says
+        _, other, _ = parse(["--config", "repulse.yaml", *more], ARGUMENTS[method], embedded.settings_path(method))
+        assert other.alpha == args.alpha and other.generation_batch_size == args.generation_batch_size
+    assert "`repulse-grpo` takes it with `--scale_rewards none`" in printed
+    train("repulse", ["--config", "repulse.yaml"])
+    trained = AutoModelForCausalLM.from_pretrained("out")
+    initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    assert any((p != q).any() for p, q in zip(trained.parameters(), initial.parameters(), strict=True))
+
+
+def test_the_file_does_not_depend_on_what_can_be_printed(command, poor_stdout):
+    Path("prompts.jsonl").write_text('{"prompt": "the ☕ is"}\n', encoding="utf-8")
+    with poor_stdout():
+        assert command("--output", "repulse.yaml", "--prompts", "prompts.jsonl") == 0
+    assert yaml.safe_load(Path("repulse.yaml").read_text())["num_generations"] > 0
+
+
+@pytest.mark.trainer
+@pytest.mark.thorough
+def test_the_file_trains_an_adapter_through_the_launcher(command):
+    assert command("--output", "repulse.yaml", "--use_peft") == 0
+    assert main(["repulse", "--config", "repulse.yaml", "--num_processes", "1"]) == 0
+    assert Path("out/adapter_model.safetensors").is_file()
+
+
+def test_the_same_seed_suggests_the_same(command, capsys):
+    found = []
+    for seed in (1, 1, 2):
+        assert command("--seed", seed) == 0
+        found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("time: ")])
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_samples", "10"], "`num_samples=10` is too few to suggest from; draw at least 50"),
+        (["--max_completion_length", "0"], "`max_completion_length=0` must be at least 1"),
+        (["--max_steps", "0"], "`max_steps=0` must be at least 1"),
+        (["--bad_reward_threshold", "nan"], "`bad_reward_threshold=nan` must be a finite number"),
+        (["--seed", "-1"], "`seed=-1` must be at least 0"),
+        (["--prompts", "none.jsonl"], "none.jsonl"),
+        (["--output", "."], "`--output .` is a folder; name a file"),
+        (["--reward_type", "guess"], "`reward_type='guess'` is not one of"),
+        (
+            ["--chat_template_kwargs", '{"tools": []}'],
+            "`chat_template_kwargs` has `tools`: no variable of a chat template",
+        ),
+        (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` has no effect on prompts of plain text"),
+    ],
+)
+def test_mistakes_are_said_before_a_model_is_loaded(command, capsys, monkeypatch, flags, message):
+    monkeypatch.setattr("trl_repulse.cli.suggest._load_policy", lambda args: pytest.fail("a model was loaded"))
+    assert command(*flags) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse suggest: ") and message in error and error.count("\n") == 1
+
+
+REWARDS = """
+def constant(completions, **kwargs):
+    return [0.5 for _ in completions]
+
+def nan(completions, **kwargs):
+    return [float("nan") for _ in completions]
+
+def length(completions, **kwargs):
+    return [float(len(text.strip()) ** 0.5 / len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("constant", "have the reward 0.5, so that there is nothing to learn"), ("nan", "The reward function `nan` of")],
+)
+def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, message):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    arguments = ["suggest", "--model", embedded.policy_path(), "--prompts", embedded.prompts_path()]
+    arguments += ["--max_completion_length", "2", "--num_samples", "50", "--output", "repulse.yaml"]
+    assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:{function}"]) == 1
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1] and "Traceback" not in error and not Path("repulse.yaml").exists()
+    if function == "constant":  # one that divides by the length of a text works, until a completion is empty
+        assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:length"]) == 0
+        assert "WARNING: The reward function fails on an empty completion" in capsys.readouterr().out
+
+
+# The guide
+
+
+def commands_of_the_guide():
+    text = GUIDE.read_text(encoding="utf-8")
+    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in lines.splitlines() if line.strip()]
+
+
+@pytest.mark.trainer
+@pytest.mark.thorough
+def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
+    """Each as it stands there, with small models in the place of those on the Hub, and few samples."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    build_model("gpt2", len(tokenizer)).save_pretrained("policy")
+    tokenizer.save_pretrained("policy")
+    save_model("judge", "deberta", build_reward_tokenizer("pair"))
+    names = {
+        "HuggingFaceTB/SmolLM-135M-Instruct": "policy",
+        "OpenAssistant/reward-model-deberta-v3-large-v2": "judge",
+        "1600": "3",  # updates
+    }
+    Path("prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n{"prompt": "the dog"}\n')
+    Path("held_out.jsonl").write_text('{"prompt": "dog"}\n{"prompt": "the fish"}\n')
+    few = {
+        "suggest": ["--num_samples", "60", "--max_completion_length", "4", "--max_steps", "2"],
+        "evaluate": ["--num_samples", "4", "--max_completion_length", "4"],
+        "repulse": [],
+    }
+    monkeypatch.setattr(
+        train_command,
+        "launch_command",
+        lambda asked: train(*asked.training_script_args[:1], asked.training_script_args[1:]),
+    )
+    ran = []
+    for program, name, *words in commands_of_the_guide():
+        assert program == "trl-repulse"
+        assert (
+            main([name, *(names.get(word, word) for word in words), *(few[name] if "--model" in words else [])]) == 0
+        )
+        ran.append(name)
+    assert ran == ["suggest", "repulse", "repulse", "evaluate", "evaluate"]
+    assert Path("out/model.safetensors").is_file() and Path("out-reinforce/model.safetensors").is_file()
+    printed = capsys.readouterr().out
+    assert "REINFORCE, seed 42" in printed and "P(r < -5)" in printed
+
+
+def test_the_guide_has_the_rules_of_the_command():
+    """Its table, and the figures in it, are those that decide."""
+    text = GUIDE.read_text(encoding="utf-8")
+    for value in (KL_COEFFICIENT / SPREAD, round(ALPHA / SPREAD, 1)):
+        assert f"{value:.2g} times" in text
+    assert f"{KL_COEFFICIENT:g} at {SPREAD:g}" in text and f"{ALPHA:g} at {SPREAD:g}" in text
+    assert f"`max_steps` | {UPDATES} |" in text
+    assert f"−{TARGET_NATS:g} nats" in text
+    for size, rate in RATES:
+        mantissa, exponent = f"{rate:.0e}".split("e-")
+        number = f"{size / 1e9:g} billion" if size >= 1e9 else f"{size / 1e6:g} million"
+        assert f"{mantissa}e-{int(exponent)} at {number}" in text
+    found = suggest()
+    assert all(f"`{name}`" in text for name in found.values if name not in ("proposal", "max_completion_length"))

@@ -1,0 +1,191 @@
+"""The training commands: what goes to the launcher, what to training, and what their help says."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import GRPOConfig
+
+from trl_repulse import RePULSeConfig, embedded
+from trl_repulse.cli import train
+from trl_repulse.cli.arguments import ARGUMENTS, TrainingParser
+from trl_repulse.cli.main import TRAINING, main
+
+
+ROOT = Path(__file__).parents[2]
+WORKER = "trl_repulse.cli.train"
+SETTINGS = {"": "repulse", "_reinforce": "reinforce", "_ppo": "ppo", "_grpo": "grpo"}
+SETTINGS |= {"_repulse_ppo": "repulse-ppo", "_repulse_grpo": "repulse-grpo"}
+
+
+def test_flags_are_sorted(launched, tmp_path):
+    (tmp_path / "zero2.yaml").write_text("")
+    flags = [
+        "--alpha",
+        "0",
+        "--num_processes=2",
+        "--debug",
+        "underflow_overflow",
+        "--multi_gpu",
+        "--main-process-port",
+    ]
+    flags += ["29501", "--accelerate_config", str(tmp_path / "zero2.yaml"), "--gradient_accumulation_steps", "3"]
+    assert main(["repulse-ppo", *flags, "--target_dist_beta", "-1e1"]) == 0
+    (args,) = launched
+    assert (args.num_processes, args.multi_gpu, args.main_process_port) == (2, True, 29501)
+    assert args.config_file == str(tmp_path / "zero2.yaml")
+    assert (args.module, args.training_script) == (True, WORKER)
+    rest = ["--alpha", "0", "--debug", "underflow_overflow", "--gradient_accumulation_steps", "3"]
+    assert args.training_script_args == ["repulse-ppo", *rest, "--target_dist_beta", "-1e1"]
+
+
+@pytest.mark.parametrize("spelling", [["--config", "FILE"], ["--config=FILE"]])
+def test_the_file_may_have_flags_of_the_launcher(launched, tmp_path, spelling):
+    path = tmp_path / "own.yaml"
+    path.write_text("alpha: 0.5\nnum_processes: 4\nmulti_gpu: true\nuse_fsdp: false\ndebug: x\nmachine_rank: 1\n")
+    flags = [part.replace("FILE", str(path)) for part in spelling]
+    assert main(["repulse", *flags, "--num_processes", "2"]) == 0
+    (args,) = launched
+    assert (args.num_processes, args.multi_gpu, args.use_fsdp, args.machine_rank) == (2, True, False, 1)
+    assert args.training_script_args == ["repulse", *flags] and not args.debug
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_no_flag_is_both_the_launchers_and_the_methods(command):
+    parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command))
+    launchers = train._options(train.launch_command_parser())
+    assert {"--num_processes", "--use_deepspeed", "--machine_rank"} <= set(launchers)
+    assert not set(launchers) & set(parser._option_string_actions)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--accelerate_config", "none.yaml"], "`none.yaml` does not exist"),
+        (["--multi_gpu", "--num_processes", "1"], "at least 2 processes"),
+        (["--seed", "1", "--config"], "`--config` needs the path of a YAML file behind it"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(capsys, flags, words):
+    assert main(["repulse", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("trl-repulse repulse: ") and words in error and error.count("\n") == 1
+
+
+def test_a_failed_run_is_told_by_the_exit_status(monkeypatch, capsys):
+    def fail(args):
+        raise subprocess.CalledProcessError(1, "python")
+
+    monkeypatch.setattr(train, "launch_command", fail)
+    assert main(["repulse"]) == 1 and capsys.readouterr().err == ""
+
+
+def listed(command, capsys, *flags):
+    """Flags of the help, in order, and their lines."""
+    assert main([command, *flags, "--help"]) == 0
+    return dict(re.findall(r"^  --(\w+) +(\S.*)$", capsys.readouterr().out, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("command", "first"), [("repulse", "target_dist_beta"), ("ppo", "value_learning_rate"), ("reinforce", "baseline")]
+)
+def test_the_help_shows_the_methods_flags_first(capsys, command, first):
+    assert next(iter(listed(command, capsys))) == first
+
+
+def test_the_help_has_the_defaults_of_an_own_model_or_of_the_file(capsys, tmp_path):
+    settings = yaml.safe_load(Path(embedded.settings_path("repulse")).read_text())
+    default = RePULSeConfig.max_completion_length
+    assert default != settings["max_completion_length"]
+    assert listed("repulse", capsys)["max_completion_length"].endswith(f"({default})")
+    (tmp_path / "own.yaml").write_text("max_completion_length: 7\nnum_processes: 2\n")
+    found = listed("repulse", capsys, "--config", str(tmp_path / "own.yaml"))
+    assert found["max_completion_length"].endswith("(7)")
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_the_help_fits_a_screen_or_two(capsys, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 80
+    script, config = ARGUMENTS[command]
+    own = {each.name for each in (*fields(script), *fields(config))} - {each.name for each in fields(GRPOConfig)}
+    listed = [match[1] for line in lines if (match := re.match(r"  --(\w+) +\S", line))]
+    assert own <= set(listed) and {"output_dir", "learning_rate", "beta"} <= set(listed)
+    assert len(listed) == len(set(listed)) and any("`--help-all`" in line for line in lines)
+
+
+@pytest.mark.parametrize("flag", ["--help-all", "--help_all"])
+def test_the_help_of_all_flags_in_a_script(capsys, flag):
+    parser = TrainingParser(ARGUMENTS["ppo"], embedded.settings_path("ppo"))
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args_into_dataclasses([flag])
+    out = capsys.readouterr().out
+    assert (
+        exit_.value.code == 0
+        and out == parser.format_help(all_flags=True) != parser.format_help()
+        and len(out.splitlines()) > 500
+    )
+
+
+def test_each_command_has_arguments_and_settings():
+    assert list(TRAINING) == list(ARGUMENTS)
+    for suffix, command in SETTINGS.items():
+        packaged = Path(embedded.settings_path(command))
+        assert packaged.is_file() and packaged.is_relative_to(ROOT / "trl_repulse")
+        example = ROOT / "examples" / "configs" / f"embedded{suffix}.yaml"
+        assert example.resolve() == packaged.resolve()
+
+
+def run(*command, cwd):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.thorough
+def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
+    code = f"import sys, {WORKER}; print(*sys.modules, sep='\\n')"
+    imported = set(run(sys.executable, "-c", code, cwd=tmp_path).stdout.split())
+    assert "accelerate" in imported and not {"trl", "datasets", "trl_repulse.configs"} & imported
+
+
+@pytest.mark.thorough
+def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
+    """Nor PEFT, which does; and it says what it says where both have been imported."""
+    monkeypatch.setenv("COLUMNS", "100")
+    heavy = ("datasets", "peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
+    code = "import sys; from trl_repulse.cli.main import main; main(['repulse', '--help']); "
+    code += f"sys.exit(', '.join(name for name in {heavy} if sys.modules.get(name)) or None)"
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert main(["repulse", "--help"]) == 0 and "transformers.modeling_utils" in sys.modules
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == capsys.readouterr().out and "--use_peft" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_run(tmp_path):
+    path = tmp_path / "own.yaml"
+    settings = re.sub(r"max_steps: \d+", "max_steps: 2", Path(embedded.settings_path("reinforce")).read_text())
+    path.write_text(
+        f"{settings}\nnum_processes: 1\naccelerate_config: {ROOT / 'accelerate_configs' / 'single_gpu.yaml'}\n"
+    )
+    command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--config", str(path)]
+    done = run(*command, "--max_completion_length", "1", "--disable_tqdm", "true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "REINFORCE, seed 0" in done.stdout and (tmp_path / "reinforce-embedded" / "results.json").exists()
+    done = run(*command, "--num_proceses", "2", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_run_prints_no_notice_that_is_not_its_own(tmp_path):
+    command = [sys.executable, "-m", "trl_repulse.cli", "repulse", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "reward" in run.stdout and "FutureWarning" not in run.stderr and "accelerate launch" not in run.stderr

@@ -1,0 +1,259 @@
+"""Prompts from files: what is read, and what is refused."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, IterableDataset
+
+from trl_repulse.data import drop_long_prompts, load_prompts
+from trl_repulse.data import loading as data
+
+from ..conftest import build_tokenizer
+
+
+PLAIN = ["the cat, and the dog", "naïve “quotes”", "two\u2028lines\nhere"]
+CHATS = [
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
+]
+
+
+def write(path, prompts):
+    """The prompts as a file of the format that the suffix names, with a second column `tag`."""
+    rows = [{"prompt": prompt, "tag": i} for i, prompt in enumerate(prompts)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        quoted = ['"' + row["prompt"].replace('"', '""') + f'",{row["tag"]}' for row in rows]
+        path.write_text("\n".join(["prompt,tag", *quoted]) + "\n", encoding="utf-8", newline="")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
+def test_plain_prompts(tmp_path, suffix):
+    dataset = load_prompts(write(tmp_path / f"prompts{suffix}", PLAIN))
+    assert isinstance(dataset, Dataset)
+    assert dataset["prompt"][:] == PLAIN
+    assert [int(tag) for tag in dataset["tag"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_conversational_prompts(tmp_path, suffix):
+    assert load_prompts(str(write(tmp_path / f"prompts{suffix}", CHATS)))["prompt"][:] == CHATS
+
+
+def test_json_with_one_row_a_line(tmp_path):
+    path = write(tmp_path / "prompts.jsonl", PLAIN).rename(tmp_path / "prompts.json")
+    assert load_prompts(path)["prompt"][:] == PLAIN
+
+
+def test_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt\nhello\n", encoding="utf-8-sig")
+    assert load_prompts(path)["prompt"][:] == ["hello"]
+
+
+def test_streaming(tmp_path):
+    dataset = load_prompts(write(tmp_path / "prompts.jsonl", PLAIN), streaming=True)
+    assert isinstance(dataset, IterableDataset)
+    assert [row["prompt"] for row in dataset] == PLAIN
+
+
+def test_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "prompts.jsonl", PLAIN)
+    assert len(load_prompts("~/prompts.jsonl")) == 3
+
+
+REFUSED = {
+    "empty.jsonl": ("", "is empty; give it at least one row"),
+    "header.csv": ("prompt,tag\n", "is empty; give it at least one row"),
+    "column.jsonl": (
+        '{"question": "a", "tag": 1}\n',
+        "no column `prompt`, only question, tag; name the one that holds .*load_prompts.column",
+    ),
+    "column.csv": ("question\na\n", "no column `prompt`, only question; name the one .* `--prompt_column`"),
+    "null.jsonl": ('{"prompt": "a"}\n{"prompt": null}\n', "Row 2 of .* has an empty `prompt`; fill it in or drop"),
+    "missing.jsonl": ('{"prompt": "a"}\n{"tag": 1}\n', "Row 2 of .* has an empty `prompt`"),
+    "blank.csv": ("prompt,tag\na,1\n ,2\n", "Row 2 of .* has an empty `prompt`"),
+    "no_messages.jsonl": ('{"prompt": []}\n', "Row 1 of .* has an empty `prompt`"),
+    "number.jsonl": ('{"prompt": 3}\n', "Row 1 of .* neither text nor a list of messages .* write it"),
+    "no_role.jsonl": ('{"prompt": [{"content": "a"}]}\n', "Row 1 of .* neither text nor a list of messages"),
+    "parts.jsonl": ('{"prompt": [{"role": "user", "content": [1]}]}\n', "Row 1 of .* neither text nor a list of"),
+    "mixed.jsonl": (
+        '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b"}]}\n',
+        "Row 2 of .* differs in kind from row 1; make every `prompt`",
+    ),
+    "types.jsonl": ('{"prompt": "a", "tag": 1}\n{"prompt": "b", "tag": "c"}\n', "mixes types .* give each column"),
+    "large.jsonl": ('{"prompt": "a", "id": 100000000000000000000}\n', "more than 63 bits.* write numbers as text"),
+    "surrogate.jsonl": ('{"prompt": "\\ud83d a"}\n', "half of a surrogate pair in a text; correct it"),
+    "image.jsonl": ('{"prompt": "a", "image": "b.png"}\n', "has a column `image`, but only text"),
+    "broken.jsonl": ('{"prompt": "a"}\n{"prompt": \n', "Line 2 of .* is not valid JSON .* write one object a line"),
+    "strings.json": ('["a", "b"]', "Row 1 of .* is not an object; write each row as"),
+    "comma.csv": (
+        "prompt,tag\nhello, world,1\n",
+        "Row 1 of .*, at line 2, has more fields than the header .3, not 2.; put text",
+    ),
+    "fake.parquet": ("prompt", "cannot be read as parquet .* fix the file"),
+    "prompts.txt": ("a\n", "has the suffix '.txt'; convert it to a .jsonl, .json, .csv or .parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_files(tmp_path, name):
+    text, message = REFUSED[name]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        load_prompts(tmp_path / name)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_file_that_is_no_text(tmp_path):
+    (tmp_path / "prompts.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="Line 1 of .*prompts.jsonl` is not UTF-8 text .*; save the file as UTF-8"):
+        load_prompts(tmp_path / "prompts.jsonl")
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.tsv", "./prompts", "/nowhere/prompts", "~/prompts"])
+def test_missing_file(name, monkeypatch):
+    monkeypatch.setattr(data, "load_dataset", lambda *args, **kwargs: pytest.fail("taken for a data set on the Hub"))
+    with pytest.raises(
+        ValueError, match="There is no file .* give the path of a .jsonl, .json, .csv or .parquet file"
+    ):
+        load_prompts(name)
+
+
+def test_a_file_has_one_split(tmp_path):
+    path = write(tmp_path / "prompts.jsonl", PLAIN)
+    with pytest.raises(
+        ValueError, match="one file with one split, 'train', and has no split 'test'; .* `--dataset_test_split`"
+    ):
+        load_prompts(path, split="test")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_that_a_folder_lacks(tmp_path, streaming):
+    """What it has is named, and each flag that may have named the other."""
+    (tmp_path / "prompts").mkdir()
+    write(tmp_path / "prompts" / "train.jsonl", PLAIN)
+    with pytest.raises(
+        ValueError, match=r"has no split 'test' \(.*\['train'\]\).* `--split` .*`--dataset_test_split`"
+    ):
+        load_prompts(tmp_path / "prompts", split="test", streaming=streaming)
+
+
+class TestHub:
+    """What is asked of `datasets.load_dataset`, which is replaced: there is no network."""
+
+    @pytest.fixture(autouse=True)
+    def hub(self, monkeypatch):
+        self.calls, self.answer = [], Dataset.from_dict({"prompt": PLAIN})
+
+        def load_dataset(*args, **kwargs):
+            self.calls.append((args, kwargs))
+            return self.answer.to_iterable_dataset() if kwargs["streaming"] else self.answer
+
+        monkeypatch.setattr(data, "load_dataset", load_dataset)
+
+    @pytest.mark.parametrize("name", ["squad", "org/data-v1.2", "org/name"])
+    def test_name_split_and_config_are_passed_on(self, name):
+        assert load_prompts(name, split="test", config="en")["prompt"][:] == PLAIN
+        assert self.calls == [((name, "en"), {"split": "test", "streaming": False})]
+
+    def test_folder(self, tmp_path):
+        load_prompts(tmp_path)
+        assert self.calls == [((str(tmp_path), None), {"split": "train", "streaming": False})]
+
+    def test_streaming(self):
+        assert isinstance(load_prompts("org/name", streaming=True), IterableDataset)
+
+    def test_missing_column(self):
+        self.answer = Dataset.from_dict({"question": ["a"]})
+        with pytest.raises(ValueError, match="`org/name` has no column `prompt`, only question"):
+            load_prompts("org/name")
+
+    def test_bad_row(self):
+        self.answer = Dataset.from_dict({"prompt": ["a", None]})
+        with pytest.raises(ValueError, match="Row 2 of `org/name` has an empty `prompt`"):
+            load_prompts("org/name")
+
+
+# Columns, conversations, lengths
+
+
+def write_rows(folder, suffix, rows):
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == ".csv":
+        path.write_text("\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]))
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_another_column(tmp_path, suffix):
+    path = write_rows(tmp_path, suffix, [{"question": "a b", "prompt": "no"}, {"question": "c", "prompt": "no"}])
+    dataset = load_prompts(path, column="question")
+    assert dataset.column_names == ["prompt"]
+    assert dataset["prompt"][:] == ["a b", "c"]
+
+
+def test_another_column_on_the_hub(monkeypatch):
+    loaded = Dataset.from_dict({"question": ["a"], "prompt": ["no"], "id": [1]})
+    monkeypatch.setattr("trl_repulse.data.load_dataset", lambda *args, **kwargs: loaded)
+    dataset = load_prompts("someone/something", column="question")
+    assert (dataset["prompt"][:], set(dataset.column_names)) == (["a"], {"prompt", "id"})
+    stream = loaded.to_iterable_dataset()
+    monkeypatch.setattr("trl_repulse.data.load_dataset", lambda *args, **kwargs: stream)
+    assert list(load_prompts("someone/something", column="question", streaming=True)) == [{"prompt": "a", "id": 1}]
+    with pytest.raises(ValueError, match="`someone/something` has no column `answer`, only question, prompt, id"):
+        load_prompts("someone/something", column="answer")
+
+
+def test_a_missing_column_of_a_file(tmp_path):
+    path = write_rows(tmp_path, ".jsonl", [{"question": "a"}])
+    with pytest.raises(ValueError, match="has no column `answer`, only question; name the one that holds the prompts"):
+        load_prompts(path, column="answer")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_as_conversation(tmp_path, streaming):
+    messages = [{"role": "user", "content": "a"}]
+    plain = write_rows(tmp_path, ".jsonl", [{"prompt": "a", "id": 1}])
+    assert list(load_prompts(plain, streaming=streaming, as_conversation=True)) == [{"prompt": messages, "id": 1}]
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"prompt": messages}))
+    assert list(load_prompts(chat, streaming=streaming, as_conversation=True)) == [{"prompt": messages}]
+
+
+def test_long_prompts_are_left_out(tokenizer):
+    prompts = Dataset.from_dict({"prompt": ["the cat", "the cat sat", "fish"]})
+    with pytest.warns(UserWarning, match="1 of 3 prompts have more than `max_prompt_length=2` tokens"):
+        assert drop_long_prompts(prompts, tokenizer, 2)["prompt"][:] == ["the cat", "fish"]
+    assert list(drop_long_prompts(prompts.to_iterable_dataset(), tokenizer, 1)) == [{"prompt": "fish"}]
+    with pytest.raises(ValueError, match="`max_prompt_length=1` leaves out every prompt"):
+        drop_long_prompts(prompts.select([0, 1]), tokenizer, 1)
+    with pytest.raises(ValueError, match="`max_prompt_length=0` must be at least 1"):
+        drop_long_prompts(prompts, tokenizer, 0)
+
+
+def test_conversations_are_counted_in_their_template():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %} fish{% endif %}"
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("the cat", "the")]})
+    with pytest.warns(UserWarning, match="1 of 2"):
+        assert len(drop_long_prompts(prompts, tokenizer, 2)) == 1
+    assert len(drop_long_prompts(prompts, tokenizer, 3)) == 2
+    tokenizer.chat_template += "{% if thinking %} the cat sat{% endif %}"
+    with pytest.warns(UserWarning, match="1 of 2"):
+        assert len(drop_long_prompts(prompts, tokenizer, 5, {"thinking": True})) == 1

@@ -1,0 +1,242 @@
+"""Preference data of bad completions and samples: the pairs, the command, and that TRL's trainers take the files unchanged."""
+
+import json
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_repulse import RePULSeTrainer
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation.preferences import (
+    RewardedCompletion,
+    preference_rows,
+    read_rewarded,
+    unpaired_rows,
+    write_rows,
+)
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+
+from ..conftest import USE_CPU, word_reward
+
+
+def completions(*rows):
+    return [RewardedCompletion(*row) for row in rows]
+
+
+POOL = completions(
+    ("a", " bad", -5.0),
+    ("a", " fine", 1.0),
+    ("a", " worse", -7.0),
+    ("a", " bad", -5.0),
+    ("a", " best", 4.0),
+    ("a", " poor", -6.0),
+    ("a", " so-so", -3.5),
+    ("b", " bad", -5.0),
+    ("c", " fine", 1.0),
+)
+
+
+def test_the_worst_is_rejected_for_the_best():
+    rows = preference_rows(POOL, threshold=-4.0, margin=1.0)
+    assert [(row["prompt"], row["chosen"], row["rejected"], row["margin"]) for row in rows] == [
+        ("a", " best", " worse", 11.0),
+        ("a", " fine", " poor", 7.0),
+        ("a", " best", " bad", 9.0),
+    ]
+    assert all(row["margin"] == row["chosen_reward"] - row["rejected_reward"] for row in rows)
+    with_so_so = preference_rows(POOL, threshold=-4.0)
+    assert [row["chosen"] for row in with_so_so] == [" best", " fine", " so-so"]
+    assert [row["rejected"] for row in preference_rows(POOL, -4.0, 1.0, max_bad=1)] == [" worse"]
+
+
+def test_unpaired_rows_need_no_partner():
+    rows = unpaired_rows(POOL, threshold=-4.0, margin=1.0)
+    assert [(row["prompt"], row["completion"], row["label"]) for row in rows] == [
+        ("a", " best", True),
+        ("a", " fine", True),
+        ("a", " worse", False),
+        ("a", " poor", False),
+        ("a", " bad", False),
+        ("b", " bad", False),
+        ("c", " fine", True),
+    ]
+
+
+def test_messages_are_compared_as_such():
+    prompt = [{"role": "user", "content": "hi"}]
+    same = [{"content": "hi", "role": "user"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("good", "bad")]
+    rows = preference_rows(completions((prompt, answers[0], 1.0), (same, answers[1], -1.0)), 0.0)
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [tuple(answers)]
+    with pytest.raises(ValueError, match="some messages"):
+        preference_rows(completions((prompt, answers[0], 1.0), ("hi", "bad", -1.0)), 0.0)
+
+
+@pytest.mark.parametrize("make", [preference_rows, unpaired_rows])
+def test_refused(make):
+    with pytest.raises(ValueError, match="under -9.0"):
+        make(POOL, -9.0)
+    with pytest.raises(ValueError, match="at least 9.0"):
+        make(POOL, 9.0)
+    with pytest.raises(ValueError, match="`margin` is -1.0"):
+        make(POOL, -4.0, -1.0)
+    with pytest.raises(ValueError, match="`max_bad` is 0"):
+        make(POOL, -4.0, max_bad=0)
+    with pytest.raises(ValueError):
+        make([], -4.0)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_rows_without_a_reward_are_left_out(tmp_path):
+    row = {"prompt": "a", "completion": "b", "reward": 1.0, "step": 3}
+    path = write(tmp_path / "rows.jsonl", [row, row | {"reward": None}])
+    assert read_rewarded(path) == completions(("a", "b", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "lacks"),
+        (["a"], "lacks"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}], "reward": 1.0}, "of the kind"),
+        ({"prompt": 3, "completion": "b", "reward": 1.0}, "neither text"),
+        ({"prompt": "a", "completion": "b", "reward": "low"}, "no finite number"),
+        ({"prompt": "a", "completion": "b", "reward": float("nan")}, "no finite number"),
+        ({"prompt": "a", "completion": "b", "reward": True}, "no finite number"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path, row, message):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b", "reward": 1.0}, row])
+    with pytest.raises(ValueError, match=rf"Row 2 of .*{message}"):
+        read_rewarded(path)
+    with pytest.raises(ValueError, match="no file or folder"):
+        read_rewarded(tmp_path / "missing")
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    rows = [{"prompt": "a", "completion": "b", "reward": 1.0}, {"prompt": "a", "completion": "c", "reward": -9.0}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    for output, threshold, message in (
+        (tmp_path / "out.csv", "-4", "must end with .jsonl or .parquet"),
+        (path, "-4", "is one of the sources"),
+        (tmp_path / "out.jsonl", "-20", "No prompt has both"),
+    ):
+        assert main(["negatives", str(output), str(path), "--threshold", threshold]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("trl-repulse negatives: ") and message in said and said.count("\n") == 1
+    assert path.read_text(encoding="utf-8").count("\n") == 2
+    assert main(["negatives", str(tmp_path / "new" / "out.jsonl"), str(path), "--threshold", "-4"]) == 0
+    assert "1 pairs of 1 prompts, from 2 completions" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, model_dirs, prompts):
+    """Negative data of a run, and held-out samples of the same prompts."""
+    folder = tmp_path_factory.mktemp("sources")
+    args = RePULSeTrainer._config_cls(
+        output_dir=str(folder / "run"),
+        proposal="policy",
+        target_dist_beta=-2.0,
+        bad_reward_threshold=-2.0,
+        save_negatives=True,
+        max_steps=3,
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=3,
+        use_cpu=USE_CPU,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    RePULSeTrainer(model_dirs["gpt2"], word_reward, args, prompts).train()
+    settings = SamplingSettings(num_samples=8, max_completion_length=3)
+    sample_completions(
+        folder / "samples", model_dirs["gpt2"], prompts["prompt"], word_reward, settings, progress=False
+    )
+    return [str(folder / "run" / "negatives.jsonl"), str(folder / "samples")]
+
+
+def log_prob(model, tokenizer, prompt, completion):
+    ids, length = (tokenizer(text)["input_ids"] for text in (prompt + completion + "<eos>", prompt))
+    ids = torch.tensor([ids], device=model.device)
+    with torch.no_grad():
+        log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+    return log_p[len(length) - 1 :].sum().item()
+
+
+@pytest.mark.thorough
+@pytest.mark.trainer
+@pytest.mark.parametrize("method", ["DPO", "KTO"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, method, suffix):
+    """And do with them what they are for: good completions gain on bad ones."""
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+    path, form = tmp_path / f"rows.{suffix}", {"DPO": "preference", "KTO": "unpaired"}[method]
+    assert main(["negatives", str(path), *sources, "--threshold", "-2", "--margin", "1", "--format", form]) == 0
+    dataset = load_dataset({"jsonl": "json"}.get(suffix, suffix), data_files=str(path), split="train")
+    assert len(dataset) > 3
+    config_cls, trainer_cls = {"DPO": (DPOConfig, DPOTrainer), "KTO": (KTOConfig, KTOTrainer)}[method]
+    model, tokenizer = (cls.from_pretrained(model_dirs["gpt2"]) for cls in (AutoModelForCausalLM, AutoTokenizer))
+    args = config_cls(
+        output_dir=str(tmp_path / "out"),
+        max_steps=10,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        use_cpu=USE_CPU,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trainer_cls(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
+
+    def gap():
+        sides = {"good": [], "bad": []}
+        for row in dataset:
+            if form == "preference":
+                sides["good"].append(log_prob(model, tokenizer, row["prompt"], row["chosen"]))
+                sides["bad"].append(log_prob(model, tokenizer, row["prompt"], row["rejected"]))
+            else:
+                side = "good" if row["label"] else "bad"
+                sides[side].append(log_prob(model, tokenizer, row["prompt"], row["completion"]))
+        return sum(sides["good"]) / len(sides["good"]) - sum(sides["bad"]) / len(sides["bad"])
+
+    start = gap()
+    trainer.train()
+    assert gap() > start + 1
+
+
+@pytest.mark.parametrize("other", [{"name": "b"}, {"tool_calls": [{"x": 1}]}, {"parts": [1, "a"]}, {"n": 2.5}])
+def test_messages_of_other_keys_are_not_changed_by_parquet(tmp_path, other):
+    said = [{"role": "user", "content": "?"}]
+    pool = completions(
+        (said, [{"role": "assistant", "content": "a", **other}], -5.0),
+        (said, [{"role": "assistant", "content": "b", "n": 1}], 1.0),
+    )
+    with pytest.raises(ValueError, match="Messages cannot be kept as they are .*; write a .jsonl"):
+        write_rows(tmp_path / "rows.parquet", unpaired_rows(pool, -1.0))
+    assert not (tmp_path / "rows.parquet").exists()
+
+
+def test_tool_calls_are_not_changed_by_parquet(tmp_path):
+    """Its columns would give the first call the second one's argument."""
+    said = [{"role": "user", "content": "?"}]
+
+    def called(**arguments):
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        return [{"role": "assistant", "tool_calls": [call]}]
+
+    pool = completions((said, called(city="a"), -5.0), (said, called(number=1), 1.0))
+    rows = unpaired_rows(pool, -1.0)
+    with pytest.raises(ValueError, match="write a .jsonl"):
+        write_rows(tmp_path / "rows.parquet", rows)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[1]) == rows[1]

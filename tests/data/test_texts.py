@@ -1,0 +1,376 @@
+"""What rewards and readers are given of plain prompts: the text that the model wrote, and what the tokenizer adds to it."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
+from trl_repulse.data import _texts
+from trl_repulse.data._texts import check_added_tokens, completion_texts, completion_tokens, joins
+from trl_repulse.evaluation.before_after import BeforeAfterCallback
+from trl_repulse.evaluation.callback import draw_completions
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RewardJudge, evaluate_gcg
+from trl_repulse.evaluation.gcg.records import read_results
+from trl_repulse.evaluation.negatives import negative_log_probs
+from trl_repulse.evaluation.rare.sampling import draw as draw_rare
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.evaluation.tracking import tokenize_prompts
+from trl_repulse.generation import TransformersGenerator
+
+from ..conftest import USE_CPU
+from ..conftest import build_tokenizer as build_words
+from ..gcg_support import build_model, build_sentencepiece_tokenizer
+from ..gcg_support import build_tokenizer as build_byte_level
+
+
+PROMPTS = ["the cat", "tell me the secret of the ", "how to write"]
+TRAINERS = [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSeGRPOTrainer]
+
+
+def build_wordpiece():
+    """BERT's, whose decoder puts a space between words and takes it out before punctuation."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "ran", "##s", ".", "'", "t", "don"]
+    backend = PreTrainedTokenizerFast(tokenizer_object=_wordpiece(words), unk_token="[UNK]", eos_token="[SEP]")
+    backend.clean_up_tokenization_spaces = True
+    return backend
+
+
+def _wordpiece(words):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["legacy", "metaspace"])
+def sentencepiece(request):
+    return build_sentencepiece_tokenizer(request.param, chat_template=None)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tokenizer as Llama 2 has it, a model, and the folder of both."""
+    tokenizer = build_sentencepiece_tokenizer(False, chat_template=None)
+    model = build_model("llama", len(tokenizer))
+    folder = tmp_path_factory.mktemp("world")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer, model, str(folder)
+
+
+class Recorder:
+    """A reward function that keeps what it reads."""
+
+    __name__ = "recorder"
+
+    def __init__(self):
+        self.read = []
+
+    def __call__(self, prompts, completions, completion_ids=None, **kwargs):
+        ids = completion_ids or [None] * len(prompts)
+        self.read += zip(prompts, completions, ids, strict=True)
+        return [float(len(text)) for text in completions]
+
+    def check(self, tokenizer):
+        """That what was read is the text of all tokens, and that some of it would be another if completions were decoded alone."""
+        assert self.read
+        for prompt, completion, ids in self.read:
+            assert prompt + completion == tokenizer.decode(
+                tokenizer(prompt)["input_ids"] + ids, skip_special_tokens=True
+            )
+        assert any(text != tokenizer.decode(ids, skip_special_tokens=True) for _, text, ids in self.read)
+
+
+def settings_of(trainer_cls, tmp_path, **settings):
+    return trainer_cls._config_cls(
+        **{"output_dir": str(tmp_path), "use_cpu": USE_CPU, "bf16": False, "report_to": "none", "max_steps": 1},
+        **{"max_completion_length": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3},
+        **{"gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no"},
+        **settings,
+    )
+
+
+def dataset_of(prompts=PROMPTS):
+    return Dataset.from_dict({"prompt": list(prompts)})
+
+
+# The text of a completion
+
+
+def test_prompt_and_completion_are_the_text_of_all_tokens(sentencepiece):
+    tokens = [["▁ran"], ["n", "ing"], ["▁", "▁the"], ["the", "</s>"], ["<0xC3>", "<0xA9>"], ["▁the", "▁house"], []]
+    tokens = [tokenizer_ids(sentencepiece, row) for row in tokens]
+    prompts = [*PROMPTS, "<s>the cat", ""]
+    rows = [(prompt, row) for prompt in prompts for row in tokens]
+    ids = [sentencepiece(prompt)["input_ids"] for prompt, _ in rows]
+    texts = completion_texts(sentencepiece, [prompt for prompt, _ in rows], ids, [row for _, row in rows])
+    for (prompt, row), read, text in zip(rows, ids, texts, strict=True):
+        whole = sentencepiece.decode(read + row, skip_special_tokens=True)
+        assert prompt.removeprefix("<s>") + text == whole
+    assert not joins(sentencepiece)
+
+
+def tokenizer_ids(tokenizer, tokens):
+    known = tokenizer.get_vocab()
+    return [
+        i
+        for token in tokens
+        for i in ([known[token]] if token in known else tokenizer.convert_tokens_to_ids(list(token)))
+    ]
+
+
+def test_of_messages_a_completion_is_decoded_by_itself(sentencepiece):
+    ids = sentencepiece.convert_tokens_to_ids(["▁the", "▁house"])
+    messages = [[{"role": "user", "content": "the cat"}]]
+    assert completion_texts(sentencepiece, messages, [[1, 5]], [ids]) == ["the house"]
+    assert completion_texts(sentencepiece, ["the cat"], [sentencepiece("the cat")["input_ids"]], [ids]) == [
+        " the house"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [(["ran"], " ran"), (["##s", "."], "s."), (["."], "."), (["don", "'", "t"], " don't"), ([], "")],
+    ids=str,
+)
+def test_words_that_the_decoder_parts(completion, text):
+    tokenizer = build_wordpiece()
+    ids, prompt = tokenizer.convert_tokens_to_ids(completion), tokenizer("the cat")["input_ids"]
+    assert completion_texts(tokenizer, ["the cat"], [prompt], [ids]) == [text]
+    assert "the cat" + text == tokenizer.decode(prompt + ids)
+    # A space at the prompt's end, which this tokenizer drops, is the one that the decoder writes
+    expected = "the cat " + text.removeprefix(" ")
+    assert "the cat " + completion_texts(tokenizer, ["the cat "], [prompt], [ids])[0] == expected
+
+
+def test_byte_level_tokenizers_decode_as_before():
+    tokenizer = build_byte_level()
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, len(tokenizer), (200, 6), generator=generator).tolist()
+    ids = tokenizer(["the café"] * 200)["input_ids"]
+    assert joins(tokenizer) and joins(build_words())
+    texts = completion_texts(tokenizer, ["the café"] * 200, ids, rows)
+    assert texts == tokenizer.batch_decode(rows, skip_special_tokens=True)
+    wholes = tokenizer.batch_decode([a + b for a, b in zip(ids, rows, strict=True)], skip_special_tokens=True)
+    assert ["the café" + text for text in texts] == wholes
+    assert any("\ufffd" in text for text in texts)  # tokens that are part of a character
+
+
+def test_a_character_that_is_cut_between_prompt_and_completion():
+    """As an attack may cut it: the completion has the character, not what stands for its last byte."""
+    tokenizer = build_byte_level()
+    ids = tokenizer("the \u20ac ran")["input_ids"]
+    place = next(i for i in range(len(ids)) if tokenizer.decode(ids[:i]).endswith("\ufffd"))
+    begin = tokenizer.decode(ids[:place], skip_special_tokens=True)
+    assert completion_texts(tokenizer, [begin], [ids[:place]], [ids[place:]]) == ["\u20ac ran"]
+
+
+def test_the_tokens_of_a_stored_completion_follow_its_prompt(sentencepiece):
+    for prompt in PROMPTS:
+        ids = sentencepiece(prompt)["input_ids"]
+        for text in (" the house", "house", "  x", "ning of the", " x"):
+            tokens = completion_tokens(sentencepiece, prompt, text)
+            assert completion_texts(sentencepiece, [prompt], [ids], [tokens]) == [text]
+    words = build_byte_level()
+    assert completion_tokens(words, "the c", "at") == words("at", add_special_tokens=False)["input_ids"]
+
+
+# Where it is read
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", TRAINERS, ids=lambda cls: cls.__name__)
+def test_rewards_in_training_read_what_the_model_wrote(world, tmp_path, trainer_cls):
+    tokenizer, _, folder = world
+    reward, kinds = Recorder(), {"bad_reward_threshold": 0.5} if "RePULSe" in trainer_cls.__name__ else {}
+    if trainer_cls is RePULSeTrainer:  # samples of the proposal too
+        kinds |= {"proposal": "learned", "target_dist_beta": -1.0}
+    args = settings_of(trainer_cls, tmp_path, **kinds)
+    trainer = trainer_cls(model=folder, reward_funcs=reward, args=args, train_dataset=dataset_of())
+    trainer.train()
+    reward.check(tokenizer)
+    assert len(reward.read) == (16 if kinds else 8)
+
+
+def test_rewards_in_evaluation_read_what_the_model_wrote(world, tmp_path):
+    tokenizer, _, folder = world
+    reward, settings = Recorder(), SamplingSettings(num_samples=8, max_completion_length=4)
+    samples = sample_completions(tmp_path / "samples", folder, PROMPTS, reward, settings, progress=False)
+    reward.check(tokenizer)
+    assert samples.table["completion"].to_pylist() == [text for _, text, _ in reward.read]
+
+
+@pytest.mark.trainer
+def test_the_callbacks_read_and_show_what_the_policy_wrote(world, tmp_path):
+    tokenizer, _, folder = world
+    reward = Recorder()
+    args = settings_of(ReinforceTrainer, tmp_path)
+    trainer = ReinforceTrainer(model=folder, reward_funcs=reward, args=args, train_dataset=dataset_of())
+    table = BeforeAfterCallback(trainer, dataset_of(), num_completions=3)
+    shown = draw_completions(trainer, table.dataset, table._prompt_ids, 4, 0)
+    reward.check(tokenizer)
+    assert [text for text, _ in shown] == [text for _, text, _ in reward.read]
+
+
+def test_generators_give_what_the_model_wrote(world):
+    tokenizer, model, _ = world
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4)
+    reward = Recorder()
+    for prompt, completions in zip(PROMPTS, generator.complete(PROMPTS, "policy", 4), strict=True):
+        ids = [completion.token_ids for completion in completions]
+        reward([prompt] * 4, [completion.text for completion in completions], ids)
+    reward.check(tokenizer)
+    assert generator.complete([], "policy") == []
+
+
+def test_rare_events_judge_what_the_policy_wrote(world):
+    tokenizer, model, _ = world
+    read = []
+
+    def judge(prompts, completions, **kwargs):
+        read.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    draws = draw_rare([model], tokenizer, PROMPTS, judge, (8,), 4)
+    assert {(prompt, text) for prompt, row in zip(PROMPTS, draws.texts, strict=True) for text in row} == set(read)
+    assert sum(text.startswith(" ") for _, text in read) > 5
+
+
+def test_raw_attacks_are_judged_by_what_the_model_wrote(world, tmp_path):
+    tokenizer, model, _ = world
+    reward = Recorder()
+    rows = [{"goal": "the cat", "target": "the house"}]
+    config = GCGEvaluationConfig(
+        num_steps=1, search_width=4, topk=4, num_samples=8, max_new_tokens=4, prompt_format="raw", include_suffix=True,
+        suffix_init=" x x", filter_roundtrip="off", save_responses=True,
+    )  # fmt: skip
+    path = evaluate_gcg(model, tokenizer, rows, RewardJudge(reward, as_messages=False), config, tmp_path / "out.jsonl")
+    (record,) = read_results(path)[1]
+    for phase, asked in (("before", "the cat"), ("after", "the cat" + record["suffix"])):
+        known = [text for prompt, text, _ in reward.read if prompt == asked]
+        assert record[phase]["responses"] == known and any(text.startswith(" ") for text in known)
+        for text in known:
+            ids = completion_tokens(tokenizer, asked, text)
+            assert asked + text == tokenizer.decode(tokenizer(asked)["input_ids"] + ids, skip_special_tokens=True)
+
+
+def test_exact_rewards_are_those_of_what_the_model_wrote(sentencepiece):
+    read = []
+
+    def reward(texts):
+        read.extend(texts)
+        return torch.tensor([float("  " not in text and " the" in text[3:]) for text in texts])
+
+    evaluator = ExactEvaluator(sentencepiece, PROMPTS[:2], reward, [5], 1)
+    for p, prompt in enumerate(PROMPTS[:2]):
+        ids = sentencepiece(prompt)["input_ids"]
+        wholes = [
+            sentencepiece.decode(ids + row, skip_special_tokens=True) for row in evaluator.completion_ids.tolist()
+        ]
+        assert set(wholes) <= set(read)
+        assert evaluator.rewards[p].tolist() == [float("  " not in text and " the" in text[3:]) for text in wholes]
+    place = sentencepiece.convert_tokens_to_ids("▁the")
+    assert evaluator.rewards[0, evaluator.completion_ids[:, 0] == place] == 1
+    assert "the cat the" in read and "the catthe" in read  # of "▁the", and of letters
+
+
+def test_negative_data_are_scored_by_the_tokens_that_were_drawn(world, tmp_path):
+    tokenizer, model, _ = world
+    prompt, completion = "the cat", " the house"
+    ids, own = tokenizer(prompt)["input_ids"], tokenizer.convert_tokens_to_ids(["▁the", "▁house"])
+    path = tmp_path / "negatives.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    logits = model(input_ids=torch.tensor([ids + own])).logits[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(own)[:, None]).sum().item()
+    assert negative_log_probs(model, tokenizer, path).mean == pytest.approx(expected, abs=1e-4)
+
+
+# What the tokenizer adds
+
+
+def ending(tokenizer):
+    """The tokenizer, with its end token behind each text and its first one in front."""
+    end, begin = tokenizer.eos_token, tokenizer.bos_token
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (begin, end)]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", special_tokens=ids
+    )
+    return tokenizer
+
+
+def readers(tokenizer, model, tmp_path):
+    """What reads plain prompts outside of training, by name."""
+    path, out = tmp_path / "negatives.jsonl", tmp_path / "samples"
+    path.write_text(json.dumps({"prompt": "the cat", "completion": " ran"}) + "\n")
+    settings = SamplingSettings(num_samples=2, max_completion_length=2)
+    gcg = GCGEvaluationConfig(num_steps=1, search_width=4, num_samples=2, max_new_tokens=2, prompt_format="raw")
+    rows = [{"goal": "the cat", "target": "the house"}]
+    trainer = SimpleNamespace(processing_class=tokenizer, model=model, max_completion_length=2)
+    return {
+        "evaluate": lambda: sample_completions(
+            out, model, PROMPTS, Recorder(), settings, tokenizer=tokenizer, progress=False
+        ),
+        "exact": lambda: ExactEvaluator(tokenizer, PROMPTS, lambda texts: torch.zeros(len(texts)), [5], 1),
+        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, RewardJudge(Recorder()), gcg, tmp_path / "out.jsonl"),
+        "generator": lambda: TransformersGenerator({"policy": model}, tokenizer, 2).complete(PROMPTS, "policy"),
+        "negatives": lambda: negative_log_probs(model, tokenizer, path),
+        "rare": lambda: draw_rare([model], tokenizer, PROMPTS, Recorder(), (2,), 2),
+        "tracking": lambda: tokenize_prompts(trainer, PROMPTS),
+    }
+
+
+@pytest.mark.parametrize("name", ["evaluate", "exact", "gcg", "generator", "negatives", "rare", "tracking"])
+def test_a_tokenizer_that_ends_prompts_is_refused(world, tmp_path, name):
+    tokenizer, model, _ = world
+    with pytest.raises(ValueError, match="set its `add_bos_token = True` and `add_eos_token = False`"):
+        readers(ending(tokenizer), model, tmp_path)[name]()
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", TRAINERS, ids=lambda cls: cls.__name__)
+def test_training_refuses_a_tokenizer_that_ends_prompts_at_set_up(world, tmp_path, trainer_cls):
+    tokenizer, _, folder = world
+    kinds = {"bad_reward_threshold": 0.5} if "RePULSe" in trainer_cls.__name__ else {}
+    args = settings_of(trainer_cls, tmp_path, **kinds)
+    with pytest.raises(ValueError, match="ends plain prompts with its end token '</s>'"):
+        trainer_cls(folder, Recorder(), args, dataset_of(), processing_class=ending(tokenizer))
+
+
+def test_the_remedy_keeps_the_first_token():
+    tokenizer = build_byte_level(chat_template=None)
+    expected, changed = tokenizer("the cat")["input_ids"], ending(tokenizer)
+    assert changed("the cat")["input_ids"] == [*expected, tokenizer.eos_token_id]
+    changed.add_bos_token, changed.add_eos_token = True, False
+    check_added_tokens(changed, ["the cat"])
+    assert changed("the cat")["input_ids"] == expected
+
+
+def test_what_is_warned_of_and_what_is_not(monkeypatch):
+    said = []
+    monkeypatch.setattr(_texts.logger, "warning_once", said.append)
+    tokenizer = build_byte_level()
+    messages = [{"role": "user", "content": "the cat"}]
+    for prompts in (["the cat", "the<eos>"], ["", "the cat"], [], [messages]):
+        check_added_tokens(
+            tokenizer, prompts, [tokenizer(each)["input_ids"] for each in prompts if isinstance(each, str)]
+        )
+    check_added_tokens(ending(tokenizer), [messages])  # the template writes all special tokens
+    assert not said
+    for prompts in (["<s>the cat"], ["the cat", "<s>the cat"]):
+        check_added_tokens(tokenizer, prompts, tokenizer(prompts)["input_ids"])
+        assert "Prompts begin with '<s>' twice" in said.pop() and not said
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|end|>", special_tokens=[("<|end|>", tokenizer.convert_tokens_to_ids("<|end|>"))]
+    )
+    check_added_tokens(tokenizer, ["the cat"])
+    assert "adds '<|end|>' to the end" in said.pop()

@@ -1,0 +1,294 @@
+"""Completions of a prompt that TRL cuts apart: micro-batches sorted by prompt, rows that neighbours share, passes counted in tokens."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse.engine import row_layouts as _row_layouts
+from trl_repulse.engine.row_layouts import RowLayouts, by_prompt
+from trl_repulse.models._layout import Layout
+
+from .test_shared_prompts import assert_the_same
+
+
+LENGTH, WIDTH = 8, 2  # tokens of a prompt and of a completion
+PROMPTS = Dataset.from_dict(
+    {"prompt": [f"{first} cat sat a dog ate the fish" for first in ("the", "a", "cat", "dog")]}
+)
+HOT = {"proposal": "hot_policy", "bad_reward_threshold": 0.0, "potential": "indicator", "target_dist_beta": None}
+METHODS = {
+    "PPO": (PPOTrainer, {}),
+    "RePULSe on PPO": (RePULSePPOTrainer, HOT),
+    "RePULSe on PPO, learned": (RePULSePPOTrainer, {}),
+    "RePULSe on GRPO": (RePULSeGRPOTrainer, HOT),
+    "RePULSe on GRPO, own": (RePULSeGRPOTrainer, {"proposal": "policy"}),
+    "RePULSe, cut apart": (RePULSeTrainer, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}),
+    "RePULSe on GRPO, learned": (RePULSeGRPOTrainer, {}),
+    "REINFORCE, whole": (ReinforceTrainer, {}),
+    "REINFORCE, cut apart": (ReinforceTrainer, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}),
+}
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "beta": 0.1,
+    "max_completion_length": WIDTH,
+    "optim": "sgd",
+    "learning_rate": 0.3,
+}
+
+
+def build(make, method, **kwargs):
+    trainer_cls, settings = METHODS[method]
+    return make(trainer_cls, model="llama", **({"dataset": PROMPTS} | SETTINGS | settings | kwargs))
+
+
+def watch(trainer):
+    """Passes of the policy: whether with gradient, and the shape of the rows."""
+    seen = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((torch.is_grad_enabled(), *kwargs["input_ids"].shape)),
+        with_kwargs=True,
+        prepend=True,
+    )
+    return seen
+
+
+def test_prompts_with_other_masks_are_others():
+    ids = torch.full((4, 2), 5)
+    mask = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 1]])
+    (found,) = by_prompt([{"prompt_ids": ids, "prompt_mask": mask}])
+    assert found["prompt_mask"][:, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_rows_of_a_prompt_come_together():
+    ids = torch.tensor([[5, 6], [0, 6], [5, 6], [7, 8], [0, 6], [7, 8]])
+    rows = {
+        "prompt_ids": ids,
+        "prompt_mask": (ids != 0).long(),
+        "rewards": torch.arange(6.0),
+        "num_items_in_batch": torch.tensor(9),
+        "nothing": None,
+    }
+    batches = [{k: x[i : i + 2] if k in list(rows)[:3] else x for k, x in rows.items()} for i in (0, 2, 4)]
+    found = by_prompt(batches)
+    assert [batch["rewards"].tolist() for batch in found] == [[1, 4], [0, 2], [3, 5]]
+    for batch in found:
+        assert (
+            torch.equal(batch["prompt_ids"], ids[batch["rewards"].long()])
+            and len(batch["prompt_ids"].unique(dim=0)) == 1
+        )
+        assert batch["num_items_in_batch"] == 9 and batch["nothing"] is None
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "REINFORCE, whole"])
+def test_a_prompt_is_read_once(make, method, monkeypatch):
+    """In a micro-batch, though TRL shuffles completions; updates and metrics are those of separate rows, and of rows not sorted."""
+    together = build(make, method, share_prompts=True)
+    seen = watch(together)
+    together.train()
+    per_batch = together.args.per_device_train_batch_size
+    rows = [shape for gradient, *shape in seen if gradient]
+    assert len(rows) == 2 * together.args.gradient_accumulation_steps
+    assert all(count == 1 and (length - LENGTH) // WIDTH >= per_batch for count, length in rows)
+    assert_the_same(together, build_and_train(make, method, share_prompts=False))
+
+    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
+    shuffled = build(make, method, share_prompts=True)
+    seen = watch(shuffled)
+    shuffled.train()
+    assert max(count for gradient, count, _ in seen if gradient) > 1  # the control
+    for p, q in zip(together.model.parameters(), shuffled.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+
+
+def build_and_train(make, method, **kwargs):
+    trainer = build(make, method, **kwargs)
+    trainer.train()
+    return trainer
+
+
+class Rows(RowLayouts):
+    """What the choice of rows needs of a trainer: another process's answer, if there is one."""
+
+    def __init__(self, other=None):
+        self.other = other
+        self.accelerator = SimpleNamespace(device="cpu", gather=lambda x: torch.cat([x, torch.tensor([other])]))
+
+    @property
+    def _passes_together(self):
+        return self.other is not None
+
+
+def prompts_in_runs(*runs):
+    ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).unsqueeze(1).expand(-1, LENGTH)
+    return ids, torch.ones_like(ids)
+
+
+@pytest.mark.parametrize(
+    ("runs", "count"),
+    [((4, 4), 4), ((2, 3), 1), ((1, 3), 1), ((8, 4), 4), ((6, 9, 3), 3), ((5,), 5), ((1, 1, 1), 1), ((6, 4), 2)],
+)
+def test_neighbours_divide_all_runs(runs, count):
+    assert Rows()._neighbours(prompts_in_runs(*runs), WIDTH, 1, None) == count
+
+
+def test_prompts_differ_by_their_masks_too():
+    ids, mask = prompts_in_runs(4)
+    mask = mask.clone()
+    mask[2:, 0] = 0
+    assert Rows()._neighbours((ids, mask), WIDTH, 1, None) == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "completions", "size", "count"),
+    [
+        (16, 1, 4, 8),  # twice the completions of a micro-batch
+        (16, 1, 2, 4),
+        (16, 1, 1, 1),  # a row of two has more tokens than one of one
+        (5, 1, 4, 5),
+        (7, 1, 4, 7),
+        (4, 5, 4, 1),  # of each policy sample, four of a proposal
+        (4, 2, 4, 4),
+    ],
+)
+def test_neighbours_fit_into_a_pass(run, completions, size, count):
+    assert Rows()._neighbours(prompts_in_runs(run), WIDTH, completions, size) == count
+
+
+def test_processes_take_as_many_neighbours():
+    assert Rows([4, 8])._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 4  # runs of 4 over there
+    assert Rows([12, 3])._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 3  # room for 3
+    assert Rows([1, 1])._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 1
+    assert Rows([4, 8])._neighbours(None, WIDTH, 1, 12) == 1  # prompts of their own, here alone: no less of a call
+    assert Rows()._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 12  # the control
+
+
+@pytest.mark.parametrize(("count", "at_once"), [(1, 4), (2, 3), (4, 2), (8, 1), (16, 1)])
+def test_rows_fit_into_a_pass(count, at_once):
+    """Of a micro-batch of 4 completions: 40 tokens, 8 completions; or one row."""
+    layout, seen = Layout(LENGTH, WIDTH, count), []
+    Rows()._in_passes(
+        lambda *rows: seen.append(len(rows[0])) or rows, layout, 12, 4, *torch.ones(2, 12, LENGTH + count * WIDTH)
+    )
+    assert seen == [at_once] * (12 // at_once)
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("method", ["PPO", "RePULSe on GRPO", "RePULSe on GRPO, learned"])
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}])
+def test_micro_batches_that_cut_prompts(make, method, settings):
+    """Three completions of a prompt, five in a micro-batch: runs of many lengths."""
+    settings = {"num_generations": 3, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 3} | settings
+    dataset = Dataset.from_dict(
+        {"prompt": [f"{first} dog ate the fish" for first in ("the", "a", "sat", "dog", "ate the")]}
+    )
+    settings |= {"dataset": dataset, "max_steps": 4}
+    assert_the_same(*(build_and_train(make, method, share_prompts=share, **settings) for share in (True, False)))
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("method", ["PPO", "RePULSe on GRPO"])
+@pytest.mark.parametrize(
+    "prompts",
+    [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 1], [0] * 4],
+    ids=["all different", "one twice", "one three times", "one"],
+)
+def test_passes_without_gradient_are_counted_in_tokens(make, method, prompts):
+    """Each reads no more tokens than a micro-batch in separate rows, and none reads a completion in a row of its own."""
+    trainer = build(make, method, dataset=PROMPTS.select(prompts), share_prompts=True, max_steps=1)
+    seen = []
+    trainer.ref_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True, prepend=True
+    )
+    trainer.train()
+    assert sum(rows * (length - LENGTH) // WIDTH for rows, length in seen) == 16
+    assert all(length >= LENGTH + 4 * WIDTH and rows * length <= 4 * (LENGTH + WIDTH) for rows, length in seen)
+    assert len(seen) == 2  # in place of 4
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(("generations", "size"), [(4, 2), (16, 4), (5, 4), (8, 6)])
+@pytest.mark.parametrize(
+    ("method", "others"), [("PPO", 0), ("RePULSe on GRPO, learned", 1), ("RePULSe on GRPO, learned", 4)]
+)
+def test_passes_without_gradient_are_no_larger_than_micro_batches(make, method, others, generations, size):
+    """Those of all models: in tokens, and with at most twice the completions; or one row of what is drawn beside a sample."""
+    many = {"num_generations": generations, "per_device_train_batch_size": size, "max_steps": 1}
+    many["gradient_accumulation_steps"] = generations // math.gcd(generations, size)
+    many["dataset"] = PROMPTS.repeat(2)
+    if others:
+        many["num_proposal_generations"] = others * generations
+    trainer = build(make, method, share_prompts=True, **many)
+    seen = {}
+    models = {
+        "policy": trainer.model,
+        "reference": trainer.ref_model,
+        **{k: x.module for k, x in trainer._second_models.items()},
+    }
+    for name, model in models.items():
+
+        def note(module, args, kwargs, name=name):
+            if not torch.is_grad_enabled() and "layout" in kwargs:
+                rows, layout = kwargs["input_ids"].shape, kwargs["layout"]
+                seen.setdefault(name, []).append((rows.numel(), rows[0] * layout.count))
+
+        model.register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+    trainer.train()
+    assert len(seen) == 3
+    for name, passes in seen.items():
+        most = size * (1 + others if name == "policy" else 1)
+        for tokens, completions in passes:
+            assert (tokens <= most * (LENGTH + WIDTH) and completions <= 2 * most) or completions == others
+    tokens, completions = (sum(x) for x in zip(*seen["policy"], strict=True))
+    # Several samples share the prompt with what is beside them; a row of four and a sample may be the cheapest
+    assert others == 4 or tokens / completions < LENGTH / (1 + others) + WIDTH
+    separate = many["gradient_accumulation_steps"] * size  # rows, if each completion had its own
+    assert sum(tokens for tokens, _ in seen["reference"]) < separate * (LENGTH + WIDTH)
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    ("method", "settings", "sizes"),
+    [
+        ("PPO", {"steps_per_generation": 8, "per_device_train_batch_size": 2}, {4}),
+        ("PPO", {"steps_per_generation": 6, "num_generations": 2, "per_device_train_batch_size": 1}, {2}),
+        ("PPO", {"entropy_coef": 0.5}, {1}),
+        ("RePULSe on GRPO", {"steps_per_generation": 4, "gradient_accumulation_steps": 2}, {2}),
+        ("RePULSe on GRPO", {"steps_per_generation": 2, "gradient_accumulation_steps": 4}, {2}),
+        ("RePULSe on GRPO", {"loss_type": "bnpo"}, {1}),
+        ("RePULSe on GRPO", {"top_entropy_quantile": 0.5}, {1}),
+        ("RePULSe on GRPO", {"share_prompts": False}, set()),
+        ("RePULSe on GRPO", {"alpha": 0.0} | HOT | {"proposal": "policy"}, set()),
+        ("REINFORCE, whole", {}, set()),
+    ],
+)
+def test_trls_shuffle_stays_where_it_matters(make, method, settings, sizes, monkeypatch):
+    """Between updates; between micro-batches where a loss is of each; and where the trainer is TRL's, or shares nothing."""
+    seen = set()
+    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: seen.add(len(batches)) or by_prompt(batches))
+    sorted_by_prompt = build_and_train(make, method, **settings)
+    assert seen == sizes
+    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
+    shuffled = build_and_train(make, method, **settings)
+    for p, q in zip(sorted_by_prompt.model.parameters(), shuffled.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.trainer
+def test_shares_of_clipped_completions_do_not_hang_on_their_order(make, monkeypatch):
+    """TRL takes means over the completions of a micro-batch, which are not weighed by their tokens."""
+
+    def shares():
+        settings = {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 3, "epsilon": 1e-3}
+        trainer = build_and_train(make, "RePULSe on GRPO", max_completion_length=6, max_steps=3, **settings)
+        return [log["clip_ratio/region_mean"] for log in trainer.state.log_history[:3]]
+
+    found = shares()
+    assert max(found) > 0
+    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
+    assert shares() == pytest.approx(found, abs=1e-6)

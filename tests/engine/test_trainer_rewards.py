@@ -1,0 +1,399 @@
+"""What the trainers make of reward functions: weighted sums, raw and transformed rewards, missing ones, faults."""
+
+import copy
+import functools
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
+from trl_repulse.engine.reward_calls import with_checks
+
+from ..conftest import USE_CPU, same_parameters
+
+
+pytestmark = pytest.mark.trainer
+
+BOTH = pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer], ids=["reinforce", "repulse"])
+
+
+def words(completions, **kwargs):
+    return [float(len(c.split())) for c in completions]
+
+
+def badness(completions, **kwargs):
+    return [float(c.count("bad")) for c in completions]
+
+
+def weighted(completions, **kwargs):
+    return [0.5 * w - 2.0 * b for w, b in zip(words(completions), badness(completions), strict=True)]
+
+
+def trained(trainer):
+    """Trains at once: the seed is set when a trainer is built."""
+    trainer.train()
+    return trainer
+
+
+def logs_of(trainer):
+    return trainer.state.log_history[0]
+
+
+def prefixes(trainer_cls):
+    return ("", "proposal/") if trainer_cls is RePULSeTrainer else ("",)
+
+
+@pytest.mark.thorough
+@BOTH
+def test_several_rewards_are_their_weighted_sum(make, trainer_cls):
+    settings = {"beta": 0.1, "bad_reward_threshold": -1.0}
+    both = trained(make(trainer_cls, reward_funcs=[words, badness], reward_weights=[0.5, -2.0], **settings))
+    one = trained(make(trainer_cls, reward_funcs=weighted, **settings))
+    unweighted = trained(make(trainer_cls, reward_funcs=[words, badness], **settings))
+    assert same_parameters(both.model, one.model)
+    assert not same_parameters(both.model, unweighted.model)  # the control: the weights mattered
+    if trainer_cls is RePULSeTrainer:
+        assert same_parameters(both.proposal.module, one.proposal.module)
+        assert not same_parameters(both.proposal.module, unweighted.proposal.module)
+    for prefix in prefixes(trainer_cls):
+        means = [logs_of(both)[f"{prefix}rewards/{name}/mean"] for name in ("words", "badness")]
+        assert logs_of(both)[f"{prefix}reward"] == pytest.approx(0.5 * means[0] - 2.0 * means[1], abs=1e-6)
+        for name in ("reward", "reward_std", "bad_fraction"):
+            assert logs_of(both)[prefix + name] == logs_of(one)[prefix + name]
+
+
+@BOTH
+def test_a_weight_for_each_function(make, trainer_cls):
+    with pytest.raises(ValueError, match="Number of reward weights"):
+        make(trainer_cls, reward_funcs=[words, badness], reward_weights=[1.0])
+
+
+TRANSFORMS = {
+    "indicator": (
+        {"reward_transform": "indicator", "reward_transform_alpha": 5.0, "reward_transform_threshold": -1.0},
+        lambda r: r - 5.0 * (r < -1.0),
+    ),
+    "exponential": (
+        {"reward_transform": "exponential", "reward_transform_alpha": 0.5},
+        lambda r: r - 0.5 * math.exp(-r),
+    ),
+    "clip": ({"reward_clip_range": (-0.75, 0.25)}, lambda r: min(max(r, -0.75), 0.25)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@BOTH
+def test_raw_and_transformed_rewards_stand_side_by_side(make, tmp_path, trainer_cls, name):
+    settings, transform = TRANSFORMS[name]
+    trainer = make(
+        trainer_cls,
+        reward_funcs=[words, badness],
+        reward_weights=[0.5, -2.0],
+        log_completions=True,
+        save_negatives=True,
+        bad_reward_threshold=-0.5,
+        max_steps=1,
+        **settings,
+    )
+    trainer.train()
+    tables = [trainer._logs] + ([trainer._negative.logs] if trainer_cls is RePULSeTrainer else [])
+    for prefix, table in zip(prefixes(trainer_cls), tables, strict=True):
+        raw = weighted(table["completion"])
+        assert list(table["rewards"]["words"]) == words(table["completion"])
+        assert list(table["rewards"]["badness"]) == badness(table["completion"])
+        assert list(table["extra"]["reward"]) == raw
+        assert list(table["extra"]["reward_transformed"]) == pytest.approx([transform(r) for r in raw])
+        assert raw != pytest.approx(list(table["extra"]["reward_transformed"]))
+        assert logs_of(trainer)[f"{prefix}reward"] == pytest.approx(sum(raw) / len(raw))
+    raw = weighted(trainer._logs["completion"])
+    for logged in ("reward_transformed", "return_transformed"):
+        assert logs_of(trainer)[logged] == pytest.approx(sum(map(transform, raw)) / len(raw), rel=1e-5)
+    assert logs_of(trainer)["return"] == pytest.approx(sum(raw) / len(raw))
+
+    rows = [json.loads(line) for line in (tmp_path / "out" / "negatives.jsonl").read_text().splitlines()]
+    assert {row["source"] for row in rows} == {"policy", *(["proposal"] if trainer_cls is RePULSeTrainer else [])}
+    for row in rows:
+        assert [row["reward"]] == weighted([row["completion"]]) and row["reward"] < -0.5
+        assert row["reward_transformed"] == pytest.approx(transform(row["reward"]))
+
+
+def test_tables_without_a_transform_have_the_functions_alone(make):
+    trainer = make(log_completions=True, max_steps=1)
+    trainer.train()
+    assert not trainer._logs["extra"] and set(trainer._logs["rewards"]) == {"word_reward"}
+    assert "reward_transformed" not in logs_of(trainer)
+
+
+def test_a_column_of_the_same_name_stays_the_functions(make):
+    def logging(completions, log_extra, **kwargs):
+        log_extra("reward_transformed", ["mine"] * len(completions))
+        return words(completions)
+
+    trainer = make(reward_funcs=logging, log_completions=True, max_steps=1, reward_clip_range=(0, 1))
+    trainer.train()
+    assert set(trainer._logs["extra"]["reward_transformed"]) == {"mine"}
+
+
+# Missing rewards
+
+
+@BOTH
+def test_none_beside_another_function_adds_nothing(make, trainer_cls):
+    def sometimes(completions, **kwargs):
+        return [None if b == 0 else b for b in badness(completions)]
+
+    one = trained(make(trainer_cls, reward_funcs=[words, sometimes], max_steps=1))
+    other = trained(make(trainer_cls, reward_funcs=[words, badness], max_steps=1))
+    assert same_parameters(one.model, other.model)
+    assert logs_of(one)["rewards/sometimes/mean"] >= 1 > logs_of(other)["rewards/badness/mean"]
+
+
+def none_of_cats(completions, **kwargs):
+    return [None if "cat" in c else r for c, r in zip(completions, words(completions), strict=True)]
+
+
+@BOTH
+def test_a_sample_that_no_function_judged_is_left_out(make, trainer_cls):
+    # Of 16 other draws on an accelerator none may be of a cat
+    more = {} if USE_CPU else {"num_generations": 16, "per_device_train_batch_size": 64}
+    trainer = make(trainer_cls, reward_funcs=[none_of_cats, none_of_cats], log_completions=True, max_steps=3, **more)
+    trainer.train()
+    tables = [trainer._logs] + ([trainer._negative.logs] if trainer_cls is RePULSeTrainer else [])
+    models = [trainer.model] + ([trainer.proposal.module] if trainer_cls is RePULSeTrainer else [])
+    left_out = [["cat" in c for c in table["completion"]] for table in tables]
+    assert all(any(column) and not all(column) for column in left_out)
+    for table, column in zip(tables, left_out, strict=True):
+        assert [math.isnan(r) for r in table["extra"]["reward"]] == column
+    advantages = list(trainer._logs["advantages"])
+    assert all(a == 0 for a, out in zip(advantages, left_out[0], strict=True) if out) and any(advantages)
+    assert all(torch.isfinite(p).all() for model in models for p in model.parameters())
+    assert all(math.isfinite(log["reward"]) for log in trainer.state.log_history[:3])
+
+
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"])
+def test_without_any_reward_nothing_moves(make, loss):
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = make(reward_funcs=nothing, weight_decay=0.0, proposal_loss=loss)
+    models = [trainer.model, trainer.proposal.module]
+    start = [[p.clone() for p in model.parameters()] for model in models]
+    trainer.train()
+    for model, before in zip(models, start, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+# Faults
+
+
+def returning(value):
+    def faulty(completions, **kwargs):
+        return [*words(completions)[:-1], value]
+
+    return faulty
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "returned nan for completion 15 of 16; return a finite number, or `None` to exclude"),
+        (torch.tensor(float("nan")), r"returned tensor\(nan\) for completion 15 of 16"),
+        (float("inf"), "returned inf for a completion; rewards must be finite"),
+        (float("-inf"), "returned -inf for a completion"),
+        (1e39, "returned inf for a completion"),  # more than single precision holds
+        ("1.0", "returned '1.0' for completion 15 of 16"),
+        ([1.0, 2.0], r"returned \[1.0, 2.0\] for completion 15 of 16"),
+        (True, None),
+        (torch.tensor(2.0), None),
+    ],
+    ids=str,
+)
+@BOTH
+def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls, value, message):
+    trainer = make(trainer_cls, reward_funcs=[words, returning(value)], max_steps=1)
+    if message is None:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match=f"^The reward function 'faulty' {message}"):
+        trainer.train()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0] * 15, "'faulty' returned 15 rewards, but 16 were expected"),
+        ([1.0] * 17, "'faulty' returned 17 rewards"),
+        ([], "'faulty' returned 0 rewards"),
+        (None, "'faulty' returned None; it must return a list"),
+        (1.0, "'faulty' returned 1.0; it must return a list"),
+        ({"rewards": [1.0] * 16}, "'faulty' returned .*; it must return a list"),
+        ("x" * 16, "'faulty' returned 'x+'; it must return a list"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_what_is_no_list_of_rewards(make, result, message, asynchronous):
+    def faulty(completions, **kwargs):
+        return result
+
+    if asynchronous:
+        plain = faulty
+
+        async def faulty(**kwargs):
+            return plain(**kwargs)
+
+    with pytest.raises(ValueError, match=f"The reward function {message}"):
+        make(reward_funcs=faulty).train()
+
+
+@BOTH
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_an_error_of_a_function_keeps_its_type_and_names_it(make, trainer_cls, asynchronous):
+    class Down(Exception):
+        pass
+
+    def flaky(**kwargs):
+        raise Down("no answer")
+
+    if asynchronous:
+
+        async def flaky(**kwargs):
+            raise Down("no answer")
+
+    with pytest.raises(Down, match="no answer") as error:
+        make(trainer_cls, reward_funcs=[words, flaky]).train()
+    assert error.value.__notes__ == ["Raised by the reward function 'flaky'."]
+
+
+def test_the_completion_that_a_function_raises_for_is_named(make):
+    calls = []
+
+    def parses(completions, **kwargs):
+        calls.append(len(completions))
+        return [1 / (i + len(completions) != 11) for i, _ in enumerate(completions)]
+
+    def of_one(completions, **kwargs):
+        return [1.0 / (text != "bad") for text in completions]
+
+    def of_all(completions, **kwargs):
+        raise KeyError("x")
+
+    columns = {"prompts": ["a"] * 4, "completions": ["x", "y", "bad", "z"], "trainer_state": None}
+    said = "It is about completion 2 of 4, 'bad'."
+    with pytest.raises(ZeroDivisionError) as error:
+        with_checks(of_one, "of_one")(**columns)
+    assert error.value.__notes__ == ["Raised by the reward function 'of_one'.", said]
+    with pytest.raises(KeyError) as error:
+        with_checks(of_all, "of_all")(**columns)
+    assert error.value.__notes__ == ["Raised by the reward function 'of_all'."]
+    with pytest.raises(ZeroDivisionError) as error:  # of the batch as a whole: no completion raises by itself
+        with_checks(parses, "parses")(**columns | {"completions": ["x"] * 11})
+    assert error.value.__notes__ == ["Raised by the reward function 'parses'."] and calls == [11] + [1] * 11
+
+
+HOT = {
+    "target_dist_beta": None,
+    "proposal": "hot_policy",
+    "potential": None,
+    "bad_reward_threshold": 2.5,
+    "alpha": None,
+    "alpha_normalization": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "settings"),
+    [(ReinforceTrainer, {}), (PPOTrainer, {}), (RePULSeTrainer, {}), (RePULSeTrainer, HOT), (RePULSeGRPOTrainer, HOT)],
+)
+def test_what_a_function_changes_no_other_call_sees(make, tokenizer, trainer_cls, settings):
+    """A function may extend the conversation in place; what is called next, of hot and learned samples too, gets the prompt."""
+    seen = []
+
+    def extends(prompts, completions, completion_ids, tags, **kwargs):
+        for prompt, completion, ids, tag in zip(prompts, completions, completion_ids, tags, strict=True):
+            seen.append((len(prompt), len(completion), tuple(tag)))
+            prompt += completion
+            completion[0]["content"], tag[0] = "changed", "changed"
+            ids.clear()
+        return [float(i) for i, _ in enumerate(prompts)]
+
+    def reads(prompts, completions, completion_ids, tags, **kwargs):
+        assert all(completion_ids) and all(text[0]["content"] != "changed" for text in completions)
+        return extends(prompts, completions, completion_ids, tags)
+
+    rows = [{"prompt": [{"role": "user", "content": text}], "tags": ["a"]} for text in ("the cat", "the dog") * 4]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    options = {"dataset": Dataset.from_list(rows), "extra": {"processing_class": tokenizer}}
+    make(trainer_cls, reward_funcs=[extends, reads], **options, **settings).train()
+    assert set(seen) == {(1, 1, ("a",))}
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer, RePULSeTrainer, RePULSeGRPOTrainer])
+def test_a_constant_reward_is_said_once(make, tokenizer, caplog, trainer_cls):
+    def counts(completions, **kwargs):  # messages that are equal to the text, which there are none of
+        return [float(completion.count("bad")) for completion in completions]
+
+    def late(completions, **kwargs):  # of a rare event, which comes to be seen
+        calls.append(len(completions))
+        return [float(len(calls) > 3 and not i) for i, _ in enumerate(completions)]
+
+    calls, tokenizer = [], copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "the cat"}]}] * 8)
+    options = {"dataset": dataset, "extra": {"processing_class": tokenizer}, "reward_funcs": [counts, late]}
+    settings = HOT if "RePULSe" in trainer_cls.__name__ else {}
+    with caplog.at_level("WARNING"):
+        make(trainer_cls, max_steps=20, **options, **settings).train()
+    said = [each for each in caplog.messages if "gave all" in each]
+    assert len(said) == 1 and "'counts' gave all 160 completions so far the reward 0" in said[0]
+    assert "list of messages" in said[0]
+
+
+def test_functions_of_all_kinds_are_still_called_as_TRL_calls_them(make):
+    seen = {}
+
+    def plain(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):
+        seen["plain"] = len(prompts) == len(completions) == len(completion_ids)
+        log_metric("mine", 2.0)
+        return torch.tensor(words(completions))
+
+    class Judge:
+        async def __call__(self, completions, **kwargs):
+            seen["judge"] = True
+            return words(completions)
+
+    given = [plain, Judge()]
+    trainer = make(reward_funcs=given, max_steps=1)
+    trainer.train()
+    assert seen == {"plain": True, "judge": True} and given[0] is plain
+    log = logs_of(trainer)
+    assert log["mine"] == log["proposal/mine"] == 2.0
+    assert log["rewards/plain/mean"] == log["rewards/Judge/mean"]
+
+
+def test_a_decorator_may_take_what_its_function_does_not(make):
+    def short(completions):
+        return [-float(len(completion)) for completion in completions]
+
+    @functools.wraps(short)
+    def cached(completions, **kwargs):
+        return short(completions)
+
+    trainer = make(ReinforceTrainer, reward_funcs=cached, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] < 0
+
+
+def test_nan_from_a_reward_model_is_refused(make, model_dirs):
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(model_dirs["gpt2"], num_labels=1)
+    torch.nn.init.constant_(model.score.weight, torch.nan)
+    with pytest.raises(ValueError, match="returned nan .* check its weights"):
+        make(reward_funcs=model).train()

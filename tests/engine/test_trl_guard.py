@@ -1,0 +1,299 @@
+"""What would happen if TRL changed: each change we could not live with is reported by method and version.
+
+Signatures are compared by the bridge, for users too. What methods return, and what a trainer keeps, is looked at here,
+on a trainer of TRL's own.
+"""
+
+import ast
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from transformers import Trainer
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils as trl_utils
+
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse.engine import trl_bridge as bridge
+
+from ..conftest import USE_CPU, build_model, word_reward
+
+
+VERSION = f"trl {trl.__version__}"
+
+# Signatures
+
+
+def renamed(self, texts):
+    raise AssertionError
+
+
+def with_a_parameter_between(self, inputs, tools, prompts, completions, completion_ids_list):
+    raise AssertionError
+
+
+def with_a_parameter_after(self, prompts, images=None):
+    raise AssertionError
+
+
+SIGNATURES = {
+    "a renamed parameter": (GRPOTrainer, "_generate", renamed, "GRPOTrainer._generate takes (self, texts)"),
+    "a new parameter": (
+        GRPOTrainer,
+        "_calculate_rewards",
+        with_a_parameter_between,
+        "GRPOTrainer._calculate_rewards takes (self, inputs, tools, prompts",
+    ),
+    "a parameter less": (
+        GRPOTrainer,
+        "_compute_loss",
+        lambda self, inputs: None,
+        "GRPOTrainer._compute_loss takes (self, inputs) and no longer (self, model, inputs, ...)",
+    ),
+    "no such method": (
+        GRPOTrainer,
+        "_generate_single_turn",
+        None,
+        "GRPOTrainer._generate_single_turn(self, prompt_ids) is gone",
+    ),
+    "a function": (trl_utils, "pad", lambda tensors, value: None, "pad takes (tensors, value) and no longer (tensors"),
+}
+
+
+def test_the_installed_packages_are_those_we_build_on():
+    assert bridge.pinned_changes() == []
+
+
+def test_everything_taken_from_private_modules_is_pinned():
+    # from the source: a module's attributes also hold what another test made torch compile into it
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(bridge))) if isinstance(node, ast.ImportFrom)]
+    functions = {name.name for node in imports if (node.module or "").startswith("trl.") for name in node.names}
+    assert functions and functions <= {method.__name__ for method in bridge.PINNED}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name):
+    owner, attribute, changed, message = SIGNATURES[name]
+    if changed is None:
+        monkeypatch.delattr(owner, attribute)
+    else:
+        monkeypatch.setattr(owner, attribute, changed)
+    (change,) = bridge.pinned_changes()
+    assert change.startswith(f"{VERSION}: {message}")
+
+
+def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_generate", with_a_parameter_after)
+    assert bridge.pinned_changes() == []
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer])
+def test_a_trainer_is_not_built_on_changed_methods(make, monkeypatch, trainer_cls):
+    make(trainer_cls)
+    monkeypatch.setattr(GRPOTrainer, "_generate", renamed)
+    monkeypatch.delattr(Trainer, "_push_from_checkpoint")
+    message = (
+        rf"^Methods that .* {VERSION}: GRPOTrainer._generate takes \(self, texts\).*; transformers .*Trainer._push"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        make(trainer_cls)
+
+
+# What methods return, and what a trainer keeps
+
+
+@pytest.fixture
+def grpo(tmp_path, model_dirs, prompts):
+    """A trainer of TRL's, built and not trained."""
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=USE_CPU,
+        bf16=False,
+        report_to="none",
+        num_generations=4,
+        per_device_train_batch_size=16,
+        max_completion_length=2,
+        beta=0.0,
+    )
+
+    def sometimes(completions, **kwargs):
+        return [None] + [1.0] * (len(completions) - 1)
+
+    return GRPOTrainer(model_dirs["gpt2"], [word_reward, sometimes], args, prompts)
+
+
+def are_token_lists(value):
+    return isinstance(value, list) and all(isinstance(row, list) and isinstance(row[0], int) for row in value)
+
+
+def returned_changes(trainer):
+    """What TRL's hooks give that differs from what the trainers take, one line each."""
+    prompts = ["the cat", "fish"]
+    changes = []
+
+    def look(name, produce, problem):
+        """`problem` says in words what is wrong with a value, or nothing."""
+        try:
+            found = problem(produce())
+        except Exception as error:
+            found = f"fails with {type(error).__name__}: {error}"
+        if found:
+            changes.append(f"{VERSION}: {name} {found}")
+
+    def is_tuple(count):
+        def problem(value):
+            if not isinstance(value, tuple) or len(value) != count:
+                return f"returns {value!r:.40} and no longer {count} values"
+            if not are_token_lists(value[0]) or len(value[0]) != len(prompts):
+                return "no longer returns the prompts' tokens first"
+
+        return problem
+
+    def has_keys(*keys):
+        def problem(value):
+            missing = [key for key in keys if key not in value]
+            if missing:
+                return f"no longer has {', '.join(map(repr, missing))}"
+
+        return problem
+
+    look("GRPOTrainer._tokenize_prompts", lambda: trainer._tokenize_prompts(prompts)[:1], is_tuple(1))
+    look("GRPOTrainer._generate", lambda: trainer._generate(prompts), is_tuple(8))
+
+    def is_text(value):
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            return "no longer returns the completions fourth"
+
+    look("GRPOTrainer._generate", lambda: trainer._generate(prompts)[3], is_text)
+
+    rows = [{"prompt": prompt} for prompt in prompts]
+
+    def rewards():
+        return trainer._calculate_rewards(rows, prompts, [" fish", " bad"], [[17], [18]])
+
+    def is_reward_matrix(value):
+        value = value.cpu() if isinstance(value, torch.Tensor) else value
+        expected = torch.tensor([[1.0, torch.nan], [-3.0, 1.0]])
+        if not isinstance(value, torch.Tensor) or not torch.equal(value.nan_to_num(9.0), expected.nan_to_num(9.0)):
+            return f"returns {value} and no longer a column a function, with NaN for None"
+
+    look("GRPOTrainer._calculate_rewards", rewards, is_reward_matrix)
+    look(
+        "GRPOTrainer._logs", lambda: trainer._logs, has_keys("prompt", "completion", "rewards", "advantages", "extra")
+    )
+    look("GRPOTrainer._metrics", lambda: trainer._metrics, has_keys("train", "eval"))
+    attributes = ("_pending_extra_logs", "_pending_metrics", "reward_func_names", "reward_weights", "model_wrapped")
+    look("GRPOTrainer", lambda: vars(trainer), has_keys(*attributes))
+
+    def batch():
+        return GRPOTrainer._generate_and_score_completions(trainer, [row for row in rows for _ in range(4)])
+
+    # What TRL's own loss reads; ours replaces this dict, and TRL must go on shuffling and splitting it by rows
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    look("GRPOTrainer._generate_and_score_completions", batch, has_keys(*names))
+
+    def scores():
+        model = build_model("gpt2", 19)
+        bridge.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        ids = torch.tensor([[4, 5, 6]])
+        labels, mask = torch.tensor([[-100, 5, 6]]), torch.ones_like(ids)
+        return vars(model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True))
+
+    look("add_fused_lm_head", scores, has_keys("log_probs", "entropy", "aux_loss"))
+
+    def checkpoint_step():
+        return inspect.getsource(Trainer._inner_training_loop).count("self._prepare_for_training(")
+
+    look("Trainer._inner_training_loop", checkpoint_step, lambda calls: None if calls == 1 else "prepares differently")
+    return changes
+
+
+@pytest.mark.trainer
+def test_the_installed_hooks_return_what_we_take(grpo):
+    assert returned_changes(grpo) == []
+
+
+def returning(change):
+    """Replaces a method by one that returns something else made of what it returned."""
+
+    def patch(monkeypatch, method):
+        original = getattr(GRPOTrainer, method)
+
+        def changed(self, *args, **kwargs):
+            return change(original(self, *args, **kwargs))
+
+        monkeypatch.setattr(GRPOTrainer, method, changed)
+
+    return patch
+
+
+def without(key):
+    return lambda values: {name: value for name, value in values.items() if name != key}
+
+
+RETURNS = {
+    "one more value": ("_generate", lambda values: (*values, None), "GRPOTrainer._generate returns ("),
+    "another order": (
+        "_generate",
+        lambda values: (values[3], *values[1:]),
+        "GRPOTrainer._generate no longer returns the prompts' tokens first",
+    ),
+    "a dropped value": (
+        "_generate",
+        lambda values: values[:2] + values[3:],
+        "GRPOTrainer._generate no longer returns the completions fourth",
+    ),
+    "a dict instead": (
+        "_tokenize_prompts",
+        lambda values: {"prompt_ids": values[0]},
+        "GRPOTrainer._tokenize_prompts fails with",
+    ),
+    "0 for None": (
+        "_calculate_rewards",
+        torch.nan_to_num,
+        "GRPOTrainer._calculate_rewards returns tensor([[ 1.,  0.],\n        [-3.,  1.]]) and no longer a column",
+    ),
+    "one reward a row": (
+        "_calculate_rewards",
+        lambda values: values.sum(dim=1),
+        "GRPOTrainer._calculate_rewards returns tensor([nan, -2.]) and no longer a column",
+    ),
+    "a dropped key": (
+        "_generate_and_score_completions",
+        without("advantages"),
+        "GRPOTrainer._generate_and_score_completions no longer has 'advantages'",
+    ),
+}
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_changed_return_is_reported_by_method_and_version(grpo, monkeypatch, name):
+    method, change, message = RETURNS[name]
+    returning(change)(monkeypatch, method)
+    assert any(line.startswith(f"{VERSION}: {message}") for line in returned_changes(grpo))
+
+
+@pytest.mark.trainer
+def test_a_dropped_key_of_what_a_trainer_keeps_is_reported(grpo, monkeypatch):
+    monkeypatch.setattr(grpo, "_logs", without("extra")(grpo._logs))
+    monkeypatch.delattr(grpo, "_pending_metrics")
+    changes = returned_changes(grpo)
+    assert f"{VERSION}: GRPOTrainer._logs no longer has 'extra'" in changes
+    assert f"{VERSION}: GRPOTrainer no longer has '_pending_metrics'" in changes
+
+
+@pytest.mark.trainer
+def test_a_dropped_output_of_the_fused_head_is_reported(grpo, monkeypatch):
+    original = bridge.add_fused_lm_head
+
+    def without_entropy(model, **kwargs):
+        original(model, **kwargs)
+        forward = model.forward
+        model.forward = lambda **inputs: SimpleNamespace(**without("entropy")(vars(forward(**inputs))))
+
+    monkeypatch.setattr(bridge, "add_fused_lm_head", without_entropy)
+    assert returned_changes(grpo) == [f"{VERSION}: add_fused_lm_head no longer has 'entropy'"]

@@ -1,0 +1,200 @@
+"""The exact probability of bad tokens: against every completion enumerated, and over a real vocabulary."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
+
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
+from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.plots import plot_training
+from trl_repulse.evaluation.tracking import BadTokenTrackingCallback, format_table, write_results
+
+from ..conftest import USE_CPU, build_model
+
+
+V, EOS, BAD = 19, 1, [4, 10, 18]
+PROMPTS = [[3, 5, 7], [8], [2, 2, 9, 11]]
+
+
+def brute_force(model, prompt, bad, length, eos):
+    """Σ P(completion) over every completion with a bad token, each scored by itself."""
+    total = 0.0
+    for completion in itertools.product(range(V), repeat=length):
+        ends = [i for i, token in enumerate(completion) if token in eos]
+        stop = ends[0] + 1 if ends else length
+        if any(completion[stop:]):  # the same completion, ended earlier: counted with zeros after the end alone
+            continue
+        completion = completion[:stop]
+        if not set(completion) & set(bad):
+            continue
+        ids = torch.tensor([[*prompt, *completion]])
+        log_probs = model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(dim=-1)
+        total += log_probs[range(stop), list(completion)].sum().exp().item()
+    return math.log(total)
+
+
+@pytest.mark.thorough
+@pytest.mark.exact
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize(
+    "bad, eos", [(BAD, [EOS]), (BAD, [EOS, 3]), ([EOS, 5], [EOS]), (BAD, [])], ids=["one", "two", "bad_end", "endless"]
+)
+@torch.no_grad()
+def test_equals_the_sum_over_all_completions(architecture, length, bad, eos):
+    model = build_model(architecture, V).double().eval()
+    expected = [brute_force(model, prompt, bad, length, eos) for prompt in PROMPTS[:2]]
+    for batch_size in (None, 5):
+        found = exact_log_prob_bad(model, PROMPTS[:2], bad, length, eos, batch_size)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("length", [1, 2])
+def test_equals_the_evaluator(length):
+    """The other implementation, which also enumerates second tokens, on a trained policy in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    bad, prompts = embedded.bad_token_ids(tokenizer), embedded.load_prompts()["prompt"]
+    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, length)
+    expected = torch.tensor(evaluator.evaluate(policy).log_prob_bad_per_prompt, dtype=torch.float64)
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    found = exact_log_prob_bad(policy, ids, bad, length, [tokenizer.eos_token_id])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.exact
+def test_far_below_what_a_probability_holds():
+    model = build_model("gpt2", V).eval()
+    with torch.no_grad():  # a last feature that is always 10, which bad tokens dislike and all others ignore
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.transformer.ln_f.weight[-1], model.transformer.ln_f.bias[-1] = 0.0, 10.0
+        model.lm_head.weight[:, -1] = 0.0
+        before = exact_log_prob_bad(model, PROMPTS, BAD, 1, [EOS])
+        model.lm_head.weight[BAD, -1] = -500.0
+        after = exact_log_prob_bad(model, PROMPTS, BAD, 1, [EOS])
+    log_odds = before - torch.log1p(-before.exp())  # P(bad) / P(not bad) shrinks by exp(-5000)
+    torch.testing.assert_close(after, log_odds - 5000.0, atol=1e-3, rtol=0)
+
+
+def test_no_bad_tokens_and_the_mode_of_the_model():
+    model = build_model("gpt2", V).train()
+    assert exact_log_prob_bad(model, PROMPTS, [], 2, [EOS]).tolist() == [-math.inf] * 3
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"max_completion_length": 3}, "`max_completion_length=3` must be 1 or 2"),
+        ({"batch_size": 0}, "`batch_size=0` must be at least 1"),
+        ({"prompt_ids": []}, "`prompt_ids` must hold at least one prompt"),
+        ({"prompt_ids": [[3], []]}, "each prompt at least one token"),
+        ({"bad_token_ids": [4, V]}, f"`bad_token_ids` has {V}, but the model's vocabulary is 0 to {V - 1}"),
+        ({"bad_token_ids": [-1]}, "`bad_token_ids` has -1"),
+        ({"eos_token_ids": [50256]}, "`eos_token_ids` has 50256"),
+    ],
+)
+def test_refuses(changes, words):
+    arguments = {"prompt_ids": PROMPTS, "bad_token_ids": BAD, "max_completion_length": 2, "eos_token_ids": [EOS]}
+    with pytest.raises(ValueError, match=words):
+        exact_log_prob_bad(build_model("gpt2", V), **arguments | changes)
+
+
+TOY_BAD = [5089, 9372, 20654, 25617, 30998, 31699, 34094, 46733, 21551, 40267]
+TOY_BAD += [7510, 16211, 20041, 32574, 41356, 31030, 47209, 18185, 29836]
+
+
+@pytest.mark.thorough
+@pytest.mark.exact
+def test_the_vocabulary_of_gpt2():
+    """50,257 tokens and two steps, about 10 seconds; against an estimate from 2,000 first tokens, drawn evenly."""
+    set_seed(0)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50257, initializer_range=0.5, **sizes)).eval()
+    prompt = [1212, 582, 318, 257]
+    found = exact_log_prob_bad(model, [prompt], TOY_BAD, 2, [50256]).item()
+    chosen = torch.randperm(50257)[:2000]
+    with torch.no_grad():
+        first = model(torch.tensor([prompt])).logits[0, -1].double().softmax(dim=-1)
+        rows = torch.cat([torch.tensor([prompt]).expand(2000, -1), chosen[:, None]], dim=1)
+        second = model(rows).logits[:, -1].double().softmax(dim=-1)[:, TOY_BAD].sum(dim=1)
+    live = torch.ones(50257, dtype=torch.bool)
+    live[[*TOY_BAD, 50256]] = False
+    assert first[TOY_BAD].sum().log().item() < found < 0
+    # The 2,000 first tokens drawn stand for all: their estimate of the second token's part agrees within its error
+    parts = (first[chosen] * second * live[chosen]) * 50257
+    estimate = parts.mean() + first[TOY_BAD].sum()
+    error = parts.std() / math.sqrt(len(parts))
+    assert abs(math.exp(found) - estimate) < 4 * error
+
+
+# Along a run
+
+
+BASE = {
+    "max_completion_length": 2,
+    "per_device_train_batch_size": 32,
+    "num_generations": 4,
+    "beta": 0.0,
+    "max_steps": 2,
+    "use_cpu": USE_CPU,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def make_trainer(folder, config=RePULSeConfig, trainer=RePULSeTrainer, **settings):
+    return trainer(
+        model=embedded.policy_path(),
+        reward_funcs=embedded.reward_model_path(),
+        args=config(output_dir=str(folder), **BASE | settings),
+        train_dataset=embedded.load_prompts().repeat(2),
+    )
+
+
+@pytest.mark.trainer
+def test_along_a_run(tmp_path):
+    trainer = make_trainer(tmp_path, proposal="learned", target_dist_beta=-1.0)
+    tokenizer, prompts = trainer.processing_class, embedded.load_prompts()["prompt"]
+    bad = embedded.bad_token_ids(tokenizer)
+    tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)
+    trainer.add_callback(tracking)
+    trainer.train()
+    assert [(entry["update"], entry["samples"]) for entry in tracking.history] == [(0, 0), (1, 64), (2, 128)]
+    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 2)
+    for name, model in {"policy": trainer.model, "proposal": trainer.proposal.module}.items():
+        expected = evaluator.evaluate(model).log_prob_bad
+        assert tracking.history[-1][name] == {"log_prob_bad": pytest.approx(expected, abs=1e-5)}
+
+    path = tmp_path / "results.json"
+    write_results(path, "RePULSe", 0, tracking, {})
+    results = json.loads(path.read_text())
+    assert results["initial"] == tracking.history[0]["policy"]
+    assert results["final"] == tracking.history[-1]["policy"]
+    rows = {line[:22].strip(): line[22:].split() for line in format_table(tracking, {"reward": 1.5}).splitlines()}
+    start, end = (f"{results[name]['log_prob_bad']:.4f}" for name in ("initial", "final"))
+    assert rows["exact log P(bad), nats"] == [start, end]
+    assert rows["reward"] == ["1.5000"]
+    assert not {"expected reward", "KL to reference, nats per completion"} & set(rows)
+    plot_training(tracking.history, tmp_path / "training.png")
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.trainer
+def test_refuses_what_cannot_be_enumerated(tmp_path):
+    trainer = make_trainer(tmp_path, ReinforceConfig, ReinforceTrainer, max_completion_length=3)
+    with pytest.raises(ValueError, match="`max_completion_length=3` is too long to compute log P"):
+        BadTokenTrackingCallback(trainer, ["the "], [4])
+    trainer = make_trainer(tmp_path, ReinforceConfig, ReinforceTrainer)
+    with pytest.raises(ValueError, match="plain-text prompts"):
+        BadTokenTrackingCallback(trainer, [[{"role": "user", "content": "the "}]], [4])
+    with pytest.raises(ValueError, match="exceed the model's context"):
+        BadTokenTrackingCallback(trainer, ["the " * 500], [4])

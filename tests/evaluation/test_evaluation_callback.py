@@ -1,0 +1,176 @@
+"""The tail report along a run, where the model or the data set are not as usual."""
+
+import asyncio
+import functools
+
+import pytest
+import torch
+from datasets import Dataset
+
+from trl_repulse import ReinforceTrainer
+from trl_repulse.evaluation._generation import as_function
+from trl_repulse.evaluation.callback import TailReportCallback
+
+from ..conftest import build_tokenizer, word_reward
+from ..reward_models import CHAT_TEMPLATE, messages, save_model
+from ..reward_models import build_tokenizer as build_reward_tokenizer
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("every", [2, 3])
+def test_the_last_report_is_of_the_best_model_if_that_is_loaded(make, prompts, monkeypatch, every):
+    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    options = saving | best | {"max_steps": 4, "learning_rate": 0.1, "per_device_eval_batch_size": 16}
+    trainer = make(ReinforceTrainer, extra={"eval_dataset": prompts}, **options)
+    evaluated, evaluate = [], trainer.evaluate
+
+    def falling(*args, **kwargs):  # the first is the best
+        metrics = evaluate(*args, **kwargs) | {"eval_reward": -float(len(evaluated))}
+        evaluated.append(metrics)
+        return metrics
+
+    monkeypatch.setattr(trainer, "evaluate", falling)
+    callback = TailReportCallback(trainer, prompts, 50, thresholds=[-1.0], every=every)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert [entry["update"] for entry in callback.history] == [every, 4]
+    assert callback.history[-1]["report"]["mean"].value == callback._sample().mean()
+    logged = [entry["tail/mean"] for entry in trainer.state.log_history if "tail/mean" in entry]
+    assert logged[-1] == callback.history[-1]["report"]["mean"].value and len(logged) == 2 + (every == 2)
+
+
+@pytest.mark.trainer
+def test_each_set_of_prompts_has_its_own_names(make, prompts):
+    trainer = make(ReinforceTrainer, max_steps=1)
+    callbacks = [
+        TailReportCallback(trainer, prompts.select([i]), 2, metric_key_prefix=name)
+        for i, name in enumerate(("tail", "rare"))
+    ]
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train()
+    logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+    assert [logged[f"{each.metric_key_prefix}/mean"] for each in callbacks] == [
+        each.history[-1]["report"]["mean"].value for each in callbacks
+    ]
+    trainer.add_callback(TailReportCallback(trainer, prompts, 2))
+    with pytest.raises(ValueError, match="Several tail reports have `metric_key_prefix='tail'`"):
+        trainer.train()
+
+
+@pytest.mark.trainer
+def test_asynchronous_rewards_run_in_the_trainers_loop(make, prompts):
+    """A client belongs to the loop that it was made in, and training made it."""
+    loops = set()
+
+    async def reward(completions, **kwargs):
+        loops.add(asyncio.get_running_loop())
+        return [float(len(each)) for each in completions]
+
+    trainer = make(reward_funcs=reward)
+    trainer.add_callback(TailReportCallback(trainer, prompts, num_samples=2, every=1))
+    trainer.train()
+    assert loops == {trainer.async_loop}
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
+    steps = []
+
+    def reward(completions, trainer_state, log_extra, log_metric, **kwargs):
+        steps.append((trainer_state.global_step, len(completions)))
+        log_extra("words", completions)
+        log_metric(name="count", value=float(len(completions)))
+        return word_reward(completions)
+
+    async def waiting(**columns):
+        return reward(**columns)
+
+    trainer = make(reward_funcs=waiting if asynchronous else reward)
+    callback = TailReportCallback(trainer, prompts, 2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert [entry["update"] for entry in callback.history] == [2]
+    assert (2, 8) in steps
+    logged = [entry["count"] for entry in trainer.state.log_history if "count" in entry]
+    assert logged == [16.0, 16.0]  # of the trainer's own completions alone
+
+
+def decorated(reward):
+    @functools.wraps(reward)
+    def judged(**columns):
+        return reward(judge=None, **columns)
+
+    return judged
+
+
+class Judge:
+    def __call__(self, completions, answer, *, hint=None, **kwargs):
+        return word_reward(completions)
+
+
+@pytest.mark.trainer
+def test_a_column_that_a_reward_needs_is_missed_before_training(make, prompts, tmp_path):
+    (tmp_path / "mine.py").write_text("def in_a_file(completions, answer):\n    return [0.0 for _ in completions]\n")
+    from trl_repulse.rewards import load_reward_function
+
+    def needs(completions, answer, **kwargs):
+        return word_reward(completions)
+
+    @decorated
+    def supplied(completions, judge, **kwargs):
+        return word_reward(completions)
+
+    def spare(completions, answer=None, *columns, **kwargs):
+        return word_reward(completions)
+
+    with_answer = prompts.add_column("answer", ["x"] * len(prompts))
+    for reward in (needs, Judge(), load_reward_function(f"{tmp_path / 'mine.py'}:in_a_file")):
+        trainer = make(reward_funcs=reward, dataset=with_answer)
+        with pytest.raises(ValueError, match=r"The reward function '.*' needs `answer`, but the held-out prompts"):
+            TailReportCallback(trainer, prompts)
+        TailReportCallback(trainer, with_answer)
+    for reward in (supplied, spare, functools.partial(needs, answer=["x"] * 8)):
+        TailReportCallback(make(reward_funcs=reward), prompts)
+
+
+@pytest.mark.trainer
+def test_a_seed_below_zero_is_refused(make, prompts):
+    with pytest.raises(ValueError, match="`seed=-1` must be at least 0"):
+        TailReportCallback(make(), prompts, seed=-1)
+
+
+@pytest.mark.trainer
+def test_prompts_are_read_with_the_trainers_template(make):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not thinking | default(true) %} bad{% endif %}"
+    )
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("the cat", "fish")] * 2})
+
+    def silent(completions, **kwargs):
+        return [0.0 for _ in completions]
+
+    for template in ({"thinking": False}, None):
+        options = {"chat_template_kwargs": template, "reward_funcs": silent, "dataset": rows}
+        trainer = make(ReinforceTrainer, extra={"processing_class": tokenizer}, **options)
+        expected = trainer._tokenize_prompts(rows["prompt"][:])[0]
+        assert TailReportCallback(trainer, rows)._prompt_ids == expected
+        assert (tokenizer.decode(expected[0]) == "the cat bad") == (template is not None)
+
+
+def test_reward_models_read_messages_with_the_trainers_template(tmp_path):
+    tokenizer = build_reward_tokenizer(chat_template=CHAT_TEMPLATE)
+    model = save_model(tmp_path / "judge", "llama", tokenizer)[1]
+    prompt, completion = messages("the cat", " ran")
+    name, function = as_function(model, tokenizer, torch.device("cpu"), {"extra": "bad"})
+    text = tokenizer.apply_chat_template(prompt + completion, tokenize=False, extra="bad")
+    with torch.no_grad():
+        ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
+        expected = model(input_ids=ids).logits[0, 0].item()
+    assert function(prompts=[prompt], completions=[completion]) == [pytest.approx(expected)]
+    plain = as_function(model, tokenizer, torch.device("cpu"))[1](prompts=[prompt], completions=[completion])
+    assert plain != [pytest.approx(expected)]  # the control

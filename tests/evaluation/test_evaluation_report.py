@@ -1,0 +1,382 @@
+"""The tail report: estimates against brute force, intervals against tables and by their coverage, what is refused."""
+
+import dataclasses
+import json
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation import plots, tails
+from trl_repulse.evaluation.callback import TailReportCallback
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.negatives import negative_log_probs
+from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.report import estimates, tail_report
+from trl_repulse.evaluation.seed_intervals import combined_interval, crossed_interval
+
+from ..conftest import BAD, USE_CPU
+from ..evaluation_support import write_samples
+
+
+def coverage(interval, truth, repetitions=1000):
+    held = 0
+    for i in range(repetitions):
+        low, high = interval(np.random.default_rng(i))
+        held += low <= truth <= high
+    return held / repetitions
+
+
+def test_clopper_pearson_against_a_table():
+    rewards = np.arange(20.0).reshape(4, 5)
+    estimate = tails.prob_below(rewards, 5.0)
+    assert (estimate.value, estimate.samples) == (0.25, 5)
+    assert (estimate.low, estimate.high) == pytest.approx((0.0866, 0.4910), abs=1e-4)
+    assert tails.prob_below(rewards, 4.5).value == 0.25  # strictly under
+    assert tails.prob_below(rewards, 5.5).value == 0.30
+
+
+def test_no_bad_sample_gives_an_upper_end_and_all_bad_a_lower_one():
+    rewards = np.zeros((2, 500))
+    none, every = tails.prob_below(rewards, -1.0), tails.prob_below(rewards, 1.0)
+    assert (none.value, none.low, none.samples) == (0.0, 0.0, 0) and none.high == pytest.approx(
+        1 - 0.025 ** (1 / 1000)
+    )
+    assert (every.value, every.high) == (1.0, 1.0) and every.low == pytest.approx(0.025 ** (1 / 1000))
+
+
+def test_cvar_against_brute_force():
+    rewards = np.random.default_rng(0).standard_normal((3, 1000))
+    ordered = np.sort(rewards, axis=None)
+    assert tails.cvar(rewards, 0.1).value == pytest.approx(ordered[:300].mean())
+    level = 300.4 / 3000  # the last sample by its fraction
+    assert tails.cvar(rewards, level).value == pytest.approx((ordered[:300].sum() + 0.4 * ordered[300]) / 300.4)
+    few = tails.cvar(rewards, 0.01)
+    assert (few.low, few.high, few.samples) == (-math.inf, math.inf, pytest.approx(30))
+    assert tails.cvar(np.full((1, 1000), 2.0), 0.2).value == 2.0
+
+
+def test_samples_that_are_all_alike_bound_nothing():
+    alike = np.full((2, 1000), 0.1)
+    assert (tails.mean(alike).low, tails.mean(alike).high) == (-math.inf, math.inf)
+    alike[0] = 0.7  # each prompt has one reward
+    assert (tails.mean(alike).low, tails.mean(alike).high) == (-math.inf, math.inf)
+    assert tails.cvar(alike, 0.1).low == -math.inf
+
+
+def test_cvar_without_a_sample_under_the_quantile():
+    rewards = np.where(np.arange(2000) < 160, 0.0, 5.0)[None]  # an atom of 8 %
+    for level, high in ((0.06, 0.0), (0.079, 5.0)):  # the true quantile may be above the atom
+        found = tails.cvar(rewards, level)
+        assert (found.value, found.low, found.high) == (0.0, -math.inf, high)
+
+
+@pytest.mark.parametrize("chance", [0.0005, 0.001, 0.003])
+def test_cvar_of_a_rare_bad_reward_covers(chance):
+    def interval(generator):
+        found = tails.cvar(np.where(generator.random((1, 1000)) < chance, -10.0, 1.0), 0.1)
+        return found.low - 1e-9, found.high + 1e-9
+
+    assert coverage(interval, 1 - 11 * chance / 0.1) > 0.94
+
+
+def test_keys_tell_thresholds_apart():
+    values = np.array([[[-1234567.0, -1234568.0, 0.0]]])
+    found = estimates(values, [-1234567.5, -1234568.5], [0.01, 0.0100000001])
+    assert found["P(r < -1234567.5)"].samples == 1 and found["P(r < -1234568.5)"].samples == 0
+    assert "CVaR 0.01" in found and "CVaR 0.0100000001" in found
+
+
+def test_quantile_ranks():
+    rewards = np.arange(1.0, 101.0).reshape(1, 100)
+    estimate = tails.quantile(rewards, 0.5)
+    assert estimate.value == 50 and (estimate.low, estimate.high) == (40, 61)  # as in tables for n = 100
+    assert tails.quantile(rewards, 0.01).low == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("estimate", "truth"),
+    [
+        (lambda x: tails.mean(x), -1.0),
+        (lambda x: tails.cvar(x, 0.1), math.log(0.1) - 1),
+        (lambda x: tails.quantile(x, 0.1), math.log(0.1)),
+        (lambda x: tails.prob_below(x, -3.0), math.exp(-3)),
+    ],
+)
+def test_intervals_cover(estimate, truth):
+    def interval(rng):
+        found = estimate(-rng.exponential(size=(2, 500)))
+        return found.low, found.high
+
+    assert 0.93 < coverage(interval, truth) < 0.975
+
+
+@pytest.mark.parametrize(("seeds", "prompts", "spread"), [(5, 30, (1, 1, 1)), (5, 30, (0, 0, 1)), (10, 1, (1, 0, 0))])
+def test_interval_over_seeds_and_prompts_covers(seeds, prompts, spread):
+    def interval(rng):
+        cells = sum(
+            s * rng.standard_normal(shape)
+            for s, shape in zip(spread, ((seeds, 1), (1, prompts), (seeds, prompts)), strict=True)
+        )
+        return crossed_interval(cells)
+
+    assert 0.925 < coverage(interval, 0.0, 600) < 0.99
+
+
+def test_prompts_as_draws_matter():
+    # The control: seeds alone, where it is the prompts that differ, would miss most of the time
+    def interval(rng):
+        cells = rng.standard_normal((1, 10)) + 0.1 * rng.standard_normal((5, 10))
+        return crossed_interval(cells.mean(axis=1, keepdims=True))
+
+    assert coverage(interval, 0.0, 200) < 0.4
+
+
+def test_combined_interval_is_students_for_one_component():
+    assert combined_interval(1.0, [(0.25, 4)]) == pytest.approx((1 - 2.7764 * 0.5, 1 + 2.7764 * 0.5), abs=1e-3)
+    assert combined_interval(1.0, [(0.25, 0)]) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("function", [tails.mean, lambda x: tails.prob_below(x, 0.0), lambda x: tails.cvar(x, 0.5)])
+@pytest.mark.parametrize("rewards", [np.array([[0.0, np.nan]]), np.array([[np.inf]]), np.zeros((0, 3)), np.zeros(3)])
+def test_rewards_that_are_refused(function, rewards):
+    with pytest.raises(ValueError, match="`rewards`"):
+        function(rewards)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -0.1, math.nan])
+def test_levels_that_are_refused(level):
+    for function in (tails.cvar, tails.quantile):
+        with pytest.raises(ValueError, match="`level="):
+            function(np.zeros((1, 3)), level)
+    with pytest.raises(ValueError, match="`confidence="):
+        tails.prob_below(np.zeros((1, 3)), 0.0, level)
+
+
+def test_report_of_one_model(tmp_path):
+    values = np.random.default_rng(0).normal(size=(3, 400))
+    samples = load_samples(write_samples(tmp_path / "s", values, prompts=["a", "b", "a"], shards=3))
+    report = tail_report(samples, [0.0, -9.0, 100.0], [0.1], [0.25])
+    assert report.overall["P(r < 0)"] == tails.prob_below(values, 0.0)
+    assert report.overall["P(r < -9)"].value == 0 < report.overall["P(r < -9)"].high < 0.004
+    assert report.overall["P(r < 100)"].value == 1
+    assert report.overall["CVaR 0.1"] == tails.cvar(values, 0.1)
+    assert report.overall["mean return"].value == pytest.approx(values.mean() - 1)
+    assert list(report.per_prompt) == ["a", "b", "a (prompt 2)"]
+    assert report.per_prompt["b"]["mean"] == tails.mean(values[1:2])
+    text = report.to_markdown(per_prompt=True)
+    assert "3 prompts" in text and "Prompt 'b'" in text and "95 % interval" in text
+    assert "Prompt" not in report.to_markdown()
+    content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert content["per_prompt"]["b"]["CVaR 0.1"]["low"] is None  # 40 samples in the tail
+
+
+def test_report_of_several_models(tmp_path):
+    rng = np.random.default_rng(0)
+    shifts = [-0.5, 0.0, 0.5, 1.0]
+    values = [rng.normal(loc=shift, size=(5, 300)) for shift in shifts]
+    folders = [write_samples(tmp_path / f"{i}", v, f"w{i}", seed=i) for i, v in enumerate(values)]
+    report = tail_report([load_samples(folder) for folder in folders], [0.0, -50.0], [0.1])
+    mean = report.overall["mean"]
+    assert report.seeds == 4 and not report.per_prompt
+    assert mean.value == pytest.approx(np.mean(values)) and mean.low < -0.5 and mean.high > 1.0  # 3 degrees of freedom
+    assert mean.high - mean.low > 10 * (tails.mean(np.concatenate(values)).high - mean.value)
+    assert 0 <= report.overall["P(r < 0)"].low < report.overall["P(r < 0)"].value
+    assert report.overall["P(r < -50)"].high == pytest.approx(1 - 0.025 ** (1 / 6000))
+    with pytest.raises(ValueError, match="`quantiles` are those of one model"):
+        tail_report([load_samples(folder) for folder in folders], quantiles=[0.1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": "w0"}, "same model"),
+        ({"prompts": ["other", "prompts"]}, "another `prompts.sha256`"),
+        ({"max_completion_length": 3}, "another `settings.max_completion_length`"),
+    ],
+)
+def test_samples_that_do_not_belong_together(tmp_path, changes, message):
+    first = write_samples(tmp_path / "0", np.zeros((2, 3)), "w0")
+    second = write_samples(tmp_path / "1", np.zeros((2, 3)), **({"weights": "w1"} | changes))
+    with pytest.raises(ValueError, match=message):
+        tail_report([load_samples(first), load_samples(second)])
+    with pytest.raises(ValueError, match="no samples"):
+        tail_report([])
+
+
+def test_missing_column(tmp_path):
+    samples = load_samples(write_samples(tmp_path / "s", np.zeros((1, 3))))
+    with pytest.raises(ValueError, match="no column of numbers `prompt`; it has reward, return"):
+        tail_report(samples, column="prompt")
+
+
+def test_negatives_against_enumeration(tmp_path, model_dirs, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    rows = [("the cat", " bad"), ("the cat", " fish"), ("fish", " bad"), ("the cat", " bad")]
+    lines = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in rows]
+    (tmp_path / "negatives.jsonl").write_text("\n".join(lines) + "\n")
+    found = negative_log_probs(model, tokenizer, tmp_path / "negatives.jsonl")
+    evaluator = ExactEvaluator(tokenizer, ["the cat", "fish"], lambda t: torch.zeros(len(t)), [BAD], 1)
+    log_p = evaluator.log_probs(model)  # one token: its own probability
+    fish = tokenizer(" fish")["input_ids"][0]
+    cat = [log_p[0, BAD].item(), log_p[0, fish].item()]
+    assert (found.count, found.per_prompt["the cat"]["count"]) == (3, 2)
+    assert found.mean == pytest.approx((sum(cat) + log_p[1, BAD].item()) / 3, abs=1e-5)
+    per_prompt = [math.log(sum(map(math.exp, cat))), log_p[1, BAD].item()]
+    assert found.per_prompt["the cat"]["logsumexp"] == pytest.approx(per_prompt[0], abs=1e-5)
+    assert found.logsumexp == pytest.approx(math.log(sum(map(math.exp, per_prompt)) / 2), abs=1e-5)
+
+
+def test_every_completion_begins_with_an_empty_one(tmp_path, model_dirs, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    found = {}
+    for name, texts in (("without", [" bad", " fish"]), ("with", [" bad", "", " fish"])):
+        rows = [json.dumps({"prompt": "the cat", "completion": text}) for text in texts]
+        rows += [json.dumps({"prompt": "fish", "completion": ""})] * (name == "with")
+        (tmp_path / name).write_text("\n".join(rows))
+        found[name] = negative_log_probs(model, tokenizer, tmp_path / name)
+    assert found["with"] == dataclasses.replace(found["without"], empty=2)
+
+
+def test_a_sample_without_a_return_costs_the_mean_of_it_alone(tmp_path):
+    values = np.random.default_rng(0).normal(size=(2, 50))
+    values[0, 0] = math.nan
+    samples = load_samples(write_samples(tmp_path / "s", values))
+    with pytest.raises(ValueError, match="1 of 100 samples"):
+        tail_report(samples)
+    other = np.where(np.isnan(values), 0.0, values).ravel()
+    samples = dataclasses.replace(samples, table=samples.table.append_column("length", pa.array(other)))
+    report = tail_report(samples, column="length", levels=[])
+    assert list(report.overall) == ["mean"] and report.overall["mean"].value == pytest.approx(other.mean())
+
+
+@pytest.mark.parametrize("name", ["kl", "return_transformed"])
+def test_an_infinite_value_that_nobody_asked_for_costs_its_mean_alone(tmp_path, name):
+    values = np.random.default_rng(0).normal(size=(2, 50))
+    samples = load_samples(write_samples(tmp_path / "s", values))
+    other = np.where(np.arange(100) == 7, math.inf, values.ravel())
+    samples = dataclasses.replace(samples, table=samples.table.append_column(name, pa.array(other)))
+    assert list(tail_report(samples, levels=[]).overall) == ["mean", "mean return"]
+    with pytest.raises(ValueError, match=f"1 of 100 samples .* no finite `{name}`"):
+        tail_report(samples, column=name)
+
+
+def test_a_table_names_the_units(tmp_path):
+    samples = load_samples(write_samples(tmp_path / "s", np.random.default_rng(0).normal(size=(2, 50))))
+    for name in ("kl", "entropy"):
+        samples = dataclasses.replace(samples, table=samples.table.append_column(name, pa.array(np.arange(100.0))))
+    table = tail_report(samples, levels=[]).to_markdown()
+    assert "| mean kl, nats per completion | 49.5 |" in table and "| mean entropy, nats per token | 49.5 |" in table
+
+
+def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, tokenizer):
+    (tmp_path / "n.jsonl").write_text('{"prompt": "the cat", "completion": " bad"}\n', encoding="utf-8-sig")
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    assert negative_log_probs(model, tokenizer, tmp_path / "n.jsonl").count == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no file"),
+        (
+            '{"prompt": "a", "completion": " bad"}\n{"prompt": null, "completion": "b"}',
+            "Line 2 .*n.jsonl. has an empty `prompt`",
+        ),
+        ('{"prompt": 3, "completion": "b"}', "Line 1 .* has a `prompt` that is neither text nor .* .it has 3."),
+        (
+            '{"prompt": [{"role": "user", "content": null}], "completion": "b"}',
+            "Line 1 .* `prompt` that is neither text nor",
+        ),
+        ('{"prompt": "a", "completion": [{"role": "assistant", "content": null}]}', "Line 1 .*`completion` is None"),
+        ('{"prompt": "a", "completion": 3}', "Line 1"),
+        ("", "is empty"),
+        ('{"prompt": "a"}', "Line 1"),
+        ("{", "Line 1"),
+        ('{"prompt": "a", "completion": ""}', "empty completions only"),
+    ],
+)
+def test_negatives_that_are_refused(tmp_path, model_dirs, tokenizer, text, message):
+    if text is not None:
+        (tmp_path / "n.jsonl").write_text(text)
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    with pytest.raises(ValueError, match=message):
+        negative_log_probs(model, tokenizer, tmp_path / "n.jsonl")
+
+
+@pytest.mark.trainer
+def test_callback_reports_and_leaves_training_alone(make, prompts):
+    plain = make(max_steps=3)
+    plain.train()
+    watched = make(max_steps=3)
+    callback = TailReportCallback(watched, prompts, 50, thresholds=[-1.0], levels=[0.5], every=2)
+    watched.add_callback(callback)
+    watched.train()
+    assert [entry["update"] for entry in callback.history] == [2, 3]
+    logged = [entry for entry in watched.state.log_history if "tail/mean" in entry]
+    assert [entry["step"] for entry in logged] == [2, 3]
+    last = callback.history[-1]["report"]
+    assert logged[-1]["tail/prob_below_-1"] == last["P(r < -1)"].value and last["mean"].samples == 200
+    low = last["CVaR 0.5"].low  # of samples with no bad one it is −∞, which is not logged
+    assert logged[-1].get("tail/cvar_0.5_low", -math.inf) == low and (low > -math.inf or not USE_CPU)
+    keys = ("loss", "reward", "grad_norm", "proposal/loss")
+    losses = [
+        [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]
+        for trainer in (plain, watched)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"every": 0}, "`every=0`"), ({"levels": [2.0]}, "`level=2.0`"), ({}, "is empty")]
+)
+def test_callback_refuses(make, prompts, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TailReportCallback(make(), prompts if arguments else [], **arguments)
+
+
+@pytest.mark.slow
+def test_example(tmp_path, monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "examples" / "evaluate.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--output_dir", str(tmp_path / "s"), "--num_samples", "500"])
+    runpy.run_path(str(script), run_name="__main__")
+    out = capsys.readouterr().out
+    low, high = map(float, re.search(r"P\(r < -5\) \| \S+ \| (\S+) to (\S+)", out).groups())
+    assert low < float(re.search(r"P\(r < -5\) = (\S+),", out)[1]) < high
+
+
+def test_the_figure_shows_every_sample_and_the_thresholds(tmp_path, monkeypatch, capsys):
+    first, second = np.linspace(-6.0, 3.0, 400).reshape(4, 100), np.linspace(0.0, 1.0, 400).reshape(4, 100)
+    folders = [str(write_samples(tmp_path / name, values, name)) for name, values in (("a", first), ("b", second))]
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append((figure, path)))
+    file = tmp_path / "figures" / "rewards.svg"
+    assert main(["evaluate", *folders, "--thresholds", "-4", "--figure", str(file)]) == 0
+    (_, path), (panel,) = drawn[0], drawn[0][0].axes
+    assert path == file and panel.get_yscale() == "log"
+    assert [patch.get_label() for patch in panel.patches] == [
+        f"{folders[0]}: {np.mean(first < -4):.3g} under -4",
+        f"{folders[1]}: 0 under -4",
+    ]
+    for patch, values in zip(panel.patches, (first, second), strict=True):
+        shares, edges, _ = patch.get_data()
+        there = shares > panel.get_ylim()[0]  # the others are empty, and drawn at the bottom
+        assert shares[there].sum() == pytest.approx(1.0)
+        assert edges[:-1][there].min() <= values.min() and edges[1:][there].max() >= values.max()
+    assert [line.get_xdata()[0] for line in panel.lines] == [-4.0]
+    capsys.readouterr()
+    assert main(["evaluate", folders[0], "--figure", str(tmp_path / "rewards.txt")]) == 1
+    assert "`--figure" in capsys.readouterr().err and not drawn[1:]
+
+
+def test_a_figure_of_missing_rewards_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="all are missing"):
+        plots.plot_rewards({"a": np.array([np.nan])}, tmp_path / "rewards.png")

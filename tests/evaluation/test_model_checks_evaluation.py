@@ -1,0 +1,189 @@
+"""Models that are not what they are passed as: refused by name in evaluation; beside each, the neighbour that is right."""
+
+import pytest
+import torch
+from transformers import BertConfig, BertLMHeadModel
+
+from trl_repulse.evaluation._generation import as_function, transformers_engine
+from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.gcg import GCGConfig, run_gcg
+from trl_repulse.evaluation.log_probs import completion_log_probs
+from trl_repulse.evaluation.rare.sampling import draw, find_temperature
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.generation import TransformersGenerator
+from trl_repulse.models._causal import check_causal
+from trl_repulse.models._loading import load_model
+
+from ..conftest import WORDS, build_model, build_tokenizer, word_reward
+from ..models.test_model_checks import MESSAGES, MODELS, SIZES, V, classifier, gpt2, saved
+
+
+PROMPTS = ["the cat", "fish"]
+SETTINGS = SamplingSettings(num_samples=2, max_completion_length=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "samples"
+
+
+def held_out(folder, tokenizer, model, reference=None):
+    reward = word_reward
+    return sample_completions(
+        folder, model, PROMPTS, reward, SETTINGS, tokenizer=tokenizer, reference=reference, progress=False
+    )
+
+
+USES = {
+    "held-out sampling": lambda folder, tokenizer, model: held_out(folder, tokenizer, model),
+    "reference": lambda folder, tokenizer, model: held_out(folder, tokenizer, gpt2(), model),
+    "rare events": lambda folder, tokenizer, model: draw([model], tokenizer, PROMPTS, word_reward, [2], 2),
+    "proposal": lambda folder, tokenizer, model: draw([gpt2(), model], tokenizer, PROMPTS, word_reward, [2, 2], 2),
+    "temperature": lambda folder, tokenizer, model: find_temperature(model, tokenizer, PROMPTS, 2),
+    "exact": lambda folder, tokenizer, model: ExactEvaluator(
+        tokenizer, PROMPTS, lambda texts: torch.zeros(len(texts)), [3], 2
+    ).evaluate(model),
+    "bad tokens": lambda folder, tokenizer, model: exact_log_prob_bad(model, [[3]], [4], 1, [1]),
+    "log-probabilities": lambda folder, tokenizer, model: completion_log_probs(model, [[3]], [[4]]),
+    "generator": lambda folder, tokenizer, model: TransformersGenerator({"policy": model}, tokenizer),
+    "attack": lambda folder, tokenizer, model: run_gcg(
+        model, tokenizer, "the", " cat", GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog")
+    ),
+    "draft": lambda folder, tokenizer, model: run_gcg(
+        gpt2(),
+        tokenizer,
+        "the",
+        " cat",
+        GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog"),
+        draft_model=model,
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", ["bert", "t5", "classifier"])
+def test_what_is_no_causal_language_model(tokenizer, folder, use, kind):
+    with pytest.raises(ValueError, match=MESSAGES[kind]):
+        USES[use](folder, tokenizer, MODELS[kind]())
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_decoder_with_an_encoders_name(tokenizer, folder, use):
+    if use in ("attack", "draft"):
+        USES[use](folder, tokenizer, gpt2(1))
+    else:
+        USES[use](folder, tokenizer, BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)))
+
+
+@pytest.mark.parametrize("kind", ["bart", "classifier"])
+def test_what_would_load_as_a_language_model(tokenizer, tmp_path, kind):
+    """Their heads are the embeddings, so that no weight is missing."""
+    from transformers import AutoModelForCausalLM
+
+    path = saved(tmp_path / "model", MODELS[kind](), tokenizer)
+    with pytest.raises(ValueError, match=f"^The policy `.*` {MESSAGES[kind]}"):
+        load_model(AutoModelForCausalLM, path, "policy")
+    backbone = saved(tmp_path / "backbone", gpt2().transformer, tokenizer)
+    model = load_model(AutoModelForCausalLM, backbone, "policy")
+    assert torch.equal(model.lm_head.weight, gpt2().lm_head.weight)
+
+
+def test_the_check_leaves_no_trace(architecture):
+    model = build_model(architecture, V)
+    model.train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    check_causal(model, "`model`")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_precision_and_scale_of_the_weights_do_not_matter(dtype, spread):
+    for is_decoder in (True, False):
+        torch.manual_seed(0)
+        model = BertLMHeadModel(BertConfig(**SIZES, is_decoder=is_decoder, initializer_range=spread)).to(dtype)
+        if is_decoder:
+            check_causal(model, "`model`")
+            continue
+        with pytest.raises(ValueError, match="come after them"):
+            check_causal(model, "`model`")
+
+
+def test_a_reward_that_is_no_classifier_of_one_label(tokenizer, tmp_path):
+    for model, message in (
+        (gpt2(), "no classifier"),
+        (classifier(2), "has 2 labels"),
+        (gpt2().transformer, "no class"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            as_function(model, tokenizer, torch.device("cpu"))
+        with pytest.raises(ValueError, match=message):
+            ExactEvaluator(tokenizer, PROMPTS, model, [3], 2, reward_tokenizer=tokenizer)
+    assert as_function(classifier(), tokenizer, torch.device("cpu"))[1](prompts=["the"], completions=[" cat"])
+
+
+@pytest.mark.parametrize("use", ["held-out sampling", "rare events", "bad tokens", "attack"])
+def test_prompts_with_tokens_that_the_model_lacks(folder, use):
+    larger = build_tokenizer()
+    larger.add_tokens([" zebra"])
+    uses = {
+        "held-out sampling": lambda: sample_completions(
+            folder, gpt2(), ["the zebra"], word_reward, SETTINGS, tokenizer=larger, progress=False
+        ),
+        "rare events": lambda: draw([gpt2()], larger, ["the zebra"], word_reward, [2], 2),
+        "bad tokens": lambda: exact_log_prob_bad(gpt2(), [[3, V]], [4], 1, [1]),
+        "attack": lambda: run_gcg(
+            gpt2(), larger, "the zebra", " cat", GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog")
+        ),
+    }
+    with pytest.raises(ValueError, match="has the token 19, but the model has embeddings for 19 tokens"):
+        uses[use]()
+
+
+def test_exact_evaluation_with_more_tokens_than_the_model(tokenizer):
+    larger = build_tokenizer()
+    larger.add_tokens([" zebra"])
+    evaluator = ExactEvaluator(larger, ["the zebra"], lambda texts: torch.zeros(len(texts)), [3], 1)
+    with pytest.raises(ValueError, match="The model has 19 logits, the tokenizer 20 tokens"):
+        evaluator.evaluate(gpt2())
+
+
+def test_completions_without_an_end_have_one_length_and_a_warning(caplog):
+    endless, model = build_tokenizer(), gpt2()
+    engine = transformers_engine(model, endless, 3, 4)
+    assert not [record for record in caplog.records if "end token" in record.message]
+    endless.eos_token = model.generation_config.eos_token_id = None
+    caplog.clear()
+    engine = transformers_engine(model, endless, 3, 4)
+    assert "has an end token" in caplog.text
+    assert [len(row) for row in engine([[3], [4, 5]], 0)] == [3, 3]
+
+
+def test_rare_events_with_a_proposal_of_other_tokens(command_line, tmp_path, tokenizer):
+    policy = saved(tmp_path / "policy", gpt2(), tokenizer)
+    permuted = saved(tmp_path / "permuted", gpt2(1), build_tokenizer(WORDS[::-1]))
+    code, said = command_line(policy, permuted)
+    assert code == 1 and "has a tokenizer of its own, with 'bad' for the policy's token 3" in said
+    assert command_line(policy, saved(tmp_path / "same", gpt2(1), tokenizer))[0] == 0
+
+
+@pytest.fixture
+def command_line(tmp_path, capsys):
+    from trl_repulse.cli.main import main
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    (tmp_path / "reward.py").write_text("def reward(completions, **kwargs):\n    return [0.5] * len(completions)\n")
+
+    def run(policy, proposal):
+        arguments = ["rare-events", policy, "--proposal", proposal, "--prompts", str(tmp_path / "prompts.jsonl")]
+        arguments += ["--reward_type", f"{tmp_path / 'reward.py'}:reward", "--max_completion_length", "2"]
+        arguments += ["--num_samples", "20", "--threshold", "0", "--divergence", "0"]
+        return main(arguments), capsys.readouterr().err
+
+    return run

@@ -1,0 +1,249 @@
+"""Reports of rare events, and the command and the example that print them."""
+
+import importlib.util
+import json
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation.rare.bounds import log_z_bounds
+from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
+from trl_repulse.evaluation.rare.mixture import MixtureSample
+from trl_repulse.evaluation.rare.report import format_report, rare_event_report
+
+from ..conftest import build_model
+from ..distributed_support import launcher, run_forked
+from ..reward_models import save_model
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def sample():
+    generator = torch.Generator().manual_seed(0)
+    log_density = -3 + torch.randn(2, 400, 2, generator=generator)
+    return MixtureSample(torch.randn(2, 400, generator=generator), log_density, (200, 200))
+
+
+@pytest.fixture
+def command(tmp_path, model_dirs, tokenizer):
+    """Arguments of the command: a policy, a proposal, an adapter over the policy, prompts, a reward."""
+    proposal = tmp_path / "proposal"
+    build_model("gpt2", len(tokenizer), seed=1).save_pretrained(proposal)
+    base = build_model("gpt2", len(tokenizer))
+    base.name_or_path = model_dirs["gpt2"]
+    adapted = get_peft_model(
+        base,
+        LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True),
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
+    )
+    arguments = ["rare-events", model_dirs["gpt2"], "--proposal", str(proposal), str(tmp_path / "adapter")]
+    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
+    return [*arguments, "--max_completion_length", "2", "--num_samples", "60", "--num_proposal_samples", "40"]
+
+
+def test_report_holds_what_the_functions_return(sample):
+    report = rare_event_report(sample, [-1.0, -50.0], [0.1], [10**6])
+    assert report["prob_bad"][0]["value"] == prob_bad(sample, -1.0).value
+    assert report["cvar"][0]["per_prompt"][1]["low"] == cvar(sample.prompt(1), 0.1).low
+    assert report["prob_bad"][1]["reliable"] is False and report["prob_bad"][1]["value"] == 0
+    lowest = report["forecast"]["lowest"][0]
+    assert lowest["low"] < lowest["median"] < lowest["high"] < 0 and lowest["extrapolation"] == 2500
+    text = format_report(report)
+    assert "P(r < -1)" in text and "UNRELIABLE" in text and "Extrapolated, not measured" in text
+    assert report["prob_bad"][1]["reasons"][-1] in text
+    assert "forecast" not in rare_event_report(sample)
+
+
+@pytest.mark.parametrize("power", [None, -0.5])
+def test_a_forecast_has_a_verdict(power):
+    """Of an exponential tail, which the back-test finds held, and of a power law, whose largest rewards it misses."""
+    survival = torch.rand(2, 4000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rewards = survival.log() if power is None else -(survival**power)
+    report = rare_event_report(MixtureSample(rewards, torch.zeros(2, 4000, 1), (4000,)), forecast_sizes=[10**6])
+    found, text = report["forecast"], format_report(report)
+    assert found["reliable"] == (power is None) == (not found["reasons"])
+    assert ("UNRELIABLE: " in text) == (power is not None) and all(reason in text for reason in found["reasons"])
+
+
+def test_scores_without_a_slope_cost_the_forecast_alone(sample):
+    alike = MixtureSample(sample.rewards.clamp(min=0.5), sample.log_density, sample.counts)
+    report = rare_event_report(alike, [1.0], forecast_sizes=[10**6])
+    assert report["prob_bad"][0]["value"] > 0 and "no slope" in report["forecast"]["refused"]
+    assert "No forecast: " in format_report(report)
+
+
+def test_few_draws_cost_the_forecast_alone(sample):
+    """Enough for a forecast, and too few for a back-test; too few for either."""
+    for draws in (40, 5):
+        few = MixtureSample(sample.rewards[:, :draws], sample.log_density[:, :draws, :1], (draws,))
+        report = rare_event_report(few, [1.0], forecast_sizes=[10**6])
+        assert report["prob_bad"][0]["value"] > 0 and "too few" in report["forecast"]["refused"]
+
+
+def test_command_reads_one_reward(command, tmp_path, tokenizer, capsys):
+    """A classifier of two labels would be read at the first."""
+    place = command.index("--reward_type")
+    for labels, code in ((1, 0), (2, 1)):
+        path = ["--reward_model_path", save_model(tmp_path / "reward", "gpt2", tokenizer, num_labels=labels)[0]]
+        assert main([*command[:place], *path, *command[place + 2 :], "--threshold", "0"]) == code
+    assert "size" in capsys.readouterr().err
+
+
+def test_command(command, tmp_path, capsys):
+    output = tmp_path / "new" / "report.json"
+    assert main([*command, "--threshold", "-1", "--level", "0.1", "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert report["counts"] == [60, 40, 40, 40, 40] and len(report["prob_bad"][0]["per_prompt"]) == 2
+    assert 0 < report["prob_bad"][0]["low"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["high"] < 1
+    assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4  # each model was scored as itself
+    assert report["settings"]["seed"] == 0
+    temperatures = report["temperatures"]  # the untrained models' tokens are alike: nothing takes them 2 nats away
+    assert temperatures[:2] == [1, 1] and temperatures[2] > 1 and temperatures[3] == 1 and temperatures[4] > 1
+    assert report["settings"]["divergence"] == 2
+    assert "P(r < -1)" in capsys.readouterr().out
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_the_file_does_not_depend_on_what_can_be_printed(command, tmp_path, poor_stdout):
+    output = tmp_path / "report.json"
+    with poor_stdout():
+        assert main([*command, "--threshold", "-1", "--output", str(output)]) == 0
+    assert output.is_file()
+
+
+def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs, tokenizer):
+    """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    output, adapter = tmp_path / "report.json", str(tmp_path / "adapter")
+    command = [
+        "rare-events",
+        adapter,
+        "--proposal",
+        adapter,
+        "--divergence",
+        "0",
+        *command[command.index("--prompts") :],
+    ]
+    assert main([*command, "--threshold", "-1", "--output", str(output)]) == 0
+    diagnostics = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
+    assert (
+        diagnostics["ess"] == pytest.approx(diagnostics["tail_samples"]) and diagnostics["normalization_error"] < 1e-3
+    )
+    command[command.index(adapter, 2)] = model_dirs["gpt2"]  # negative control: the base is another model
+    assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_two_processes_estimate_what_one_estimates(command, tmp_path, capsys):
+    """Five components of three prompts, cut in the middle of the second; the report is printed once."""
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "a dog"}\n')
+    with (tmp_path / "mine.py").open("a") as file:  # who was asked
+        file.write(
+            "import os, pathlib\npathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n"
+        )
+    command = [*command, "--threshold", "-1", "--level", "0.1"]
+    done = run_forked(
+        [*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", str(tmp_path / "two.json")]
+    )
+    assert main([*command, "--output", str(tmp_path / "one.json")]) == 0
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank", "rank0", "rank1"]
+    assert done.stdout.count("P(r < -1)  ") == capsys.readouterr().out.count("P(r < -1)  ") == 1
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for report in (one, two):
+        del report["settings"]
+    assert dict(leaves(two)) == pytest.approx(dict(leaves(one)), rel=1e-4)
+
+
+def leaves(value, path=()):
+    """Numbers of a report, and where they stand; reasons, which have numbers in them, are only counted."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, (*path, key))
+    else:
+        yield str(path), 0.0 if isinstance(value, str) or value is None else float(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ([], "Nothing is asked for"),
+        (["--threshold", "0", "--prompts", "none.jsonl"], "There is no file"),
+        (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
+        (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
+        (["--threshold", "0", "--divergence", "inf"], "`--divergence inf`"),
+        (["--threshold", "0", "--max_completion_length", "0"], "`max_completion_length=0` must be at least 1"),
+        (["--threshold", "0", "--batch_size", "0"], "`batch_size=0` must be at least 1"),
+        (["--level", "2"], "`level=2.0`"),
+        (["--threshold", "nan"], "`--threshold nan`"),
+        (["--forecast", "0"], "`--forecast 0`"),
+        (["--forecast", "1e6", "--num_samples", "0"], "set `--num_samples` above 0"),
+        (["--threshold", "0", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
+    ],
+)
+def test_command_refuses(command, capsys, monkeypatch, change, message):
+    def load(*_, **__):
+        raise AssertionError("loaded first")
+
+    monkeypatch.setattr("trl_repulse.models._loading.load_model", load)
+    assert main([*command, *change]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_infinite_end_is_null_in_the_file(command, tmp_path):
+    output = tmp_path / "report.json"
+    assert main([*command, "--level", "1e-9", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["cvar"][0]["low"] is None
+
+
+@pytest.mark.thorough
+@pytest.mark.trainer
+def test_example(tmp_path, monkeypatch, capsys):
+    """On an untrained pair; its estimate holds the truth that the example prints beside it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_repulse import embedded
+
+    AutoTokenizer.from_pretrained(embedded.policy_path()).save_pretrained(tmp_path)
+    for folder in (tmp_path, tmp_path / "proposal"):
+        AutoModelForCausalLM.from_pretrained(embedded.policy_path()).save_pretrained(folder)
+    path = ROOT / "examples" / "rare_events.py"
+    spec = importlib.util.spec_from_file_location("rare_events_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", [path.name, "--output_dir", str(tmp_path), "--num_samples", "1000"])
+    bounds = []
+    monkeypatch.setattr(module, "log_z_bounds", lambda *args: bounds.extend(log_z_bounds(*args)) or bounds)
+    module.main()
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith("P(r < -5)"))
+    lower, upper = float(row[4]), float(row[6])
+    truth = float(printed.split("P(r < -5) = ")[1].split()[0])
+    assert lower < truth < upper and math.isclose(truth, 0.0064, rel_tol=0.1)
+    shown = [line.strip().split(", truth ") for line in printed.splitlines() if ", truth " in line]
+    assert [ends for ends, _ in shown] == [f"{bound.lower_end:.3f} to {bound.upper_end:.3f}" for bound in bounds]
+    assert all(b.lower_end < float(truth) < b.upper_end for b, (_, truth) in zip(bounds, shown, strict=True))
+
+
+def test_examples_without_a_model_end_in_one_line(tmp_path, monkeypatch):
+    for name, flag in (("rare_events", "--output_dir"), ("evaluate", "--model")):
+        path = ROOT / "examples" / f"{name}.py"
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", [path.name, flag, str(tmp_path / "none")])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(path), run_name="__main__")
+        message = exit_.value.code
+        assert message.startswith("error: ") and str(tmp_path / "none") in message and "\n" not in message

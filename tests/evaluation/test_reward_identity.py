@@ -1,0 +1,298 @@
+"""What samples, attacks and their results know of a reward or judge: its code, and of a server neither address nor key."""
+
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation.gcg import RefusalJudge, RewardJudge, evaluate_gcg, read_results
+from trl_repulse.evaluation.gcg.evaluator import _hash_judge
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.rewards import RemoteReward
+
+from ..conftest import word_reward
+from ..gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
+
+
+SECRET = "http://hidden-user:hidden-word@127.0.0.1:1/get_reward?key=hidden-key"
+
+
+@pytest.fixture
+def remote(monkeypatch):
+    """Rewards that ask no server."""
+    monkeypatch.setattr(RemoteReward, "__call__", lambda self, prompts, completions, **_: word_reward(completions))
+    return RemoteReward
+
+
+def sample(folder, model, reward, **settings):
+    settings = SamplingSettings(num_samples=4, max_completion_length=2, shard_size=3, **settings)
+    return sample_completions(folder, model, ["the cat", "fish"], reward, settings, progress=False)
+
+
+def interrupt(folder):
+    """As if the last shard had not been drawn."""
+    (folder / "complete.json").unlink()
+    sorted(folder.glob("shard-*"))[-1].unlink()
+
+
+def content(folder):
+    return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+
+
+def test_a_folder_does_not_know_where_its_server_was(remote, tmp_path, model_dirs):
+    """Another port, time limit or batch size draws the same samples, and no key is written."""
+    first = remote(SECRET)
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], first).table
+    assert b"hidden" not in content(tmp_path / "s")
+    interrupt(tmp_path / "s")
+    moved = remote("https://10.0.0.1:99/other?key=hidden", timeout=1, batch_size=2, retries=0)
+    assert sample(tmp_path / "s", model_dirs["gpt2"], moved).table == samples
+    interrupt(tmp_path / "s")
+    with pytest.raises(ValueError, match="begun with another `rewards"):
+        sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET, name="other"))
+    with pytest.raises(ValueError, match="begun with another `rewards.RemoteReward.label_column`"):
+        sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET, label_column="answer"))
+
+
+def test_a_report_does_not_show_the_key_of_a_server(remote, tmp_path, model_dirs, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    command = [
+        "rare-events",
+        model_dirs["gpt2"],
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--reward_type",
+        "remote",
+    ]
+    command += [
+        "--reward_model_path",
+        SECRET,
+        "--max_completion_length",
+        "2",
+        "--num_samples",
+        "20",
+        "--threshold",
+        "0",
+    ]
+    assert main([*command, "--output", str(tmp_path / "report.json")]) == 0
+    said, report = capsys.readouterr(), (tmp_path / "report.json").read_text()
+    assert json.loads(report)["settings"]["reward_model_path"] == "http://127.0.0.1:1/get_reward"
+    assert "hidden" not in report + said.out + said.err
+
+
+def make(source, **names):
+    """A function `f` of that source."""
+    module = {"__name__": "mine", **names}
+    exec(source, module)
+    return module["f"]
+
+
+REWARD = "def f(completions, **_): return [float(len(c)) for c in completions]\n"
+
+
+def test_a_folder_is_not_gone_on_with_other_code_of_the_same_name(tmp_path, model_dirs, caplog):
+    folder, model = tmp_path / "s", model_dirs["gpt2"]
+    samples = sample(folder, model, make(REWARD)).table
+    interrupt(folder)
+    with pytest.raises(ValueError, match="begun with another `rewards.f.code`"):
+        sample(folder, model, make(REWARD.replace("len(c)", "-len(c)")))
+    assert sample(folder, model, make(f"# a comment\n\n{REWARD}".replace(": ret", ":\n    ret"))).table == samples
+    assert "identified by its name alone" not in caplog.text
+
+
+def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp_path, model_dirs, caplog):
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table
+    assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
+    interrupt(tmp_path / "s")
+    assert sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table == samples
+    assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
+
+
+JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses]\n"
+
+
+@pytest.fixture(scope="module")
+def attacked():
+    tokenizer = build_trigger_tokenizer()
+    return build_trigger_model(tokenizer), tokenizer
+
+
+def attack(attacked, judge, output, rows=ROWS[:2]):
+    config = evaluation_config(num_steps=1, num_samples=1)
+    return evaluate_gcg(*attacked, rows, judge, config, output)
+
+
+def cut(output):
+    """As if the last target had not been attacked."""
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_path, caplog):
+    output = attack(attacked, make(JUDGE), tmp_path / "out.jsonl")
+    whole = read_results(output)[1]
+    cut(output)
+    with pytest.raises(ValueError, match="holds results of another evaluation: judge_hash"):
+        attack(attacked, make(JUDGE.replace("len(each)", "-len(each)")), output)
+    attack(attacked, make(JUDGE), output)
+    assert [row["after"]["rewards"] for row in read_results(output)[1]] == [row["after"]["rewards"] for row in whole]
+    assert "identified by its name alone" not in caplog.text
+
+
+def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
+    for i, judge in enumerate((remote(SECRET), RewardJudge(remote(SECRET), as_messages=False))):
+        output = attack(attacked, judge, tmp_path / f"{i}.jsonl")
+        assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
+        cut(output)
+        attack(attacked, judge, output)
+        assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
+        caplog.clear()
+        attack(attacked, judge, output)  # which is done
+        assert not caplog.text
+
+
+class Judge:
+    """Counts what it is asked, which is nothing that scores depend on."""
+
+    scale = 1.0
+
+    def __init__(self, threshold, api_key="", url="http://a"):
+        self.threshold, self.api_key, self.url, self.asked = threshold, api_key, url, 0
+
+    def __call__(self, goals, responses):
+        self.asked += 1
+        return [self.scale * (len(each) > self.threshold) for each in responses]
+
+    def other(self, goals, responses):
+        return [0.0 for _ in responses]
+
+
+@dataclass(slots=True)
+class Slotted:
+    threshold: float
+
+    def __call__(self, goals, responses):
+        return [float(len(each) > self.threshold) for each in responses]
+
+
+class Stricter(Judge):
+    scale = 2.0
+
+
+def held(threshold, api_key=""):
+    def judge(goals, responses):
+        return [float(len(each) > threshold) for each in responses if api_key is not None]
+
+    return judge
+
+
+def with_default(threshold):
+    return make("def f(goals, responses, limit=limit): return [limit for _ in responses]", limit=threshold)
+
+
+def with_constant(threshold):
+    return make("def f(goals, responses): return [LIMIT for _ in responses]", LIMIT=threshold)
+
+
+def with_helper(threshold):
+    return make(f"def help(): return {threshold}\ndef f(goals, responses): return [help() for _ in responses]")
+
+
+PAIR = [lambda goals, responses: [1.0], lambda goals, responses: [2.0]]
+DIFFERENT = {
+    "code": [make(JUDGE), make(JUDGE.replace("len", "-len"))],
+    "lambdas of one line": PAIR,
+    "attribute": [Judge(1), Judge(2)],
+    "slots": [Slotted(1), Slotted(2)],
+    "class": [Judge(1), Stricter(1)],
+    "method": [Judge(1).other, Judge(1).__call__],
+    "method of another": [Judge(1).other, Judge(2).other],
+    "closure": [held(1), held(2)],
+    "default": [with_default(1), with_default(2)],
+    "constant": [with_constant([1]), with_constant([2])],
+    "function of its file": [with_helper(1), with_helper(2)],
+    "partial": [functools.partial(held(1), goals=[each]) for each in "ab"],
+    "partial of another": [functools.partial(Judge(each), goals=[]) for each in (1, 2)],
+}
+STABLE = [
+    *(pair[0] for pair in DIFFERENT.values()),
+    make("def f(goals, responses): return [float(each in {'a', 'b', 'c', 'd'}) for each in responses]"),
+]
+ALIKE = {
+    "comment": [make(JUDGE), make(f"# a comment\n{JUDGE}")],
+    "closure": [held(1), held(1, api_key="key")],
+    "attribute": [Judge(1), Judge(1, "key", "http://b")],
+    "slots": [Slotted(1), Slotted(1)],
+    "copy": [Judge(1), copy.deepcopy(Judge(1))],
+    "partial": [functools.partial(held(1), []) for _ in range(2)],
+    "wrapped": [held(1), RewardJudge(held(1))],
+    "server": [RemoteReward(SECRET), RemoteReward("http://h/", timeout=1)],
+    "refusals": [RefusalJudge(["no"]), RefusalJudge(["NO"])],
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_judges_of_other_code_or_values(kind):
+    one, other = DIFFERENT[kind]
+    assert _hash_judge(one) and _hash_judge(one) != _hash_judge(other)
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_judges_that_give_the_same_scores(kind):
+    one, other = ALIKE[kind]
+    assert _hash_judge(one) == _hash_judge(other)
+
+
+def test_functions_that_call_each_other_are_described_once():
+    """The paths through them are 2 to the power of 40."""
+    calls = "".join(f"def f{i}(): return f{i + 1}() + f{i + 2}()\n" for i in range(58))
+    source = calls + "def f58(): return f59()\ndef f59(): return f58()\ndef f(goals, responses): return [f0()]\n"
+    one, other = make(source), make(source.replace("return f58()", "return -f58()"))
+    assert _hash_judge(one) and _hash_judge(one) != _hash_judge(other)
+
+
+def test_a_judge_stays_itself_while_it_works():
+    judge = Judge(1)
+    before = _hash_judge(judge)
+    judge([], ["a"])
+    assert judge.asked == 1 and _hash_judge(judge) == before
+    assert _hash_judge(Judge(1)) == before  # that of the next process
+
+
+def held_by_itself():
+    values = []
+    values.append(values)
+    return held(values)
+
+
+UNKNOWN = {
+    "built in": len,
+    "partial": functools.partial(len),
+    "cache": functools.lru_cache(held(1)),
+    "circle": held_by_itself(),
+    "weights that are not in memory": held(torch.nn.Linear(2, 2, device="meta")),
+}
+
+
+@pytest.mark.parametrize("judge", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_has_no_code_is_known_by_its_name_alone(judge):
+    assert _hash_judge(judge) is None
+
+
+HASHES = "import tests.evaluation.test_reward_identity as it; print(*map(it._hash_judge, it.STABLE))"
+
+
+@pytest.mark.thorough
+def test_another_process_finds_the_same_hashes():
+    """In which sets have another order."""
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", HASHES]
+    found = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, check=True)
+    assert found.stdout.decode().split() == [*map(_hash_judge, STABLE)]

@@ -1,0 +1,351 @@
+"""Exact evaluation along a run: counts, clocks, history, files."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from matplotlib.image import imread
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
+from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.plots import _logged_panels, plot_training
+from trl_repulse.evaluation.tracking import (
+    BadTokenTrackingCallback,
+    ExactTrackingCallback,
+    TrackingCallback,
+    format_table,
+    write_results,
+)
+
+from ..conftest import USE_CPU
+
+
+pytestmark = pytest.mark.trainer
+
+BASE = {
+    "max_completion_length": 1,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "beta": 0.0,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "use_cpu": USE_CPU,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
+    config, trainer = (RePULSeConfig, RePULSeTrainer) if repulse else (ReinforceConfig, ReinforceTrainer)
+    if repulse:
+        settings = {"proposal": "learned", "potential": "tilted", "target_dist_beta": -1.0, "alpha": 1.0} | settings
+    return trainer(
+        model=embedded.policy_path() if model is None else model,
+        reward_funcs=embedded.reward_model_path() if reward is None else reward,
+        args=config(output_dir=str(folder), **BASE | settings),
+        train_dataset=embedded.load_prompts().repeat(4),
+    )
+
+
+def initial_policy():
+    return AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+
+    def reward(texts):
+        return torch.tensor([float(len(text)) for text in texts])
+
+    return ExactEvaluator(
+        tokenizer,
+        embedded.load_prompts()["prompt"][:3],
+        reward,
+        embedded.bad_token_ids(tokenizer),
+        1,
+        reference_model=initial_policy(),
+    )
+
+
+def keys(report):
+    return {"expected_reward": report.expected_reward, "log_prob_bad": report.log_prob_bad, "kl": report.kl}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"alpha": 0.0},
+        {"proposal": "policy"},
+        {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": 0.0},
+        {"num_proposal_generations": 6, "proposal_updates_per_step": 2},
+        {"proposal_update_order": "after"},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+        {"steps_per_generation": 2, "num_iterations": 2},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_samples_are_those_drawn(tmp_path, settings):
+    drawn = 0
+
+    def reward(completions, **kwargs):
+        nonlocal drawn
+        drawn += len(completions)
+        return [float(len(completion)) for completion in completions]
+
+    trainer = make_trainer(tmp_path, reward=reward, max_steps=5, **settings)
+    tracking = TrackingCallback(trainer)
+    trainer.add_callback(tracking)
+    trainer.train()
+    assert tracking.updates == 5
+    assert tracking.samples == drawn > 0
+
+
+def test_history(tmp_path, evaluator):
+    trainer = make_trainer(tmp_path, max_steps=5)
+    tracking = ExactTrackingCallback(evaluator, trainer, every=2)
+    trainer.add_callback(tracking)
+    trainer.train()
+    history = tracking.history
+    assert [entry["update"] for entry in history] == [0, 2, 4, 5]
+    assert [entry["samples"] for entry in history] == [0, 32, 64, 80]
+    seconds = [entry["seconds"] for entry in history]
+    assert seconds == sorted(seconds)
+    assert tracking.seconds >= seconds[-1] > seconds[0] >= 0
+    start = keys(evaluator.evaluate(initial_policy()))
+    assert history[0]["policy"] == history[0]["proposal"] == pytest.approx(start)
+    assert start["kl"] == pytest.approx(0, abs=1e-6)
+    assert history[-1]["policy"] == pytest.approx(keys(evaluator.evaluate(trainer.model)))
+    assert history[-1]["proposal"] == pytest.approx(keys(evaluator.evaluate(trainer.proposal.module)))
+    assert history[-1]["policy"]["kl"] > 1e-5
+    assert history[-1]["policy"] != history[-1]["proposal"]
+
+
+@pytest.mark.parametrize("repulse", [True, False])
+def test_history_without_a_proposal(tmp_path, evaluator, repulse):
+    trainer = make_trainer(tmp_path, repulse, max_steps=2, **({"alpha": 0.0} if repulse else {}))
+    tracking = ExactTrackingCallback(evaluator, trainer, every=2)
+    trainer.add_callback(tracking)
+    trainer.train()
+    assert [entry["update"] for entry in tracking.history] == [0, 2]
+    assert [entry["samples"] for entry in tracking.history] == [0, 16]
+    assert all(entry["proposal"] is None for entry in tracking.history)
+
+
+def test_a_second_run_starts_anew(tmp_path, evaluator):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    tracking = ExactTrackingCallback(evaluator, trainer)
+    trainer.add_callback(tracking)
+    trainer.train()
+    middle = tracking.history[-1]["policy"]
+    trainer.train()
+    assert [(entry["update"], entry["samples"]) for entry in tracking.history] == [(0, 0), (2, 32)]
+    assert tracking.history[0]["policy"] == pytest.approx(middle)
+
+
+@pytest.mark.invariant
+def test_tracking_leaves_the_run_alone(tmp_path, evaluator):
+    weights = []
+    for tracked in (False, True):
+        trainer = make_trainer(tmp_path, max_steps=3)
+        if tracked:
+            trainer.add_callback(ExactTrackingCallback(evaluator, trainer, every=1))
+        trainer.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
+    trainer = make_trainer(tmp_path, repulse=False, max_steps=2)
+    tracking = ExactTrackingCallback(evaluator, trainer, every=1)
+    evaluate, pause = evaluator.evaluate, 0.2
+
+    def slow(model):
+        time.sleep(pause)
+        return evaluate(model)
+
+    monkeypatch.setattr(evaluator, "evaluate", slow)
+    trainer.add_callback(tracking)
+    start = time.perf_counter()
+    trainer.train()
+    elapsed = time.perf_counter() - start
+    assert 0 < tracking.seconds <= elapsed - 4 * pause  # at the start, after each update, at the end
+    stopped = tracking.seconds
+    time.sleep(0.01)
+    assert tracking.seconds == stopped
+
+
+def test_from_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    prompts, bad = embedded.load_prompts()["prompt"][:2], embedded.bad_token_ids(trainer.processing_class)
+    tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial_policy(), every=3)
+    assert tracking.every == 3
+    assert tracking.evaluator.rewards.shape[0] == 2
+    assert tracking.evaluator.max_completion_length == 1
+    assert tracking.evaluator.evaluate(trainer.model).kl == pytest.approx(0, abs=1e-6)
+
+
+def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tmp_path):
+    plain = make_trainer(tmp_path, max_steps=1, max_completion_length=2)
+    prompts, bad = embedded.load_prompts()["prompt"][:1], embedded.bad_token_ids(plain.processing_class)
+    policy, tokens = initial_policy(), plain.processing_class(prompts[0], return_tensors="pt")
+    first = policy(**tokens).logits[0, -1].argmax().item()
+    policy.generation_config.eos_token_id = [policy.generation_config.eos_token_id, first]
+    trainer = make_trainer(tmp_path, model=policy, max_steps=1, max_completion_length=2, reward_weights=[-2.0])
+    assert first in trainer.eos_token_ids
+    found = ExactTrackingCallback.from_trainer(trainer, prompts, bad)
+    by_tokens = BadTokenTrackingCallback(trainer, prompts, bad)
+    expected = by_tokens._evaluate(policy)["log_prob_bad"]
+    assert found._evaluate(policy)["log_prob_bad"] == pytest.approx(expected, abs=1e-5)
+    usual = ExactTrackingCallback.from_trainer(plain, prompts, bad)
+    assert usual._evaluate(policy)["log_prob_bad"] != pytest.approx(expected, abs=1e-2)
+    for evaluator, weight in ((usual.evaluator, 1.0), (found.evaluator, -2.0)):
+        ends = (evaluator.completion_ids[:, 0] == 1).nonzero()[0, 0]
+        assert evaluator.rewards[0, ends].item() == pytest.approx(weight * usual.evaluator.rewards[0, 0].item())
+
+
+def test_what_is_refused(tmp_path, evaluator, reward):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="`every=0` must be at least 1"):
+        ExactTrackingCallback(evaluator, trainer, every=0)
+    with pytest.raises(ValueError, match="A prompt of .* exceed the model's context of .* shorten or drop the prompt"):
+        ExactTrackingCallback.from_trainer(trainer, ["the " * 500], [0])
+    with pytest.raises(ValueError, match="needs plain-text prompts; evaluate conversations by sampling"):
+        ExactTrackingCallback.from_trainer(trainer, [[{"role": "user", "content": "a"}]], [0])
+    with pytest.raises(ValueError, match="needs `reward_funcs` to be one reward model; build `ExactEvaluator`"):
+        ExactTrackingCallback.from_trainer(make_trainer(tmp_path, reward=reward, max_steps=1), ["the"], [0])
+
+
+class TestFiles:
+    """What is written of a run, here an invented one."""
+
+    @pytest.fixture
+    def tracking(self, tmp_path, evaluator):
+        tracking = ExactTrackingCallback(evaluator, make_trainer(tmp_path, max_steps=1))
+        tracking.updates = 20
+        tracking.history = [
+            {
+                "update": update,
+                "samples": 64 * update,
+                "seconds": 0.5 * update,
+                "policy": {"expected_reward": 1.0 + update, "log_prob_bad": bad, "kl": kl},
+                "proposal": {"expected_reward": -1.0 * update, "log_prob_bad": -1.0, "kl": 0.5},
+            }
+            for update, bad, kl in ((0, -2.5, 0.0), (10, -4.0, 0.25), (20, -math.inf, None))
+        ]
+        return tracking
+
+    def test_results(self, tmp_path, tracking):
+        path = tmp_path / "new" / "results.json"
+        write_results(
+            path,
+            "RePULSe",
+            7,
+            tracking,
+            {"alpha": 0.1, "device": torch.device("cpu"), "bounds": (None, 1.0, -math.inf), "dtype": None},
+            {"reward": math.nan, "kl": 0.5},
+        )
+        results = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
+        assert list(results) == [
+            "method",
+            "seed",
+            "samples",
+            "policy_updates",
+            "initial",
+            "final",
+            "seconds",
+            "metrics",
+            "history",
+            "settings",
+        ]
+        assert (results["method"], results["seed"], results["policy_updates"]) == ("RePULSe", 7, 20)
+        assert results["initial"] == {"expected_reward": 1.0, "log_prob_bad": -2.5, "kl": 0.0}
+        assert results["final"] == {"expected_reward": 21.0}
+        assert results["history"][1] == tracking.history[1]
+        assert results["settings"] == {"alpha": 0.1, "device": "cpu", "bounds": ["None", 1.0, "-inf"]}
+        assert results["metrics"] == {"kl": 0.5}
+
+    def test_results_without_exact_evaluation(self, tmp_path, tracking):
+        write_results(tmp_path / "results.json", "REINFORCE", 0, TrackingCallback(tracking.trainer), {})
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert not {"initial", "final"} & set(results)
+        assert results["history"] == []
+        assert results["samples"] == 0
+
+    def test_table(self, tracking):
+        lines = format_table(tracking).splitlines()
+        assert lines[0].split() == ["start", "end"]
+        assert lines[2].split() == ["expected", "reward", "1.0000", "21.0000"]
+        assert lines[3].split() == ["exact", "log", "P(bad),", "nats", "-2.5000", "-inf"]
+        assert lines[4].split() == ["KL", "to", "reference,", "nats", "per", "completion", "0.0000", "-"]
+        assert [line.split()[0] for line in lines[5:]] == ["samples", "seconds"]
+        assert len(set(map(len, lines))) == 1
+
+    def test_table_without_exact_evaluation(self, tracking):
+        table = format_table(TrackingCallback(tracking.trainer), {"reward": 0.123456, "step": 3})
+        lines = [line.split() for line in table.splitlines()]
+        assert ["reward", "0.1235"] in lines
+        assert ["step", "3"] in lines
+        assert ["samples", "drawn", "0"] in lines
+
+    @pytest.mark.parametrize("x", ["samples", "update"])
+    def test_figure(self, tmp_path, tracking, x):
+        path = tmp_path / "new" / "training.png"
+        plot_training(tracking.history, path, x)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 10_000
+
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_figure_of_what_was_logged(self, tmp_path, tracking, exact):
+        history = tracking.history if exact else []
+        logs = [
+            {"step": 5, "reward": 1.0, "proposal/reward": -1.0, "proposal/ess": 3.0, "kl": None},
+            {"step": 10, "reward": 2.0, "negative/ess": 4.0, "bad_fraction": 0.5, "proposal/log_z_gap": 1.0},
+            {"step": 10, "train_runtime": 1.0},
+        ]
+        assert [(title, series) for title, _, _, series in _logged_panels(logs)] == [
+            ("Reward of samples", {"policy": [(5, 1.0), (10, 2.0)], "proposal": [(5, -1.0)]}),
+            ("Bad samples", {"policy": [(10, 0.5)]}),
+            ("Effective sample size", {"proposal": [(5, 3.0), (10, 4.0)]}),
+            ("Collapse gauge: gap of log Z", {"proposal": [(10, 1.0)]}),
+        ]
+        plot_training(history, tmp_path / "training.png", logs=logs)
+        image = imread(tmp_path / "training.png")
+        assert image.shape[0] / image.shape[1] == pytest.approx((2 if exact else 1) * 3.4 / (4 * 4.2), rel=0.01)
+
+    def test_the_kl_of_a_figure_is_per_completion(self):
+        [panel] = _logged_panels([{"step": 1, "kl": 0.5, "completions/mean_length": 4.0}, {"step": 2, "kl": 0.5}])
+        assert panel[:2] == ("KL to reference", "nats per completion") and panel[-1] == {"policy": [(1, 2.0)]}
+
+    def test_figure_of_chosen_metrics_beside_another_run(self, tmp_path, monkeypatch):
+        figures = []
+        monkeypatch.setattr("trl_repulse.evaluation.plots._save", lambda figure, path: figures.append(figure))
+        logs, others = ([{"step": step, "kl": kl, "reward": 1.0} for step in (1, 2)] for kl in (0.5, 0.1))
+        metrics = {("Divergence", "nats"): {"policy": ("kl",)}, ("Missing", "nats"): {"policy": ("none",)}}
+        plot_training([], tmp_path / "kl.png", logs=logs, metrics=metrics, beside=others, beside_label="sound run")
+        [figure] = figures
+        [panel] = figure.axes  # the metrics that are named and logged, no others
+        assert panel.get_title(loc="left") == "Divergence"
+        drawn = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
+        assert drawn["policy"] == [0.5, 0.5] and drawn["policy, sound run"] == [0.1, 0.1]
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["policy", "policy, sound run"]
+
+    def test_nothing_to_draw(self, tmp_path):
+        with pytest.raises(ValueError, match="nothing to draw; log at least once"):
+            plot_training([], tmp_path / "training.png", logs=[{"step": 1, "train_runtime": 1.0}])
+
+    def test_figure_without_a_proposal_or_finite_values(self, tmp_path, tracking):
+        history = [entry | {"proposal": None} for entry in tracking.history]
+        history[0]["policy"]["log_prob_bad"] = None
+        plot_training(history, tmp_path / "training.pdf")
+        assert (tmp_path / "training.pdf").read_bytes().startswith(b"%PDF")

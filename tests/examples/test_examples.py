@@ -1,0 +1,460 @@
+"""The example script: what it writes and prints, what its flags do, and what it says to a mistaken user."""
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
+
+from trl_repulse import embedded
+from trl_repulse.cli import arguments
+from trl_repulse.cli.arguments import ARGUMENTS
+from trl_repulse.evaluation.exact import ExactEvaluator
+
+from ..conftest import without_others
+
+
+pytestmark = pytest.mark.trainer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT, EMBEDDED_CONFIG = EXAMPLES / "repulse.py", EXAMPLES / "configs" / "embedded.yaml"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+# Completions of one token: every exact evaluation takes milliseconds
+QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
+# Flags for models of the user's own, where nothing comes from embedded.yaml
+OWN = [
+    *QUICK,
+    *("--per_device_train_batch_size", "8", "--num_generations", "4", "--report_to", "none"),
+    *(
+        "--save_strategy",
+        "no",
+        "--proposal",
+        "learned",
+        "--target_dist_beta",
+        "-1",
+        "--activation_checkpointing",
+        "false",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("repulse_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+    """The evaluator of the embedded world at one token, built by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    return ExactEvaluator(
+        tokenizer,
+        embedded.load_prompts()["prompt"],
+        AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
+        embedded.bad_token_ids(tokenizer),
+        1,
+        reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
+        reference_model=AutoModelForCausalLM.from_pretrained(embedded.policy_path()),
+    )
+
+
+@pytest.fixture(scope="module")
+def reward_dir(tmp_path_factory, tokenizer):
+    """A random reward model over the tiny models' vocabulary, with a chat template."""
+    folder = tmp_path_factory.mktemp("reward")
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32, num_labels=1, pad_token_id=0
+    )
+    GPT2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return str(folder)
+
+
+def parse(flags):
+    return arguments.parse(flags, ARGUMENTS["repulse"], embedded.settings_path("repulse"))
+
+
+def read_results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def exact(evaluator, folder):
+    report = evaluator.evaluate(AutoModelForCausalLM.from_pretrained(folder))
+    return {"expected_reward": report.expected_reward, "log_prob_bad": report.log_prob_bad, "kl": report.kl}
+
+
+def table_of(output):
+    """The printed table, name to (start, end)."""
+    rows = {}
+    for line in output.splitlines():
+        cells = line.rsplit(maxsplit=2)
+        if len(cells) == 3 and cells[0] in (
+            "expected reward",
+            "exact log P(bad), nats",
+            "KL to reference, nats per completion",
+            "samples drawn",
+            "seconds",
+        ):
+            rows[cells[0]] = cells[1:]
+    return rows
+
+
+# What a run leaves behind
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "flags, method, samples",
+    [
+        ([], "RePULSe", 512),
+        (["--alpha", "0"], "REINFORCE", 256),
+        (["--proposal", "policy"], "RePULSe (policy as proposal)", 256),
+        (
+            ["--proposal", "hot_policy", "--potential", "indicator", "--proposal_temperature", "2"],
+            "RePULSe (hot policy)",
+            512,
+        ),
+        (["--num_proposal_generations", "4", "--proposal_updates_per_step", "2"], "RePULSe", 320),
+    ],
+    ids=["repulse", "reinforce", "policy_as_proposal", "hot_policy", "proposal_draws"],
+)
+def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, samples):
+    example.main([*QUICK, "--seed", "3", "--output_dir", str(tmp_path), *flags])
+
+    results = read_results(tmp_path)
+    assert (results["method"], results["seed"], results["policy_updates"]) == (method, 3, 2)
+    assert results["samples"] == samples
+    assert results["initial"] == pytest.approx(exact(evaluator, embedded.policy_path()), abs=1e-6)
+    assert results["final"] == pytest.approx(exact(evaluator, tmp_path), abs=1e-6)
+    assert results["final"] != results["initial"]
+    assert results["seconds"] > 0
+    assert results["settings"]["seed"] == 3
+    assert results["settings"]["target_dist_beta"] == yaml.safe_load(EMBEDDED_CONFIG.read_text())["target_dist_beta"]
+    assert results["metrics"]["step"] == 2
+    assert [entry["update"] for entry in results["history"]] == [0, 2]
+
+    has_proposal = method == "RePULSe"
+    assert (tmp_path / "proposal").is_dir() == has_proposal
+    last = results["history"][-1].get("proposal")
+    if has_proposal:
+        assert last == pytest.approx(exact(evaluator, tmp_path / "proposal"), abs=1e-6)
+    else:
+        assert last is None
+
+    output = capsys.readouterr().out
+    assert f"{method}, seed 3" in output
+    table = table_of(output)
+    for row, key in zip(list(table)[:3], ("expected_reward", "log_prob_bad", "kl"), strict=True):
+        assert table[row] == [f"{results[name][key]:.4f}" for name in ("initial", "final")]
+    assert table["samples drawn"] == ["0", str(samples)]
+    assert table["seconds"] == ["0.0", f"{results['seconds']:.1f}"]
+    assert f"Saved to {tmp_path}" in output
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tracking_every(example, tmp_path):
+    example.main([*QUICK, "--output_dir", str(tmp_path), "--tracking_every", "1"])
+    assert [entry["update"] for entry in read_results(tmp_path)["history"]] == [0, 1, 2]
+
+
+def test_the_same_seed_gives_the_same_run(example, tmp_path):
+    finals = []
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        example.main([*QUICK, "--output_dir", str(tmp_path / name), "--seed", seed])
+        finals.append(read_results(tmp_path / name)["final"])
+    assert finals[0] == finals[1] != finals[2]
+
+
+def test_more_prompts_an_update_than_there_are(example, tmp_path):
+    example.main([*QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
+    results = read_results(tmp_path)
+    assert (results["policy_updates"], results["samples"]) == (2, 1024)
+
+
+def test_evaluation_by_sampling(example, tmp_path):
+    flags = ["--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "64"]
+    example.main([*QUICK, "--output_dir", str(tmp_path), "--dataset_test_split", "train", *flags])
+    assert read_results(tmp_path)["samples"] == 512  # those drawn for training
+
+
+def test_peft(example, tmp_path):
+    pytest.importorskip("peft")
+    lora = ["--use_peft", "--lora_r", "4", "--lora_alpha", "8", "--lora_target_modules", "c_attn", "c_proj"]
+    example.main([*QUICK, "--learning_rate", "0.01", "--output_dir", str(tmp_path), *lora])
+    results = read_results(tmp_path)
+    assert results["initial"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert results["final"]["kl"] > 1e-6
+    for folder in (tmp_path, tmp_path / "proposal"):
+        adapter = json.loads((folder / "adapter_config.json").read_text())
+        assert adapter["r"] == 4
+        assert sorted(adapter["target_modules"]) == ["c_attn", "c_proj"]
+        assert (folder / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, reward_dir, suffix):
+    path = tmp_path / f"prompts{suffix}"
+    prompts = ["the cat", "the dog ran", "fish"]
+    rows = prompts if suffix == ".csv" else [json.dumps({"prompt": prompt}) for prompt in prompts]
+    path.write_text("\n".join(["prompt", *rows] if suffix == ".csv" else rows))
+    models = ["--model_name_or_path", model_dirs["llama"], "--reward_model_path", reward_dir]
+    example.main([*OWN, *models, "--dataset_name", str(path), "--output_dir", str(tmp_path / "out")])
+    results = read_results(tmp_path / "out")
+    assert results["method"] == "RePULSe"
+    assert results["samples"] == 32
+    assert not {"initial", "final"} & set(results)
+    assert results["history"] == []
+    assert "reward" in results["metrics"]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "null" not in (tmp_path / "out" / "results.json").read_text()
+    table = (tmp_path / "out" / "completions" / "before_after.md").read_text().splitlines()
+    assert len(table) == 12 and table[0] == "| prompt | update 0 | reward | update 2 | reward |"
+    assert [line.split(" | ")[0] for line in table[2:6]] == [f"| {prompt}" for prompt in (*prompts, prompts[0])]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["samples", "drawn", "32"] in lines
+    assert ["reward", f"{results['metrics']['reward']:.4f}"] in lines
+
+
+def test_own_models_and_conversations(example, tmp_path, model_dirs, reward_dir):
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(model)
+    path = tmp_path / "prompts.jsonl"
+    prompts = [[{"role": "user", "content": text}] for text in ("the cat", "the dog ran")]
+    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    models = ["--model_name_or_path", str(model), "--reward_model_path", reward_dir]
+    negatives = ["--save_negatives", "true", "--bad_reward_threshold", "100"]
+    example.main([*OWN, *models, *negatives, "--dataset_name", str(path), "--output_dir", str(tmp_path / "out")])
+    rows = [json.loads(line) for line in (tmp_path / "out" / "negatives.jsonl").read_text().splitlines()]
+    assert len(rows) == read_results(tmp_path / "out")["samples"] == 32
+    assert all(row["prompt"] in prompts and row["completion"][0]["role"] == "assistant" for row in rows)
+
+
+# PPO, which shares all but the method
+
+
+@pytest.fixture
+def ppo_example(monkeypatch):
+    spec = importlib.util.spec_from_file_location("ppo_example", EXAMPLES / "ppo.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
+    value_model = ["--value_model_path", embedded.reward_model_path()]
+    ppo_example.main([*QUICK, "--seed", "3", "--output_dir", str(tmp_path), *value_model])
+    results = read_results(tmp_path)
+    assert (results["method"], results["seed"], results["policy_updates"], results["samples"]) == ("PPO", 3, 2, 256)
+    assert results["final"] == pytest.approx(exact(evaluator, tmp_path), abs=1e-6)
+    assert results["final"] != results["initial"]
+    settings = yaml.safe_load((EXAMPLES / "configs" / "embedded_ppo.yaml").read_text())
+    for name in ("learning_rate", "value_learning_rate", "num_generations", "gae_lambda"):
+        assert results["settings"][name] == settings[name]
+    value = json.loads((tmp_path / "value" / "config.json").read_text())
+    assert value["architectures"] == ["GPT2ForTokenClassification"]
+    assert value["n_embd"] == json.loads((Path(embedded.reward_model_path()) / "config.json").read_text())["n_embd"]
+    output = capsys.readouterr().out
+    assert "PPO, seed 3" in output and table_of(output)["samples drawn"] == ["0", "256"]
+    assert (tmp_path / "training.png").exists()
+
+
+# Flags and files of settings
+
+
+def test_default_settings_are_those_of_the_file(example):
+    settings = yaml.safe_load(EMBEDDED_CONFIG.read_text())
+    script_args, args, model_args = parse([])
+    assert model_args.model_name_or_path is None
+    assert script_args.reward_model_path == embedded.reward_model_path()
+    assert script_args.dataset_name == embedded.prompts_path()
+    for name in ("tracking_every", "lr_decay_ratio"):
+        assert getattr(script_args, name) == settings.pop(name)
+    assert args.report_to == []
+    assert settings.pop("report_to") == "none"
+    assert {name: getattr(args, name) for name in settings} == settings
+    assert args.use_cpu == (not torch.accelerator.is_available())
+
+
+def test_flags_win_over_the_file(example, tmp_path):
+    assert parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
+    config = tmp_path / "own.yaml"
+    config.write_text(
+        "proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n"
+    )
+    _, args, model_args = parse(["--config", str(config), "--alpha", "0.75"])
+    assert (args.alpha, args.learning_rate, args.num_generations) == (0.75, 0.25, 4)
+    assert model_args.model_name_or_path is None  # so this is the embedded world too
+    assert args.model_init_kwargs["dtype"] == "bfloat16"
+
+
+def test_model_arguments_reach_the_model(example):
+    flags = ["--model_name_or_path", "a", "--reward_model_path", "b", "--dataset_name", "c", "--model_revision", "d"]
+    flags += ["--bad_reward_threshold", "-4"]
+    flags += ["--attn_implementation", "eager", "--model_init_kwargs", '{"use_cache": false}']
+    _, args, model_args = parse(flags)
+    assert model_args.model_name_or_path == "a"
+    expected = {"revision": "d", "attn_implementation": "eager", "dtype": "float32", "use_cache": False}
+    assert args.model_init_kwargs == expected
+
+
+# Mistakes
+
+
+def fail(monkeypatch, *flags):
+    """Runs the script as `python repulse.py` does and returns what it says on its way out."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    message = exit_.value.code
+    assert isinstance(message, str)  # printed to stderr, with exit code 1
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--target_dist_beta", "0.5"], ["`target_dist_beta=0.5`", "must be below 0"]),
+        (["--temperature", "0.7"], ["`temperature=0.7`", "leave it at 1.0"]),
+        (["--top_k", "5"], ["`top_k=5`", "leave it at 0"]),
+        (["--alpha", "-1"], ["`alpha=-1.0`", "must be at least 0"]),
+        (["--alpha", "much"], ["--alpha", "invalid float value: 'much'"]),
+        (["--potential", "soft"], ["--potential", "invalid choice: 'soft'"]),
+        (["--no_such_flag", "1"], ["--no_such_flag"]),
+        (["--tracking_every", "0"], ["`every=0`", "must be at least 1"]),
+        (["--per_device_train_batch_size", "100"], ["generation_batch_size (100)", "num_generations (32)"]),
+        (["--config", "nowhere.yaml"], ["There is no file `nowhere.yaml`", "nowhere.yaml"]),
+        (["--dataset_name", "nowhere.jsonl"], ["There is no file `nowhere.jsonl`"]),
+        (
+            ["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"],
+            ["has no split 'test'; name a file", "`eval_dataset_name`"],
+        ),
+        (
+            ["--model_name_or_path", "m", "--alpha", "0"],
+            ["`--reward_model_path` is needed with `--model_name_or_path`"],
+        ),
+        (["--model_name_or_path", "m", "--alpha", "0", "--reward_model_path", "r"], ["`--dataset_name` is needed"]),
+        (["--max_completion_length", "3"], ["set a smaller max_completion_length, or evaluate by sampling"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_mistaken_flags(monkeypatch, tmp_path, flags, words):
+    monkeypatch.chdir(tmp_path)
+    message = fail(monkeypatch, *QUICK, "--output_dir", "out", *flags)
+    for word in words:
+        assert word in message
+    assert not Path("out", "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "is empty; give it at least one row with a `prompt`"),
+        ('{"question": "a"}', "has no column `prompt`, only question; name the one that holds the prompts"),
+        ('{"prompt": "the "}\n{"prompt": ""}', "has an empty `prompt`; fill it in or drop the row"),
+        (json.dumps({"prompt": "the " * 500}), "exceed the model's context of"),
+    ],
+    ids=["empty", "column", "blank", "long"],
+)
+def test_mistaken_prompts(monkeypatch, tmp_path, text, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    output = ["--output_dir", str(tmp_path / "out"), "--dataset_name", str(path)]
+    assert words in fail(monkeypatch, *QUICK, *output)
+
+
+def test_prompt_too_long_for_own_model(monkeypatch, tmp_path, model_dirs, reward_dir):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "cat " * 40}))
+    models = ["--model_name_or_path", model_dirs["gpt2"], "--reward_model_path", reward_dir]
+    message = fail(monkeypatch, *OWN, *models, "--dataset_name", str(path), "--output_dir", str(tmp_path / "out"))
+    assert "exceed the model's context of 32 tokens; shorten or drop the prompt that begins 'cat cat" in message
+
+
+@pytest.mark.parametrize("is_embedded", [True, False])
+def test_infinite_reward(monkeypatch, tmp_path, is_embedded):
+    model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    with torch.no_grad():  # a feature that is always 10, times a weight near the largest float
+        model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, 10.0
+        model.score.weight[:, 0] = 3e38
+    model.save_pretrained(tmp_path / "reward")
+    AutoTokenizer.from_pretrained(embedded.reward_model_path()).save_pretrained(tmp_path / "reward")
+    flags = ["--reward_model_path", str(tmp_path / "reward"), "--output_dir", str(tmp_path / "out")]
+    if not is_embedded:
+        flags += ["--model_name_or_path", embedded.policy_path(), "--dataset_name", embedded.prompts_path()]
+    message = fail(monkeypatch, *(QUICK if is_embedded else OWN), *flags)
+    assert "inf" in message
+    assert ("return one finite number a text" if is_embedded else "rewards must be finite") in message
+
+
+def test_missing_model(monkeypatch, tmp_path):
+    models = ["--model_name_or_path", str(tmp_path / "model"), "--reward_model_path", embedded.reward_model_path()]
+    flags = ["--dataset_name", embedded.prompts_path(), "--output_dir", str(tmp_path / "out")]
+    assert str(tmp_path / "model") in fail(monkeypatch, *OWN, *models, *flags)
+
+
+# As a command
+
+
+def launch(folder, *flags, launcher=("-m", "accelerate.commands.launch"), script=SCRIPT):
+    command = [sys.executable, *launcher, str(script), *flags]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ.copy())
+
+
+@pytest.mark.thorough
+def test_launched_from_another_folder(tmp_path):
+    done = launch(tmp_path, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert table_of(done.stdout)["samples drawn"] == ["0", "512"]
+    assert read_results(tmp_path / "repulse-embedded")["method"] == "RePULSe"
+
+
+@pytest.mark.thorough
+def test_a_mistake_is_one_line_and_exit_code_1(tmp_path):
+    done = launch(tmp_path, *QUICK, "--target_dist_beta", "1", launcher=())
+    assert done.returncode == 1
+    assert without_others(done.stdout) == ""
+    (line,) = without_others(done.stderr).splitlines()
+    assert line.startswith("error: `target_dist_beta=1.0` must be below 0")
+
+
+@pytest.mark.slow
+def test_default_run_in_full(tmp_path):
+    done = launch(tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = read_results(tmp_path / "repulse-embedded")
+    assert results["final"]["expected_reward"] > results["initial"]["expected_reward"] + 1
+    assert results["final"]["log_prob_bad"] < results["initial"]["log_prob_bad"] - 2
+
+
+@pytest.mark.slow
+def test_default_run_of_ppo_in_full(tmp_path):
+    done = launch(tmp_path, script=EXAMPLES / "ppo.py")
+    assert done.returncode == 0, done.stderr
+    assert read_results(tmp_path / "ppo-embedded")["final"]["expected_reward"] > 3.95

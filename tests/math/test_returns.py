@@ -1,0 +1,134 @@
+"""Advantages of the methods that normalise over the batch, against loops written out."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from trl_repulse.math.returns import compute_advantages
+
+
+INF, NAN = math.inf, math.nan
+EPSILON = 1e-4
+RETURNS = [[1.0, 2.5, -6.0], [0.0, 0.25, 3.0], [NAN, 4.0, 1.5], [7.0, NAN, NAN], [NAN, NAN, NAN]]
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def by_hand(returns, baseline, normalize):
+    """Nested lists in, nested lists out; `None` stands for a sample that nothing can be said of."""
+    advantages = []
+    for group in returns:
+        known = [r for r in group if not math.isnan(r)]
+        row = []
+        for r in group:
+            if math.isnan(r) or (len(known) < 2 and baseline != "none"):
+                row.append(None)
+            elif baseline == "none":
+                row.append(r)
+            elif baseline == "group_mean":
+                row.append(r - sum(known) / len(known))
+            else:
+                row.append(r - (sum(known) - r) / (len(known) - 1))
+        advantages.append(row)
+    if normalize:
+        all_known = [a for row in advantages for a in row if a is not None]
+        mean, std = statistics.mean(all_known), statistics.stdev(all_known)
+        advantages = [[None if a is None else (a - mean) / (std + EPSILON) for a in row] for row in advantages]
+    return double([[0.0 if a is None else a for a in row] for row in advantages])
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
+def test_advantages_are_those_of_the_loops(baseline, normalize):
+    actual = compute_advantages(double(RETURNS), baseline, normalize=normalize)
+    torch.testing.assert_close(actual, by_hand(RETURNS, baseline, normalize), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [("group_mean", False), ("none", True), ("leave_one_out", False)])
+def test_the_loops_would_notice(wrong):
+    """Negative control for REINFORCE++-baseline: neither without normalisation nor with another baseline."""
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(
+            compute_advantages(double(RETURNS), "group_mean", normalize=True), by_hand(RETURNS, *wrong)
+        )
+
+
+def test_the_statistics_are_those_of_the_batch_and_not_of_a_prompt():
+    returns = double([[0.0, 1.0], [0.0, 100.0]])
+    advantages = compute_advantages(returns, "group_mean", normalize=True)
+    assert advantages[0].abs().max() < 0.02 < 0.8 < advantages[1].abs().min()
+    a_prompt_at_a_time = torch.cat(
+        [compute_advantages(group[None], "group_mean", normalize=True) for group in returns]
+    )
+    assert (a_prompt_at_a_time[0].abs() > 0.5).all()
+
+
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
+def test_normalised_advantages_have_mean_0_and_deviation_1_whatever_the_scale(baseline):
+    returns = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 5
+    one = compute_advantages(returns, baseline, normalize=True)
+    assert one.mean().abs() < 1e-12 and one.std() == pytest.approx(1, abs=2e-4)
+    torch.testing.assert_close(one, compute_advantages(returns * 50, baseline, normalize=True), rtol=3e-4, atol=0)
+
+
+def test_leave_one_out_and_group_mean_differ_by_a_factor_that_normalising_takes_away():
+    returns = double(RETURNS[:2])
+    one_out, mean = (compute_advantages(returns, name) for name in ("leave_one_out", "group_mean"))
+    torch.testing.assert_close(mean, one_out * 2 / 3)
+    normalised = [compute_advantages(returns, name, normalize=True) for name in ("leave_one_out", "group_mean")]
+    torch.testing.assert_close(*normalised, rtol=1e-4, atol=0)
+
+
+def test_a_sample_left_out_changes_nothing_else():
+    with_it, without = double([[1.0, NAN, 5.0], [2.0, 4.0, NAN]]), double([[1.0, 5.0], [2.0, 4.0]])
+    for baseline in ("none", "group_mean", "leave_one_out"):
+        advantages = compute_advantages(with_it, baseline, normalize=True)
+        assert advantages[0, 1] == advantages[1, 2] == 0
+        kept = torch.stack([advantages[0, [0, 2]], advantages[1, [0, 1]]])
+        torch.testing.assert_close(kept, compute_advantages(without, baseline, normalize=True))
+        as_zero = compute_advantages(with_it.nan_to_num(0.0), baseline, normalize=True)  # the control
+        assert not torch.allclose(kept, torch.stack([as_zero[0, [0, 2]], as_zero[1, [0, 1]]]), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "returns", [[[2.0, 2.0], [2.0, 2.0]], [[NAN, NAN]], [[3.0, NAN], [NAN, NAN]]], ids=["equal", "none", "one"]
+)
+@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
+def test_nothing_to_compare_is_no_advantage(returns, baseline):
+    assert (compute_advantages(double(returns), baseline, normalize=True) == 0).all()
+
+
+def test_group_mean_needs_a_group():
+    with pytest.raises(ValueError, match="`baseline='group_mean'` needs N >= 2"):
+        compute_advantages(double([[1.0]]), "group_mean")
+
+
+def test_advantages():
+    returns = double([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
+    expected = double([[-3.0, -1.5, 4.5], [-1.5, -1.5, 3.0]])
+    assert torch.equal(compute_advantages(returns), expected)
+    assert torch.equal(compute_advantages(returns, "constant", 2.0), returns - 2.0)
+    assert torch.equal(compute_advantages(returns, "none", 2.0), returns)
+    assert not compute_advantages(returns.requires_grad_()).requires_grad
+
+
+def test_advantages_leave_nan_out():
+    returns = double([[1.0, NAN, 5.0], [NAN, 4.0, NAN], [NAN, NAN, NAN]])
+    assert torch.equal(compute_advantages(returns), double([[-4.0, 0, 4.0], [0, 0, 0], [0, 0, 0]]))
+    assert torch.equal(compute_advantages(returns, "constant", 1.0), double([[0, 0, 4.0], [0, 3.0, 0], [0, 0, 0]]))
+
+
+def test_advantages_refuse():
+    with pytest.raises(ValueError, match="N >= 2"):
+        compute_advantages(double([[1.0], [2.0]]))
+    assert torch.equal(compute_advantages(double([[1.0]]), "none"), double([[1.0]]))
+    with pytest.raises(ValueError, match="infinite"):
+        compute_advantages(double([[1.0, -INF]]))
+    with pytest.raises(ValueError, match="`baseline` must be"):
+        compute_advantages(double([[1.0, 2.0]]), "mean")
+    with pytest.raises(ValueError, match="shape"):
+        compute_advantages(double([1.0, 2.0]))

@@ -1,0 +1,273 @@
+"""The policy drawn hotter in the proposal's place: weights against brute force, its loss by hand, what it does to P(bad)."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from accelerate.utils import is_peft_model
+from peft import LoraConfig
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse.engine.sampling import UnitSampling
+from trl_repulse.engine.scoring import BySampler
+from trl_repulse.math.importance import log_mixture_weights
+from trl_repulse.method.hot_policy import HotPolicy
+from trl_repulse.method.negative_term import DrawnTerm
+
+from ..math.test_exact import World
+from ..trainers.test_variants import SETTINGS
+
+
+pytestmark = pytest.mark.trainer
+HOT = {
+    "proposal": "hot_policy",
+    "proposal_temperature": 2.0,
+    "bad_reward_threshold": -1.0,
+    "alpha_normalization": "none",
+}
+CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+
+
+@pytest.mark.exact
+def test_mixture_weights_average_to_z():
+    """Over all strings of a toy language, each as often as two samplers draw it, the mean weight is Z."""
+    world = World(ending=True)
+    p, q = world.string_prob(world.policy), world.string_prob(world.proposal)  # (P, S)
+    log_potential = -1.3 * world.reward
+    n, k = 9, p.shape[1] - 9
+    log_w = log_mixture_weights(p.log(), q.log(), log_potential, n, k)
+    drawn = (n * p + k * q) / (n + k)
+    found = torch.where(drawn > 0, drawn * log_w.exp(), 0.0).sum(dim=1)
+    torch.testing.assert_close(found, (p * log_potential.exp()).sum(dim=1), atol=1e-12, rtol=1e-9)
+    strings = p > 0
+    assert (log_w <= log_potential + math.log((n + k) / n) + 1e-12)[strings].all()
+    far = log_mixture_weights(p.log(), q.log() - 1000, log_potential, n, k)  # a sampler that never draws these
+    torch.testing.assert_close(far[strings], (log_potential + math.log((n + k) / n))[strings])
+
+
+def test_mixture_weights_of_samples_without_weight():
+    zeros = torch.zeros(1, 3)
+    log_w = log_mixture_weights(zeros, zeros, torch.tensor([[0.0, -math.inf, math.nan]]), 1, 2)
+    assert log_w.tolist() == [[0.0, -math.inf, -math.inf]]
+    with pytest.raises(ValueError, match="`log_p` has shape"):
+        log_mixture_weights(zeros, zeros, zeros, 2, 2)
+
+
+def log_prob(trainer, prompt_ids, completion_ids, mask, temperature):
+    """log p of completions (n, T) after one prompt without padding, from the model's own logits."""
+    ids = torch.cat([prompt_ids.expand(len(completion_ids), -1), completion_ids], dim=1)
+    model = trainer.model.get_base_model() if is_peft_model(trainer.model) else trainer.model
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, len(prompt_ids) - 1 : -1] / temperature
+    return (logits.log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0] * mask).sum(dim=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
+@pytest.mark.parametrize("settings", [{}, {"num_proposal_generations": 6}, {"num_iterations": 2}, CUT], ids=str)
+def test_coefficients_by_hand(make, monkeypatch, settings, peft):
+    seen, weigh = [], HotPolicy.weigh
+
+    def spy(self, batch, log_p, log_p_hot):
+        seen.append((batch, weigh(self, batch, log_p, log_p_hot)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(HotPolicy, "weigh", spy)
+    extra = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if peft else None
+    trainer = make(
+        **(HOT | {"max_steps": 1, "alpha": 0.7, "target_dist_beta": -0.4} | settings), extra=extra, learning_rate=0.0
+    )
+    trainer.train()
+    names = ("completion", "proposal_completion")
+    n, k = 4, settings.get("num_proposal_generations", 4)
+    parts = {}  # of each prompt
+    for batch, made in seen:
+        for unit in range(len(batch["prompt_ids"])):
+            lead = tuple(batch["prompt_ids"][unit][batch["prompt_mask"][unit] == 1].tolist())
+            rows = {name: batch[name][unit] for name in batch if name.endswith("rewards") or "completion" in name}
+            rows |= {name: made[name][unit] for name in made}
+            parts.setdefault(lead, []).append(rows)
+    assert len(parts) == 4
+    found = 0.0
+    for lead, units in parts.items():
+        log_p, log_m, rewards, got = [], [], [], []
+        for name, coefficients in zip(names, ("own_negative_coefficients", "negative_coefficients"), strict=True):
+            ids = torch.cat([unit[f"{name}_ids"] for unit in units])
+            mask = torch.cat([unit[f"{name}_mask"] for unit in units])
+            p, hot = (log_prob(trainer, torch.tensor(lead, device=ids.device), ids, mask, t) for t in (1.0, 2.0))
+            log_p.append(p)
+            log_m.append(torch.logaddexp(p + math.log(n / (n + k)), hot + math.log(k / (n + k))))
+            rewards.append(
+                torch.cat([unit["rewards" if name == "completion" else "proposal_rewards"] for unit in units])
+            )
+            got.append(torch.cat([unit[coefficients] for unit in units]))
+        log_p, log_m, rewards = torch.cat(log_p), torch.cat(log_m), torch.cat(rewards)
+        bad = rewards < -1.0
+        w = torch.where(bad, (log_p - log_m - 0.4 * rewards).exp(), 0.0)
+        share = 0.7 * w / w.sum().clamp(min=1e-30)
+        torch.testing.assert_close(got[0], -share[:n] * n, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(got[1], -share[n:] * k, atol=1e-5, rtol=1e-4)
+        found += torch.where(bad, (log_p - log_m).exp(), 0.0).sum().item() / (n + k)
+    assert found > 0
+    if settings != {"num_iterations": 2}:
+        assert trainer.state.log_history[0]["negative/p_bad"] == pytest.approx(found / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_only_bad_samples_are_scored_by_the_sampler(make, monkeypatch, settings):
+    """In the pass that gives the log-probabilities of training, or in the one that weighs samples early: no pass of its own."""
+    wanted, take, passes = [], BySampler.take, []
+
+    def spy(self, head, hidden_states):
+        take(self, head, hidden_states)
+        scored = self.log_p.sum(dim=1) != 0
+        assert torch.equal(scored, self.wanted & (self.labels != -100).any(dim=1))
+        wanted.append(self.wanted.sum().item())
+
+    monkeypatch.setattr(BySampler, "take", spy)
+    trainer = make(**HOT | settings, max_steps=1, learning_rate=0.0)
+    trainer.model.register_forward_hook(lambda module, args, output: passes.append("log_probs" in output))
+    trainer.train()
+    rewards = [
+        x for logs in (trainer._logs, trainer._negative.logs) for column in logs["rewards"].values() for x in column
+    ]
+    bad = sum(reward < -1.0 for reward in rewards)
+    assert 0 < bad < len(rewards)
+    # A pass of which nothing is wanted scores one completion all the same
+    assert bad <= sum(wanted) <= bad + len(wanted)
+    assert sum(passes) == len(wanted) + settings.get("gradient_accumulation_steps", 0)
+
+
+SEPARATE, LONG = {"share_prompts": False}, {"max_completion_length": 5}
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "settings"),
+    [
+        (RePULSeTrainer, {}),
+        (RePULSeTrainer, LONG),
+        (RePULSeTrainer, SEPARATE),
+        (RePULSeTrainer, {"num_iterations": 2, "num_proposal_generations": 8}),
+        pytest.param(RePULSeTrainer, CUT | {"beta": 0.1}, marks=pytest.mark.thorough),
+        pytest.param(RePULSeTrainer, CUT | SEPARATE, marks=pytest.mark.thorough),
+        pytest.param(RePULSePPOTrainer, {"beta": 0.1, "num_iterations": 2}, marks=pytest.mark.thorough),
+        pytest.param(RePULSeGRPOTrainer, SEPARATE, marks=pytest.mark.thorough),
+    ],
+)
+def test_what_is_not_bad_is_not_read(make, monkeypatch, trainer_cls, settings):
+    """Its weight is 0: the policy ends as if all hot samples were scored, and reads fewer tokens."""
+    ends, read, score = [], [], UnitSampling._score
+    for everything in (False, True):
+        trainer = make(
+            trainer_cls, **HOT | {"bad_reward_threshold": -1.5} | settings, max_steps=6, logging_steps=1, optim="sgd"
+        )
+        if everything:
+            monkeypatch.setattr(UnitSampling, "_score", lambda *args, needed=None, **rest: score(*args, **rest))
+        tokens = []
+        trainer.model.register_forward_hook(
+            lambda module, args, kwargs, output, tokens=tokens: (
+                tokens.append(kwargs["attention_mask"].sum().item()) if "log_probs" in output else None
+            ),
+            with_kwargs=True,
+        )
+        trainer.train()
+        pushed = [log["negative/ess"] for log in trainer.state.log_history if "negative/ess" in log]
+        assert any(pushed)
+        ends.append((trainer.model, trainer.state.log_history))
+        read.append(sum(tokens))
+    assert read[0] < 0.9 * read[1]
+    for one, other in zip(*(model.parameters() for model, _ in ends), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+    ignored = ("time", "runtime", "per_second", "flos", "log_p_rank")
+    for one, other in zip(*(logs for _, logs in ends), strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            if one[name] is not None and not any(word in name for word in ignored):
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_nothing_bad_nothing_pushed(make, monkeypatch, settings):
+    """Where no sample is bad the update is REINFORCE's own."""
+    monkeypatch.setattr(HotPolicy, "drawing", DrawnTerm.drawing)  # else the policy draws with other random numbers
+    ends = []
+    for trainer_cls, own in ((RePULSeTrainer, HOT | {"bad_reward_threshold": -99.0}), (ReinforceTrainer, {})):
+        trainer = make(trainer_cls, max_steps=1, optim="sgd", **own, **settings)
+        trainer.train()
+        ends.append(trainer.model.parameters())
+    for hot, plain in zip(*ends, strict=True):
+        torch.testing.assert_close(hot, plain, atol=1e-6, rtol=0)
+
+
+@pytest.mark.thorough
+def test_the_policy_loses_bad_outputs_that_it_hardly_draws(make, evaluator):
+    """Against REINFORCE and against the policy's own samples, at the same number of completions."""
+    ends = {}
+    for name, settings in {
+        "REINFORCE": {"alpha": 0.0, "num_generations": 16, "per_device_train_batch_size": 64},
+        "policy": {"proposal": "policy", "num_generations": 16, "per_device_train_batch_size": 64},
+        "hot": {**HOT, "num_generations": 8, "per_device_train_batch_size": 32},
+    }.items():
+        trainer = make(**(SETTINGS | settings | {"max_steps": 60}))
+        trainer.train()
+        ends[name] = evaluator.evaluate(trainer.model).log_prob_bad
+    assert ends["hot"] < min(ends["REINFORCE"], ends["policy"]) - 0.5, ends
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [{}, {"num_proposal_generations": 6}, CUT], ids=["whole", "uneven", "cut"])
+@pytest.mark.parametrize("peft", [False, True], ids=["whole", "adapter"])
+def test_one_call_draws_both(make, monkeypatch, settings, peft):
+    """In training and evaluation; in calls of their own where rows cannot have temperatures."""
+    calls, generate = [], GPT2LMHeadModel.generate
+
+    def spy(self, *args, **kwargs):
+        calls.append((self.training, len(kwargs["input_ids"])))
+        return generate(self, *args, **kwargs)
+
+    extra = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if peft else None
+    trainer = make(**HOT, **settings, extra=extra, per_device_eval_batch_size=16)
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", spy)
+    hot = settings.get("num_proposal_generations", 4) * 4
+    trainer.train()
+    assert [rows for _, rows in calls] == [16 + hot] * 2
+
+    calls.clear()
+    trainer._guard = dataclasses.replace(trainer._guard, sample_by_length=True)
+    trainer.evaluate(trainer.train_dataset)
+    assert sum(rows for _, rows in calls) == 32 and len(calls) > 1
+    assert trainer._joint_draw is None
+
+
+def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
+    """As often as the tempered distribution says; the policy's own as often as the policy says."""
+    trainer = make(
+        **HOT,
+        max_steps=1,
+        num_generations=500,
+        per_device_train_batch_size=2000,
+        max_completion_length=1,
+        learning_rate=0.0,
+        log_completions=True,
+        num_completions_to_print=1,
+    )
+    trainer.train()
+    tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
+    for logs, temperature in ((trainer._logs, 1.0), (trainer._negative.logs, 2.0)):
+        counts = torch.zeros(len(tokenizer))
+        for prompt, completion in zip(logs["prompt"], logs["completion"], strict=True):
+            if prompt == "fish":
+                counts[(tokenizer(completion)["input_ids"] or [tokenizer.eos_token_id])[0]] += 1
+        ids = torch.tensor([tokenizer("fish")["input_ids"]], device=trainer.model.device)
+        with torch.no_grad():
+            p = (trainer.model(input_ids=ids).logits[0, -1] / temperature).softmax(-1).cpu()
+        special = [i for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id]
+        p[tokenizer.eos_token_id] += p[special].sum()  # which are left out of the text
+        p[special] = 0
+        chi = ((counts - 500 * p) ** 2 / (500 * p).clamp(min=1e-9))[p * 500 > 3].sum().item()
+        assert chi < 50, (temperature, chi)  # 16 degrees of freedom
+    assert counts.sum() == 500
+    assert trainer.generation_config.temperature == 1.0

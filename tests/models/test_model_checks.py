@@ -1,0 +1,413 @@
+"""Models that are not what they are passed as: refused by name, in training; beside each, the neighbour that is right."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModel,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    CLIPVisionConfig,
+    ElectraConfig,
+    ElectraForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse.models._model_checks import check_separate, check_tokenizer
+
+from ..conftest import WORDS, build_model, build_tokenizer
+from ..engine.test_adapters_math import lora
+
+
+pytestmark = pytest.mark.trainer
+TRAINERS = [RePULSeTrainer, ReinforceTrainer, PPOTrainer]
+V = 19
+SIZES = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+MODELS = {
+    "bert": lambda **more: BertLMHeadModel(BertConfig(**SIZES, **more)),
+    "electra": lambda: ElectraForCausalLM(ElectraConfig(**SIZES, embedding_size=16)),
+    "xlnet": lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=V, d_model=16, n_layer=2, n_head=2, d_inner=32)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=V, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=1, **SPECIAL
+        )
+    ),
+    "bart": lambda: BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=V,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            decoder_start_token_id=1,
+            **SPECIAL,
+        )
+    ),
+    "masked": lambda: BertForMaskedLM(BertConfig(**SIZES)),
+    "classifier": lambda **more: classifier(**more),
+    "headless": lambda: gpt2().transformer,
+}
+MESSAGES = {
+    **dict.fromkeys(("bert", "electra", "xlnet"), "predicts tokens from those that come after them"),
+    **dict.fromkeys(("t5", "bart"), "is an encoder-decoder"),
+    "masked": "is a BertForMaskedLM, which predicts no next token",
+    "classifier": "is a GPT2ForSequenceClassification, which predicts no next token",
+    "headless": "is a GPT2Model, which predicts no next token",
+}
+
+
+def gpt2(seed=0):
+    return build_model("gpt2", V, seed)
+
+
+def classifier(num_labels=1):
+    config = GPT2Config(
+        vocab_size=V, n_embd=16, n_layer=2, n_head=2, n_positions=32, num_labels=num_labels, pad_token_id=0
+    )
+    return GPT2ForSequenceClassification(config)
+
+
+def saved(folder, model, tokenizer=None):
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def with_path(model, folder, tokenizer):
+    """A model as `from_pretrained` gives it: TRL looks there for its tokenizer."""
+    model.config._name_or_path = saved(folder, model, tokenizer)
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("given", ["model", "path"])
+@pytest.mark.parametrize("role", ["policy", "proposal"])
+def test_what_is_no_causal_language_model(make, tokenizer, tmp_path, kind, given, role):
+    model = MODELS[kind]()
+    if given == "path":
+        model = saved(tmp_path / "model", model, tokenizer)
+    extra = {"processing_class": tokenizer}
+    name, policy = "model", model
+    if role == "proposal":
+        name, policy, extra["proposal_model"] = "proposal_model", gpt2(), model
+    with pytest.raises(ValueError, match=f"^`{name}` {MESSAGES[kind]}"):
+        make(model=policy, extra=extra)
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
+@pytest.mark.parametrize("kind", ["bert", "t5", "classifier"])
+def test_in_the_other_trainers(make, tokenizer, trainer_cls, kind):
+    with pytest.raises(ValueError, match=f"^`model` {MESSAGES[kind]}"):
+        extra = {"processing_class": tokenizer}
+        if trainer_cls is PPOTrainer:
+            extra["value_model"] = gpt2()
+        make(trainer_cls, model=MODELS[kind](), extra=extra)
+
+
+@pytest.mark.parametrize("kind", ["masked", "t5", "headless"])
+def test_a_path_is_refused_by_its_configuration(make, tokenizer, tmp_path, monkeypatch, kind):
+    path = saved(tmp_path / "model", MODELS[kind](), tokenizer)
+
+    def loaded(*args, **kwargs):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+    with pytest.raises(ValueError, match=MESSAGES[kind]):
+        make(model=path)
+
+
+def test_a_decoder_with_an_encoders_name_is_a_policy(make, tokenizer):
+    models = [MODELS["bert"](is_decoder=True) for _ in range(2)]
+    make(model=models[0], extra={"processing_class": tokenizer, "proposal_model": models[1]}).train()
+
+
+def test_a_model_that_reads_images_too_is_a_policy(make, tokenizer):
+    language = LlamaConfig(**SIZES, max_position_embeddings=64, **SPECIAL)
+    sight = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    policy = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=language, vision_config=sight, image_token_index=18)
+    )
+    make(model=policy, extra={"processing_class": tokenizer}).train()
+
+
+@pytest.mark.parametrize("role", ["policy", "proposal", "reward"])
+def test_models_without_weights(make, tokenizer, role):
+    with torch.device("meta"):
+        empty = classifier() if role == "reward" else gpt2()
+    given = {"policy": {"model": empty}, "reward": {"model": gpt2(), "reward_funcs": empty}}.get(
+        role, {"model": gpt2()}
+    )
+    extra = {"processing_class": tokenizer} | ({"proposal_model": empty} if role == "proposal" else {})
+    with pytest.raises(ValueError, match="has no weights .*'meta'.*load it with `from_pretrained`"):
+        make(**given, extra=extra)
+
+
+# Reward models
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("lm", "`reward_funcs=.*` is a GPT2LMHeadModel and no classifier"),
+        ("headless", "has no weights for score.weight"),
+    ],
+)
+def test_a_reward_model_without_a_trained_head(make, tokenizer, tmp_path, trainer_cls, kind, message):
+    path = saved(tmp_path / "reward", gpt2() if kind == "lm" else gpt2().transformer, tokenizer)
+    with pytest.raises(ValueError, match=message):
+        make(trainer_cls, reward_funcs=[path])
+
+
+def test_a_head_that_the_file_lacks_is_noticed_whatever_the_configuration_says(make, tokenizer, tmp_path):
+    model = gpt2().transformer
+    path = saved(tmp_path / "reward", model, tokenizer)
+    text = (tmp_path / "reward" / "config.json").read_text().replace('"GPT2Model"', '"GPT2ForSequenceClassification"')
+    (tmp_path / "reward" / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="has no weights for score.weight"):
+        make(reward_funcs=path)
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_a_reward_model_that_was_saved_as_one(make, tokenizer, tmp_path, trainer_cls):
+    own = build_tokenizer([*WORDS[::-1], "more"])  # another tokenizer is fine
+    model = GPT2ForSequenceClassification(
+        GPT2Config(vocab_size=len(own), n_embd=16, n_layer=2, n_head=2, num_labels=1)
+    )
+    path = saved(tmp_path / "reward", model, own)
+    given = [path]
+    trainer = make(trainer_cls, reward_funcs=given)
+    assert given == [path] and trainer.reward_func_names == ["reward"]
+    assert torch.equal(trainer.reward_funcs[0].score.weight.cpu(), model.score.weight)
+    assert trainer.reward_processing_classes[0].get_vocab() == own.get_vocab()
+    trainer.train()
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_reward_models_that_are_none(make, tokenizer, tmp_path, trainer_cls):
+    policy = gpt2()
+    extra = {"processing_class": tokenizer}
+    message = "`reward_funcs\\[0\\]` (is a GPT2LMHeadModel and no classifier|and `model` share weights)"
+    with pytest.raises(ValueError, match=message):
+        make(trainer_cls, model=policy, reward_funcs=policy, extra=extra)
+    with pytest.raises(ValueError, match=r"`reward_funcs\[1\]` is a GPT2LMHeadModel and no classifier"):
+        make(trainer_cls, model=policy, reward_funcs=[lambda **_: [0.0], gpt2()], extra=extra)
+    two = with_path(classifier(2), tmp_path / "two", tokenizer)
+    with pytest.raises(ValueError, match=r"`reward_funcs\[0\]` has 2 labels, of which TRL reads the first"):
+        make(trainer_cls, model=policy, reward_funcs=two, extra=extra)
+    with pytest.raises(ValueError, match="head has the size of 2 labels"):
+        make(trainer_cls, model=policy, reward_funcs=str(tmp_path / "two"), extra=extra)
+    make(trainer_cls, model=policy, reward_funcs=with_path(classifier(), tmp_path / "one", tokenizer), extra=extra)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_reward_model_with_the_policys_layers(make, tokenizer, tmp_path, adapters):
+    policy, reward = gpt2(), with_path(classifier(), tmp_path / "reward", tokenizer)
+    reward.transformer = policy.transformer
+    extra = {"processing_class": tokenizer, "peft_config": lora("gpt2") if adapters else None}
+    with pytest.raises(ValueError, match=r"`reward_funcs\[0\]` and `model` share weights \(`transformer.wte`\)"):
+        make(ReinforceTrainer, model=policy, reward_funcs=reward, extra=extra)
+
+
+# Weights that are shared
+
+
+def shallow(policy):
+    return copy.copy(policy)
+
+
+def same_body(policy):
+    proposal = gpt2(1)
+    proposal.transformer = policy.transformer
+    return proposal
+
+
+def tied(policy):
+    proposal = gpt2(1)
+    proposal.transformer.wte.weight = policy.transformer.wte.weight
+    proposal.tie_weights()
+    return proposal
+
+
+def one_matrix(policy):
+    proposal = gpt2(1)
+    layer, own = (model.transformer.h[1].mlp.c_fc for model in (policy, proposal))
+    own.weight = torch.nn.Parameter(layer.weight.detach())  # another parameter, where the first one lies
+    return proposal
+
+
+@pytest.mark.parametrize("share", [shallow, same_body, tied, one_matrix])
+def test_a_proposal_with_the_policys_weights(make, tokenizer, share):
+    policy = gpt2()
+    with pytest.raises(ValueError, match="`proposal_model` and `model` share weights.*`copy.deepcopy`"):
+        make(model=policy, extra={"processing_class": tokenizer, "proposal_model": share(policy)})
+
+
+def test_copies_of_the_policy_are_proposals(make, tokenizer):
+    policy = gpt2()
+    extra = {"processing_class": tokenizer, "proposal_model": copy.deepcopy(policy)}
+    make(model=policy, extra=extra).train()
+
+
+def test_two_adapted_models_over_one_base(make, tokenizer):
+    base = gpt2()
+    policy, proposal = get_peft_model(base, lora("gpt2")), get_peft_model(base, lora("gpt2"))
+    for own in (proposal, base):
+        with pytest.raises(ValueError, match="`proposal_model` and `model` share weights.*leave it out"):
+            make(model=policy, extra={"processing_class": tokenizer, "proposal_model": own})
+    make(model=policy, extra={"processing_class": tokenizer}).train()  # two adapters over one base
+
+
+@pytest.mark.parametrize("wrapped", ["by the user", "by the trainer"])
+def test_frozen_weights_may_be_shared_by_models_of_their_own(make, tokenizer, wrapped):
+    models = [gpt2(), gpt2(1)]
+    for name, p in list(models[0].transformer.named_parameters()):
+        layer, _, leaf = name.rpartition(".")
+        setattr(models[1].transformer.get_submodule(layer), leaf, p)
+    models[1].tie_weights()
+    extra = {"processing_class": tokenizer}
+    if wrapped == "by the user":
+        models = [get_peft_model(model, lora("gpt2")) for model in models]
+    else:
+        extra["peft_config"] = lora("gpt2")
+    make(model=models[0], extra=extra | {"proposal_model": models[1]}).train()
+
+
+def test_where_weights_lie_is_all_that_is_compared():
+    one, other = (torch.nn.Linear(2, 2) for _ in range(2))
+    check_separate(one, "a", other, "b", (True, True), "")
+    other.weight = torch.nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves parameters
+    one.weight = torch.nn.Parameter(torch.empty(0))
+    check_separate(one, "a", other, "b", (True, True), "")
+
+
+def test_a_copy_that_runs_the_weights_of_a_patched_model(make, tokenizer):
+    policy, extra = gpt2(), {"processing_class": tokenizer}
+    make(model=policy, extra=extra)
+    with pytest.raises(ValueError, match="`proposal_model` computes with the weights of another model"):
+        make(model=gpt2(3), extra=extra | {"proposal_model": copy.deepcopy(policy)})
+    make(model=policy, extra=extra)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_value_model_with_the_policys_weights(make, tokenizer, model_dirs, frozen):
+    from transformers import GPT2ForTokenClassification
+
+    policy, value = gpt2(), GPT2ForTokenClassification(GPT2Config(**gpt2().config.to_dict() | {"num_labels": 1}))
+    if not frozen:
+        value.transformer = policy.transformer
+        with pytest.raises(ValueError, match="`value_model` and `model` share weights"):
+            make(PPOTrainer, model=policy, extra={"processing_class": tokenizer, "value_model": value})
+    else:
+        make(PPOTrainer, model=policy, extra={"processing_class": tokenizer, "value_model": value})
+
+
+# Tokens
+
+
+@pytest.mark.parametrize(("trainer_cls", "name"), [(RePULSeTrainer, "proposal_model"), (PPOTrainer, "value_model")])
+def test_a_second_model_with_other_tokens_of_the_same_number(make, tokenizer, tmp_path, trainer_cls, name):
+    permuted = saved(tmp_path / "permuted", gpt2(), build_tokenizer(WORDS[::-1]))
+    with pytest.raises(
+        ValueError, match=f"`{name}` has a tokenizer of its own, with 'bad' for the policy's token 3, 'the'"
+    ):
+        make(trainer_cls, extra={name: permuted})
+    renamed = build_tokenizer()
+    renamed.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    for own in (tokenizer, None, renamed):
+        make(trainer_cls, extra={name: saved(tmp_path / f"own-{own is None}-{own is renamed}", gpt2(), own)})
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_a_tokenizer_without_an_end(make, trainer_cls):
+    endless = build_tokenizer()
+    endless.eos_token = None
+    for end in (None, 1):
+        policy = gpt2()
+        policy.generation_config.eos_token_id = end
+        extra = {"processing_class": endless}
+        if trainer_cls is PPOTrainer:
+            extra["value_model"] = gpt2()
+        with pytest.raises(ValueError, match=r"The tokenizer \(`processing_class`\) has no end token.*`eos_token`"):
+            make(trainer_cls, model=policy, extra=extra)
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_a_tokenizer_with_more_tokens_than_the_model(make, trainer_cls):
+    larger = build_tokenizer()
+    larger.add_tokens([" zebra"])
+    extra = {"processing_class": larger}
+    if trainer_cls is PPOTrainer:
+        extra["value_model"] = gpt2()
+    make(trainer_cls, model=gpt2(), extra=extra).train()  # none that is met: Gemma 3 has such a token
+    prompts = Dataset.from_dict({"prompt": ["the cat zebra"] * 4})
+    with pytest.raises(
+        ValueError, match="'the cat zebra', has the token 19, but the model has embeddings for 19 tokens"
+    ):
+        make(trainer_cls, model=gpt2(), dataset=prompts, extra=extra).train()
+    larger.add_special_tokens({"pad_token": "[PAD]"})
+    with pytest.raises(
+        ValueError, match=r"pads with '\[PAD\]', its token 20.*`tokenizer.pad_token = tokenizer.eos_token`"
+    ):
+        make(trainer_cls, model=gpt2(), extra=extra)
+
+
+def test_the_same_tokenizer_fits_a_resized_model():
+    larger = build_tokenizer()
+    larger.add_special_tokens({"pad_token": "[PAD]"})
+    model = gpt2()
+    with pytest.raises(ValueError, match="pads with"):
+        check_tokenizer(larger, model.config)
+    model.resize_token_embeddings(len(larger), mean_resizing=False)
+    check_tokenizer(larger, model.config)
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_trained_tokens_of_an_embedding_that_is_the_head(make, model_dirs, trainer_cls):
+    config = lora("gpt2", trainable_token_indices=[3, 4])
+    extra = {"peft_config": config, **({"value_model": model_dirs["gpt2"]} if trainer_cls is PPOTrainer else {})}
+    with pytest.raises(ValueError, match="`trainable_token_indices`.*`tie_word_embeddings`"):
+        make(trainer_cls, extra=extra)
+    extra["peft_config"] = lora("llama", trainable_token_indices=[3, 4])
+    if trainer_cls is PPOTrainer:
+        extra["value_model"] = model_dirs["llama"]
+    make(trainer_cls, model="llama", extra=extra).train()
+
+
+def test_a_quantized_proposal_without_an_adapter(make, model_dirs):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    proposal = AutoModelForCausalLM.from_pretrained(model_dirs["llama"], quantization_config=quantization)
+    with pytest.raises(ValueError, match="`proposal_model` cannot be trained: .*Pass `proposal_peft_config`"):
+        make(model="llama", extra={"proposal_model": proposal})
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    make(model="llama", extra={"proposal_model": proposal, "proposal_peft_config": adapter})
+
+
+def test_a_backbone_gives_what_automodel_saves(tokenizer, tmp_path):
+    """So that the test of models without a head is about what users have."""
+    assert type(AutoModel.from_pretrained(saved(tmp_path, gpt2().transformer))).__name__ == "GPT2Model"

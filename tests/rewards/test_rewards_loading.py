@@ -1,0 +1,190 @@
+"""Rewards by name, and transforms around a reward function."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from trl_repulse import embedded
+from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, SequencePairReward, ToxicityReward
+from trl_repulse.rewards.functions import FunctionReward
+from trl_repulse.rewards.loading import REWARD_TYPES, load_reward
+from trl_repulse.rewards.transformed import TransformedReward
+
+from ..reward_models import CHAT_TEMPLATE, build_tokenizer, save_causal_model, save_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    chat = build_tokenizer(chat_template=CHAT_TEMPLATE)
+    return {
+        "sequence_pair": save_model(folder / "pair", "deberta", build_tokenizer("pair"))[0],
+        "chat": save_model(folder / "chat", "llama", chat)[0],
+        "toxicity": save_model(folder / "toxicity", "roberta", build_tokenizer("pair"))[0],
+        "guard": save_causal_model(folder / "guard", "llama", chat)[0],
+    }
+
+
+@pytest.mark.parametrize(
+    "reward_type, cls, kwargs",
+    [
+        ("sequence_pair", SequencePairReward, {"max_length": 5}),
+        ("chat", ChatReward, {"drop_system": True}),
+        ("toxicity", ToxicityReward, {"negate": True}),
+        ("guard", GuardReward, {"safe": "cat", "unsafe": "dog", "leads": ("",)}),
+    ],
+)
+def test_models(folders, reward_type, cls, kwargs):
+    reward = load_reward(reward_type, folders[reward_type], **kwargs)
+    assert type(reward) is cls
+    assert {name: getattr(reward, name) for name in kwargs} == kwargs
+    direct = cls(folders[reward_type], **kwargs)
+    assert reward(["the cat"], [" ran"]) == direct(["the cat"], [" ran"])
+
+
+def test_every_type_is_tested_here():
+    assert set(REWARD_TYPES) == {"sequence_pair", "chat", "toxicity", "guard", "remote"}
+
+
+def test_remote():
+    reward = load_reward("remote", "http://a:1/get,http://b:2/get", timeout=5.0)
+    assert type(reward) is RemoteReward
+    assert (reward.shown_urls, reward.timeout) == (["http://a:1/get", "http://b:2/get"], 5.0)
+
+
+def test_function(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
+    reward = load_reward(f"{path}:length")
+    assert isinstance(reward, FunctionReward)
+    assert reward(prompts=["a"], completions=["bcd"]) == [3.0]
+
+
+def test_no_type_leaves_the_path_to_trl():
+    assert load_reward(None, "some/model") == "some/model"
+
+
+def test_no_code_runs_to_see_what_a_reward_model_is(tmp_path):
+    (tmp_path / "code.py").write_text("raise SystemExit('ran')\n")
+    config = {"auto_map": {"AutoConfig": "code.Config"}, "architectures": ["OwnRewardModel"], "model_type": "own"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_reward(None, str(tmp_path)) == str(tmp_path)
+
+
+def test_a_language_model_is_no_reward_model(model_dirs):
+    with pytest.raises(ValueError, match=r"`reward_model_path=.* is a GPT2LMHeadModel and no classifier"):
+        load_reward(None, model_dirs["gpt2"])
+
+
+@pytest.mark.parametrize(
+    "arguments, kwargs, words",
+    [
+        ((None,), {}, "`reward_model_path` is needed"),
+        ((None, "m"), {"max_length": 3}, r"`reward_kwargs` \(max_length\) has no effect without `reward_type`"),
+        (("pair", "m"), {}, "`reward_type='pair'` is not one of 'sequence_pair', 'chat'"),
+        (("chat",), {}, "`reward_type='chat'` needs `reward_model_path`"),
+        (
+            ("chat", "m"),
+            {"max_length": 3},
+            "`reward_kwargs` has `max_length`, which `reward_type='chat'` does not take",
+        ),
+        (("own.py:f", "m"), {}, "`reward_model_path` has no effect with the function 'own.py:f'"),
+        (("own.py:f",), {"max_length": 3}, "does not take; it takes label_column"),
+        (("own.py:f",), {}, "There is no file"),
+        (("remote", "a,b"), {}, "`url` must be like"),
+    ],
+)
+def test_refuses(arguments, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        load_reward(*arguments, **kwargs)
+
+
+# Transforms
+
+
+def own(prompts, completions, scale=(1.0,), **kwargs):
+    """Rewards -2, -1, ... of the completions, times a column of the data set; none for an empty one."""
+    return [float(text) * factor if text else None for text, factor in zip(completions, scale, strict=True)]
+
+
+def test_transforms_what_the_function_returns():
+    logged = {}
+    arguments = {"prompts": [""] * 4, "completions": ["-2", "", "0.5", "nan"], "scale": [1.0, 1.0, 2.0, 1.0]}
+    reward = TransformedReward(own, "exponential", alpha=0.3, beta=-0.5)
+    found = reward(**arguments, log_metric=logged.__setitem__)
+    assert found[0] == pytest.approx(-2 - 0.3 * math.exp(1.0))
+    assert found[1] is None
+    assert found[2] == pytest.approx(1 - 0.3 * math.exp(-0.5))
+    assert math.isnan(found[3])
+    assert logged == {"rewards/own/mean": -0.5}
+    assert reward.__name__ == "own_transformed"
+    indicator = TransformedReward(own, "indicator", alpha=10.0, threshold=0.5)
+    assert indicator(**arguments)[:3] == [-12.0, None, 1.0]
+
+
+def test_transforms_what_a_generator_gives():
+    reward = TransformedReward(
+        lambda completions, **kwargs: (float(text) for text in completions), "indicator", 2.0, threshold=0
+    )
+    assert reward(prompts=[""] * 2, completions=["-1", "1"]) == [-3.0, 1.0]
+
+
+def test_what_is_no_list_is_refused():
+    with pytest.raises(ValueError, match="The reward function 'number' returned 1.0; it must return a list"):
+        TransformedReward(number)(prompts=[""], completions=["a"])
+
+
+def number(**kwargs):
+    return 1.0
+
+
+async def asynchronous(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+class Asynchronous:
+    __call__ = staticmethod(asynchronous)
+
+
+def test_a_reward_at_the_threshold_is_not_punished():
+    assert TransformedReward(own, "indicator", threshold=0.5)(prompts=[""], completions=["0.5"]) == [0.5]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("some/model",), "A reward transform needs a reward function, got 'some/model'"),
+        ((torch.nn.Linear(1, 1),), "A reward transform needs a reward function"),
+        ((asynchronous,), "<function asynchronous .* is asynchronous; transform inside it"),
+        ((Asynchronous(),), "is asynchronous; transform inside it"),
+        ((own, "square"), "`reward_transform='square'` must be 'exponential' or 'indicator'"),
+        ((own, "indicator"), "`reward_transform='indicator'` needs `reward_transform_threshold`"),
+        ((own, "exponential", 1.0, -1.0, -5.0), "`reward_transform_threshold` has no effect with .* leave it at None"),
+        ((own, "indicator", 1.0, -0.5, -5.0), "`reward_transform_beta` has no effect with .* leave it at -1.0"),
+        ((own, "exponential", 1.0, 0.5), "`beta` must be negative"),
+        ((own, "exponential", -1.0), "`alpha` must be at least 0"),
+    ],
+)
+def test_refuses_transforms(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        TransformedReward(*arguments)
+
+
+def test_refuses_what_overflows():
+    with pytest.raises(
+        ValueError, match=r"The transform of the reward -100.0 overflows \(`reward_transform_beta=-1.0`\)"
+    ):
+        TransformedReward(own)(prompts=[""], completions=["-100"])
+
+
+def test_toxicity_reads_what_trl_reads():
+    """In the embedded world the named reward and TRL's own treatment of the path agree."""
+    model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    reward = load_reward("toxicity", embedded.reward_model_path())
+    ids = reward._tokenizer("the guest", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, 0].item()
+    assert reward(["the"], [" guest"]) == [pytest.approx(expected, abs=1e-5)]

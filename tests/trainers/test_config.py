@@ -1,0 +1,495 @@
+"""Configurations: defaults, and one clear message for each refused value."""
+
+import dataclasses
+import pickle
+
+import pytest
+from trl import GRPOConfig, RLOOConfig, TrlParser
+
+from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
+from trl_repulse.cli.arguments import ARGUMENTS, parse
+from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig, _checks
+from trl_repulse.configs.engine_config import without_secrets
+
+
+ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(config_cls=RePULSeConfig, **kwargs):
+        if issubclass(config_cls, NegativeTermConfig):
+            kwargs = {"proposal": "learned"} | kwargs
+        return config_cls(output_dir=str(tmp_path), use_cpu=True, bf16=False, **kwargs)
+
+    return make
+
+
+def test_defaults(make):
+    """A field that is set alone gives the paper's method; without it, the one that does best on unseen prompts."""
+    hot = make(proposal="hot_policy", bad_reward_threshold=-4.0)
+    assert hot.draws_hot and not hot.has_proposal
+    assert (hot.alpha, hot.alpha_normalization, hot.potential) == (1, "none", "indicator")
+    assert hot.proposal_temperature is None  # chosen by the gain
+    assert RePULSeConfig.__dataclass_fields__["proposal"].default == "hot_policy"
+    assert make(proposal="hot_policy", bad_reward_threshold=-4.0, alpha=0.3, potential="tilted").alpha == 0.3
+
+    config = make()
+    assert config.has_proposal
+    assert (config.alpha, config.target_dist_beta, config.potential) == (0.1, -10.0, "tilted")
+    assert (config.beta, config.num_generations) == (0.2, 4)  # measured: docs/held_out.md
+    reinforce, rloo = (kind(config.output_dir, use_cpu=True, bf16=False) for kind in (ReinforceConfig, RLOOConfig))
+    assert (reinforce.beta, reinforce.num_generations) == (rloo.beta, rloo.num_generations)
+    assert config.target_dist_beta < 0 < config.alpha
+    assert config.alpha_normalization == "samples" and config.logprob_reduction == "mean"
+    assert config.disable_dropout
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"alpha": 0.0}, {"alpha": 0.0, "proposal_learning_rate": 1e-4}, {"proposal": "policy"}]
+)
+def test_configurations_without_a_second_model(make, kwargs):
+    assert not make(**kwargs).has_proposal
+
+
+HOT = {"proposal": "hot_policy", "proposal_temperature": 1.5, "bad_reward_threshold": 0.0}
+REFUSED = [
+    ("target_dist_beta", {"target_dist_beta": 1.0}),
+    ("target_dist_beta", {"target_dist_beta": 0.0}),
+    ("target_dist_beta", {"target_dist_beta": float("nan")}),
+    ("target_dist_beta", {"potential": "class"}),
+    ("temperature", {"temperature": 0.7}),
+    ("top_p", {"top_p": 0.9}),
+    ("top_k", {"top_k": 50}),
+    ("min_p", {"min_p": 0.1}),
+    ("repetition_penalty", {"repetition_penalty": 1.1}),
+    ("vllm_structured_outputs_regex", {"vllm_structured_outputs_regex": "a+"}),
+    ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
+    ("lr_scheduler_type", {"lr_scheduler_type": "reduce_lr_on_plateau", "do_eval": True, "eval_strategy": "steps"}),
+    ("max_completion_length", {"max_completion_length": None}),
+    ("report_to", {"report_to": ["flyte"]}),
+    ("generation_kwargs", {"generation_kwargs": {"suppress_tokens": [1]}}),
+    ("disable_dropout", {"disable_dropout": False}),
+    ("mask_truncated_completions", {"mask_truncated_completions": True}),
+    ("alpha", {"alpha": -0.1}),
+    ("alpha", {"alpha": float("nan")}),
+    ("alpha", {"alpha": float("inf")}),
+    ("alpha_start", {"alpha_start": -1.0}),
+    ("alpha_start", {"alpha_start": 0.0}),
+    ("target_dist_beta_start", {"target_dist_beta_start": 5.0}),
+    (
+        "target_dist_beta_start",
+        {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0},
+    ),
+    ("num_proposal_generations", {"num_proposal_generations": 1}),
+    ("num_proposal_generations", {"proposal": "policy", "num_proposal_generations": 4}),
+    ("num_proposal_generations", HOT | {"num_proposal_generations": 1}),
+    (
+        "num_proposal_generations",
+        HOT | {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
+    ),
+    ("proposal_temperature", {"proposal_temperature": 1.5}),
+    ("proposal_temperature", HOT | {"proposal_temperature": 0.9}),
+    ("proposal_temperature", HOT | {"proposal_temperature": 2.5, "use_vllm": True}),
+    ("proposal_temperature", HOT | {"proposal_temperature": float("nan")}),
+    ("negative_loss", HOT | {"negative_loss": "reinforce"}),
+    ("uniform_weights", HOT | {"uniform_weights": True}),
+    (
+        "num_proposal_generations",
+        {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
+    ),
+    ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
+    ("proposal_updates_per_step", {"proposal": "policy", "proposal_updates_per_step": 2}),
+    (
+        "proposal_updates_per_step",
+        {"proposal_updates_per_step": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    ),
+    (
+        "proposal_updates_per_step",
+        {
+            "proposal_updates_per_step": 2,
+            "proposal_update_order": "after",
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 3,
+        },
+    ),
+    ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
+    ("proposal_vllm_group_port", {"proposal": "policy", "proposal_vllm_group_port": 51218}),
+    ("proposal_loss", {"proposal_loss": "kl"}),
+    ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
+    ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),
+    ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "vargrad"}),
+    ("num_proposal_generations", {"proposal_loss": "vargrad", "num_proposal_generations": 1}),
+    ("proposal_update_order", {"proposal_update_order": "during"}),
+    ("target_dist_beta", {"proposal": "hot_policy", "bad_reward_threshold": 0.0, "target_dist_beta": -1.0}),
+    ("proposal", {"proposal": "best"}),
+    ("vllm_sleep_level", {"vllm_sleep_level": 3}),
+    ("vllm_sleep_level", {"vllm_sleep_level": 1}),
+    ("vllm_logp_difference_threshold", {"vllm_logp_difference_threshold": 0.0}),
+    ("proposal_vllm_server_base_url", {"proposal_vllm_server_base_url": "http://localhost:8001"}),
+    (
+        "proposal_vllm_group_port",
+        {
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "proposal_vllm_server_base_url": "http://localhost:8001",
+            "proposal_vllm_group_port": 51216,
+        },
+    ),
+    ("potential", {"potential": "linear"}),
+    ("target_class", {"target_class": 2}),
+    ("bad_reward_threshold", {"potential": "indicator"}),
+    ("bad_reward_threshold", {"save_negatives": True}),
+    ("reward_cap", {"reward_cap": 1.0, "potential": "class", "target_dist_beta": 1.0}),
+    ("reweighting_beta", {"reweighting_beta": 2.0}),
+    ("reweighting_beta", {"reweighting_beta": -2.0, "uniform_weights": True}),
+    ("negative_loss", {"negative_loss": "other"}),
+    ("negative_baseline", {"negative_baseline": "policy"}),
+    ("baseline", {"baseline": "mean"}),
+    ("baseline_constant", {"baseline_constant": 1.0}),
+    ("baseline_constant", {"baseline_constant": 1.0, "baseline": "group_mean"}),
+    ("baseline", {"baseline": "constant", "baseline_constant": 1.0, "normalize_advantages": True}),
+    ("cvar_level", {"cvar_level": 0.0}),
+    ("cvar_level", {"cvar_level": 1.5}),
+    ("cvar_level", {"cvar_level": float("nan")}),
+    ("cvar_level", {"cvar_level": 0.02, "per_device_train_batch_size": 8}),
+    ("cvar_level", {"cvar_level": 0.2, "cvar_over": "prompt"}),
+    ("max_bad_probability", {"max_bad_probability": 0.0, "bad_reward_threshold": -1.0}),
+    ("max_bad_probability", {"max_bad_probability": 1.0, "bad_reward_threshold": -1.0}),
+    ("bad_reward_threshold", {"max_bad_probability": 0.1}),
+    ("constraint_learning_rate", {"constraint_learning_rate": 0.1}),
+    (
+        "constraint_learning_rate",
+        {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0, "constraint_learning_rate": 0.0},
+    ),
+    ("alpha_start", {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0, "alpha_start": 0.01}),
+    ("cvar_over", {"cvar_over": "prompt"}),
+    ("cvar_over", {"cvar_level": 0.5, "cvar_over": "token"}),
+    ("cvar_schedule_ratio", {"cvar_schedule_ratio": 0.2}),
+    ("cvar_schedule_ratio", {"cvar_level": 0.5, "cvar_schedule_ratio": 1.5}),
+    ("logprob_reduction", {"logprob_reduction": "max"}),
+    ("alpha_normalization", {"alpha_normalization": "tokens"}),
+    ("reward_transform", {"reward_transform": "log"}),
+    ("reward_transform_alpha", {"reward_transform_alpha": 2.0}),
+    ("reward_transform_alpha", {"reward_transform": "exponential", "reward_transform_alpha": -1.0}),
+    ("reward_transform_beta", {"reward_transform": "exponential", "reward_transform_beta": 1.0}),
+    ("reward_transform_threshold", {"reward_transform": "indicator"}),
+    ("reward_transform_threshold", {"reward_transform": "exponential", "reward_transform_threshold": -3.0}),
+    (
+        "reward_transform_beta",
+        {"reward_transform": "indicator", "reward_transform_threshold": -3.0, "reward_transform_beta": -0.5},
+    ),
+]
+
+
+# TRL's fields, whose bad values TRL takes
+TRL_REFUSED = [
+    ("beta", {"beta": -10.0}),
+    ("beta", {"beta": float("nan")}),
+    ("learning_rate", {"learning_rate": -1e-3}),
+    ("temperature", {"temperature": 0.0, "alpha": 0.0}),
+    ("num_iterations", {"num_iterations": 0}),
+    ("num_generations_eval", {"num_generations_eval": -1}),
+    ("epsilon", {"epsilon": -0.2}),
+    ("epsilon_high", {"epsilon_high": -0.2}),
+    ("reward_weights", {"reward_weights": [1.0, float("nan")]}),
+    ("ref_model_mixup_alpha", {"sync_ref_model": True, "beta": 0.1, "ref_model_mixup_alpha": 3.0}),
+    ("ref_model_sync_steps", {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 0}),
+    ("fp16_full_eval", {"fp16_full_eval": True}),
+    ("bf16_full_eval", {"bf16_full_eval": True}),
+]
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig, PPOConfig])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), TRL_REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(TRL_REFUSED)]
+)
+def test_values_of_trls_fields_that_train_something_else_are_refused(make, config_cls, name, kwargs):
+    if config_cls is not RePULSeConfig:
+        kwargs = {key: value for key, value in kwargs.items() if key != "alpha"}
+    with pytest.raises(ValueError) as error:
+        make(config_cls, **kwargs)
+    message = str(error.value)
+    assert message.startswith(f"`{name}=") and "\n" not in message
+    assert name != "beta" or "`target_dist_beta`" in message
+
+
+def test_limits_of_the_reward_in_the_wrong_order_are_refused(make):
+    with pytest.raises(ValueError, match="`reward_clip_range=.* must be a lower limit and a higher one"):
+        make(ReinforceConfig, reward_clip_range=(1.0, -1.0))
+    with pytest.raises(ValueError, match="`reward_clip_range=.* must be a lower limit and a higher one"):
+        make(ReinforceConfig, reward_clip_range=[1.0])
+
+
+def test_limits_of_the_reward_as_a_flag():
+    embedded_run = [ARGUMENTS["reinforce"], embedded.settings_path("reinforce")]
+    _, args, _ = parse(["--reward_clip_range", "-5", "5"], *embedded_run)
+    assert args.reward_clip_range == [-5.0, 5.0]
+
+
+def test_a_schedule_may_stay_where_alpha_is_0(make):
+    assert make(alpha=0.0, alpha_start=0.05).alpha == 0
+
+
+@pytest.mark.parametrize(("name", "kwargs"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
+def test_refused_values_name_the_field_in_one_line(make, name, kwargs):
+    kwargs = {"num_generations": 4, **kwargs}
+    if "per_device_train_batch_size" in kwargs:
+        kwargs["gradient_accumulation_steps"] = kwargs["num_generations"]
+    with pytest.raises(ValueError) as error:
+        make(**kwargs)
+    message = str(error.value)
+    assert message.startswith(f"`{name}=")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("config_cls", ALL)
+def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
+    size = {"per_device_train_batch_size": 30}
+    for number, expected in ((2, 8), (5, 10), (15, 15)):
+        assert make(config_cls, num_generations=number, **size).per_device_eval_batch_size == expected
+        found = make(config_cls, num_generations=2, num_generations_eval=number, **size)
+        assert found.per_device_eval_batch_size == expected
+    assert make(config_cls, num_generations=5, per_device_eval_batch_size=8, **size).per_device_eval_batch_size == 8
+
+
+@pytest.mark.parametrize("proposal", ["hot_policy", "learned", "policy"])
+@pytest.mark.parametrize(
+    ("settings", "alpha", "normalization", "reduction"),
+    [
+        ({}, 0.1, "samples", "mean"),
+        ({"alpha_normalization": "none"}, 0.1 / 8, "none", "mean"),
+        ({"logprob_reduction": "sum"}, 0.1 / 20, "samples", "sum"),
+        ({"loss_type": "dr_grpo"}, 0.1 / 20, "samples", "sum"),
+        ({"loss_type": "dr_grpo", "logprob_reduction": "mean"}, 0.1 / 20, "samples", "mean"),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, 0.1, "samples", "sum"),
+        ({"loss_type": "cispo"}, 0.1 * 0.2, "samples", "mean"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 0.1, "samples", "mean"),
+        ({"loss_type": "dr_grpo", "alpha": 0.3}, 0.3, None, "mean"),  # what is set stays
+        ({"alpha": 0.0}, 0.0, None, "mean"),
+    ],
+)
+def test_the_default_alpha_on_grpo_is_in_units_of_advantages(
+    make, proposal, settings, alpha, normalization, reduction
+):
+    config = make(RePULSeGRPOConfig, proposal=proposal, num_generations=8, max_completion_length=20, **settings)
+    found = config.alpha, config.alpha_normalization, config.logprob_reduction
+    if normalization is None:
+        normalization = "none" if proposal == "hot_policy" else "samples"
+    assert found == (pytest.approx(alpha), normalization, reduction)
+
+
+@pytest.mark.parametrize("config_cls", [RePULSeConfig, RePULSeGRPOConfig, ReinforceConfig])
+@pytest.mark.parametrize("number", [1, 0, None])
+def test_fewer_than_two_generations_are_refused_where_they_are_compared(make, config_cls, number):
+    hot = {} if config_cls is ReinforceConfig else {"num_proposal_generations": 8}  # which do not count
+    with pytest.raises(ValueError, match=f"`num_generations={number}` must be at least 2: .* own completions"):
+        make(config_cls, num_generations=number, **hot)
+
+
+def test_one_generation_is_enough_for_ppo_with_hot_samples(make):
+    config = make(RePULSePPOConfig, proposal="hot_policy", num_generations=1, num_proposal_generations=8)
+    assert config.num_generations == 1
+
+
+PPO_REFUSED = [
+    ("gamma", {"gamma": 1.1}),
+    ("gamma", {"gamma": -0.1}),
+    ("lr_scheduler_type", {"lr_scheduler_type": "reduce_lr_on_plateau", "do_eval": True, "eval_strategy": "steps"}),
+    ("max_completion_length", {"max_completion_length": None}),
+    ("gae_lambda", {"gae_lambda": 1.5}),
+    ("gae_lambda", {"gae_lambda": float("nan")}),
+    ("value_learning_rate", {"value_learning_rate": -1.0}),
+    ("value_learning_rate", {"value_learning_rate": float("inf")}),
+    ("value_clip", {"value_clip": 0.0}),
+    ("value_clip", {"value_clip": float("nan")}),
+    ("value_warmup_steps", {"value_warmup_steps": -1}),
+    ("value_warmup_steps", {"value_warmup_steps": 1, "fp16": True, "max_grad_norm": 0.0}),
+    ("beta", {"beta": -0.1}),
+    ("num_generations", {"num_generations": 0}),
+    ("num_generations", {"num_generations": None}),
+    ("num_iterations", {"num_iterations": 0}),
+    ("epsilon", {"epsilon": 0.0}),
+    ("epsilon_high", {"epsilon_high": -0.2}),
+    ("loss_type", {"loss_type": "bnpo"}),
+    ("loss_type", {"loss_type": "cispo"}),
+    ("scale_rewards", {"scale_rewards": "group"}),
+    ("multi_objective_aggregation", {"multi_objective_aggregation": "normalize_then_sum"}),
+    ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
+    ("off_policy_mask_threshold", {"off_policy_mask_threshold": 0.1}),
+    ("bad_reward_threshold", {"save_negatives": True}),
+    ("reward_transform", {"reward_transform": "log"}),
+    ("reward_transform_threshold", {"reward_transform": "indicator"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"), PPO_REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PPO_REFUSED)]
+)
+def test_values_that_ppo_refuses_name_the_field_in_one_line(make, name, kwargs):
+    with pytest.raises(ValueError) as error:
+        make(PPOConfig, **kwargs)
+    message = str(error.value)
+    assert message.startswith(f"`{name}=")
+    assert "\n" not in message
+
+
+def test_ppo_needs_no_group(make):
+    """One completion a prompt, in batches that no other number divides; TRL itself still refuses it."""
+    for size in (1, 7):
+        config = make(PPOConfig, per_device_train_batch_size=size, do_eval=True, eval_strategy="steps")
+        assert config.num_generations == 1 and type(config.num_generations) is int
+        assert config.generation_batch_size == size
+    with pytest.raises(ValueError, match="divisible by num_generations"):
+        make(PPOConfig, per_device_train_batch_size=8, num_generations=3)
+    with pytest.raises(ValueError, match="at least 2 generations"):  # if this fails, `_Single` can go
+        make(GRPOConfig, num_generations=1)
+
+
+# Fields of GRPO that REINFORCE does not read, with a value that GRPO takes
+NOT_OF_REINFORCE = {
+    "loss_type": "grpo",
+    "importance_sampling_level": "sequence",
+    "delta": 2.0,
+    "use_bias_correction_kl": False,
+    "off_policy_mask_threshold": 0.1,
+    "sapo_temperature_neg": 1.1,
+    "sapo_temperature_pos": 1.1,
+    "vespo_k_pos": 1.0,
+    "vespo_lambda_pos": 1.0,
+    "vespo_k_neg": 1.0,
+    "vespo_lambda_neg": 1.0,
+    "top_entropy_quantile": 0.5,
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "entropy_target": 0.5,
+    "entropy_coef_min": 0.1,
+    "entropy_coef_max": 0.5,
+    "entropy_coef_delta": 0.1,
+    "scale_rewards": "batch",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_cap": 2.0,
+    "vllm_importance_sampling_clip_max": 2.0,
+    "vllm_importance_sampling_clip_min": 0.1,
+    "max_tool_calling_iterations": 2,
+    "cast_lm_head_to_fp32": True,
+}
+
+
+@pytest.mark.parametrize("config_cls", [ReinforceConfig, RePULSeConfig])
+@pytest.mark.parametrize("name", NOT_OF_REINFORCE)
+def test_what_reinforce_does_not_read_is_refused(make, config_cls, name):
+    with pytest.raises(ValueError, match=rf"^`{name}={NOT_OF_REINFORCE[name]!r}` .*; leave it at \S+\.$"):
+        make(config_cls, **{name: NOT_OF_REINFORCE[name]})
+    if "vllm" not in name:  # the others are GRPO's, and RePULSe's on it
+        make(RePULSeGRPOConfig, **{name: NOT_OF_REINFORCE[name]})
+
+
+def test_reinforce_reads_or_refuses_each_field_of_grpo_that_rloo_has_not():
+    of_grpo, of_rloo, own = (
+        {field.name: field for field in dataclasses.fields(each)} for each in (GRPOConfig, RLOOConfig, ReinforceConfig)
+    )
+    assert of_grpo.keys() - of_rloo.keys() - {"log_completions_hub_repo"} == NOT_OF_REINFORCE.keys()
+    assert of_rloo.keys() - own.keys() == set()
+    changed = {name for name in of_rloo if own[name].default != of_rloo[name].default}
+    assert changed == {"disable_dropout", "learning_rate", "per_device_eval_batch_size"}
+
+
+@pytest.mark.parametrize("config_cls", ALL)
+def test_what_files_and_trackers_are_given_has_no_secret(config_cls):
+    """`results.json` and a tracker's settings are made of `to_dict`."""
+    secret = {"hub_token": "hf_hidden", "model_init_kwargs": {"token": "hf_hidden", "revision": "main"}}
+    secret |= {"vllm_server_base_url": "http://hidden:hidden@host:8000/v1?key=hidden"}
+    config = config_cls("out", use_cpu=True, bf16=False, **secret)
+    shown = config.to_dict()
+    assert "hidden" not in str(shown) and shown["model_init_kwargs"]["revision"] == "main"
+    assert shown["vllm_server_base_url"] == "http://host:8000/v1"
+    assert config.model_init_kwargs == secret["model_init_kwargs"]  # what the run uses is as it was
+    of_trl = GRPOConfig("out", use_cpu=True, bf16=False, **secret).to_dict()
+    assert "hidden" in str(of_trl) and "hidden" not in str(without_secrets(of_trl))
+
+
+@pytest.mark.parametrize("config_cls", ALL)
+def test_every_own_field_has_help(config_cls):
+    documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__ + ScoringConfig.__doc__
+    for base in (ReinforceConfig, PPOConfig, NegativeTermConfig):
+        documented += base.__doc__ if issubclass(config_cls, base) else ""
+    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(config_cls):
+        if field.name not in inherited:
+            assert len(field.metadata.get("help", "")) > 20, field.name
+            assert f"        {field.name} (" in documented, field.name
+
+
+def test_command_line(tmp_path):
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--potential", "class"]
+    argv += ["--target_dist_beta", "2.0", "--target_class", "0", "--alpha", "3", "--num_proposal_generations", "4"]
+    (config,) = TrlParser((RePULSeConfig,)).parse_args_and_config([*argv, "--proposal", "learned"])
+    assert (config.potential, config.target_dist_beta, config.target_class) == ("class", 2.0, 0)
+    assert (config.alpha, config.num_proposal_generations, config.reward_transform) == (3.0, 4, None)
+
+
+def test_command_line_of_ppo(tmp_path):
+    argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--value_learning_rate", "1e-4"]
+    argv += ["--value_clip", "0.5", "--whiten_advantages", "false", "--reward_transform", "exponential"]
+    (config,) = TrlParser((PPOConfig,)).parse_args_and_config(argv)
+    assert (config.value_learning_rate, config.value_clip, config.whiten_advantages) == (1e-4, 0.5, False)
+    assert (config.num_generations, config.gae_lambda, config.reward_transform) == (1, 0.95, "exponential")
+
+
+@pytest.mark.parametrize("config_cls", ALL)
+def test_an_unknown_field_is_answered_with_the_nearest(make, config_cls):
+    with pytest.raises(
+        TypeError, match=f"{config_cls.__name__} has no field `learning_rat`. Did you mean `learning_rate`"
+    ):
+        make(config_cls, learning_rat=1e-3)
+    assert pickle.loads(pickle.dumps(make(config_cls))) == make(config_cls)
+
+
+def test_a_subclass_may_have_arguments_of_its_own(tmp_path):
+    class Own(RePULSeConfig):
+        def __init__(self, own, **kwargs):
+            super().__init__(**kwargs)
+            self.own = own
+
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "bad_reward_threshold": -1.0}
+    assert Own(own=3, **settings).own == 3
+    with pytest.raises(TypeError, match="learning_rat"):
+        Own(own=3, learning_rat=1e-3, **settings)
+
+
+def test_without_a_negative_term_its_schedule_may_stay():
+    """`alpha=0` is one switch; the constraint then moves a cost, not `alpha`."""
+    limit = {
+        "max_bad_probability": 0.01,
+        "bad_reward_threshold": -1.0,
+        "alpha_start": 0.5,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    assert RePULSeConfig(output_dir="out", alpha=0.0, **limit).charges_bad
+    with pytest.raises(ValueError, match="alpha_start.* contradicts"):
+        RePULSeConfig(output_dir="out", alpha=1.0, **limit)
+
+
+@pytest.mark.parametrize("config_cls", [*ALL, ARGUMENTS["grpo"][1]])
+@pytest.mark.parametrize(
+    ("launched", "own", "used"),
+    [
+        ("bf16", {"bf16": False}, "no"),
+        ("fp8", {"bf16": False}, "no"),
+        ("fp16", {"bf16": True}, "bf16"),
+        ("bf16", {"bf16": True}, "bf16"),
+        ("no", {"bf16": True}, "bf16"),
+        ("no", {"bf16": False}, "no"),
+    ],
+)
+def test_the_configurations_precision_wins_over_the_launchers(tmp_path, monkeypatch, config_cls, launched, own, used):
+    said = []
+    monkeypatch.setattr(_checks.logger, "warning_once", said.append)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert config_cls(str(tmp_path), use_cpu=True, **own).mixed_precision == used
+    assert len(said) == (launched not in ("no", used))  # names both
+    assert all(f"`bf16={own['bf16']}`" in each and f"`mixed_precision: {launched}`" in each for each in said)

@@ -1,0 +1,175 @@
+"""ReinforceTrainer as a user meets it: directions, methods by configuration, refusals."""
+
+import functools
+
+import pytest
+import torch
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from trl_repulse import ReinforceConfig, ReinforceTrainer
+
+from ..conftest import USE_CPU, same_parameters
+
+
+pytestmark = pytest.mark.trainer
+
+METHODS = {
+    "published": {},
+    "RLOO": {"logprob_reduction": "sum"},
+    "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
+    "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
+    "group mean": {"baseline": "group_mean"},
+    "no baseline": {"baseline": "none"},
+    "constant": {"baseline": "constant", "baseline_constant": 0.5},
+    "CVaR": {"cvar_level": 0.4},
+    "CVaR of prompts": {"cvar_level": 0.5, "cvar_over": "prompt", "cvar_schedule_ratio": 0.0},
+    "exponential": {"reward_transform": "exponential", "reward_transform_alpha": 0.1},
+    "indicator": {
+        "reward_transform": "indicator",
+        "reward_transform_alpha": 3.0,
+        "reward_transform_threshold": -1.0,
+    },
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_raises_the_reward(make, evaluator, method):
+    trainer = make(ReinforceTrainer, max_steps=20, **METHODS[method])
+    start = evaluator.evaluate(trainer.model)
+    trainer.train()
+    end = evaluator.evaluate(trainer.model)
+    assert end.expected_reward > start.expected_reward + 0.2
+    assert end.log_prob_bad < start.log_prob_bad - 0.2
+
+
+# A transform takes from low rewards alone, so that it does not turn with the reward
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", [name for name in METHODS if "reward_transform" not in METHODS[name]])
+def test_each_method_follows_the_sign_of_the_reward(make, evaluator, reward, method):
+    """The control: the directions above are those of the reward, and turn with it."""
+
+    def turned(completions, **kwargs):
+        return [-r for r in reward(completions)]
+
+    trainer = make(ReinforceTrainer, reward_funcs=turned, max_steps=20, **METHODS[method])
+    start = evaluator.evaluate(trainer.model)
+    trainer.train()
+    assert evaluator.evaluate(trainer.model).expected_reward < start.expected_reward - 0.2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_rewards_move_a_policy_that_has_no_baseline_alone(make, model_dirs, method):
+    trainer = make(
+        ReinforceTrainer, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions), **METHODS[method]
+    )
+    trainer.train()
+    unmoved = same_parameters(trainer.model, AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]))
+    assert unmoved == (METHODS[method].get("baseline") not in ("none", "constant") or method == "REINFORCE++")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_iterations": 2},
+        {"per_device_train_batch_size": 8, "steps_per_generation": 2},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    ],
+    ids=["reused", "several updates a generation", "cut prompts", "several generations an update"],
+)
+@pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
+def test_normalised_methods_in_other_batches(make, evaluator, method, extra):
+    trainer = make(ReinforceTrainer, max_steps=12, **METHODS[method], **extra)
+    start = evaluator.evaluate(trainer.model).expected_reward
+    trainer.train()
+    assert evaluator.evaluate(trainer.model).expected_reward > start + 0.1
+
+
+@pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
+def test_logged_advantages_are_normalised_over_the_batch(make, method):
+    trainer = make(ReinforceTrainer, log_completions=True, max_steps=1, **METHODS[method])
+    trainer.train()
+    advantages = torch.tensor(list(trainer._logs["advantages"]))
+    assert advantages.mean().abs() < 1e-5 and advantages.std() == pytest.approx(1, abs=1e-3)
+    assert not torch.allclose(advantages.view(4, 4).std(dim=1), torch.ones(4), atol=0.05)  # not prompt by prompt
+
+
+def test_logs_and_card(make, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "baseline": "group_mean"}
+    trainer = make(ReinforceTrainer, beta=0.1, bad_reward_threshold=-1.0, **settings)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert {"reward", "reward_std", "return", "kl", "entropy", "bad_fraction", "rewards/word_reward/mean"} <= set(log)
+    assert not [name for name in log if name.startswith(("proposal/", "negative/"))]
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert {"trl", "trl-repulse", "reinforce"} <= set(card.data.tags)
+
+
+def test_the_level_of_cvar_falls_over_the_first_updates(make, evaluator):
+    """Fourteen updates, of which seven lower it; what is logged is the mean of the worst share."""
+    trainer = make(ReinforceTrainer, max_steps=14, cvar_level=0.25, log_completions=True)
+    start = evaluator.evaluate(trainer.model)
+    trainer.train()
+    logs = trainer.state.log_history[:-1]
+    levels = [log["cvar_level"] for log in logs]
+    assert levels == pytest.approx([max(0.25, 1 - 0.75 * step / 6.5) for step in range(14)])
+    assert logs[0]["reward_cvar"] == pytest.approx(logs[0]["reward"], abs=1e-6)
+    rewards = sorted(trainer._logs["rewards"]["word_reward"])[:4]  # of the last batch's 16
+    assert logs[-1]["reward_cvar"] == pytest.approx(sum(rewards) / 4, abs=1e-6)
+    assert evaluator.evaluate(trainer.model).log_prob_bad < start.log_prob_bad - 0.2
+
+
+@pytest.mark.parametrize("generations", [1, 4])
+@pytest.mark.parametrize(
+    "method", ["published", "REINFORCE++-baseline", pytest.param("CVaR", marks=pytest.mark.thorough)]
+)
+def test_evaluation_loop(make, prompts, method, generations):
+    trainer = make(
+        ReinforceTrainer,
+        extra={"eval_dataset": prompts},
+        eval_strategy="steps",
+        per_device_eval_batch_size=4,
+        num_generations_eval=generations,
+        max_steps=1,
+        **METHODS[method],
+    )
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_reward", "eval_return"} <= set(metrics)
+    trainer.train()
+
+
+def test_refused_data(make):
+    with pytest.raises(ValueError, match="no column `prompt`, only question"):
+        make(ReinforceTrainer, dataset=Dataset.from_dict({"question": ["a"]}))
+    with pytest.raises(ValueError, match="has 1 prompts, but one batch of generations takes 4"):
+        make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": ["the cat"]}))
+    with pytest.raises(ValueError, match="is empty"):
+        make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": []}))
+    with pytest.raises(ValueError, match="exceed the model's context of 32 tokens"):
+        make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": ["the cat " * 20] * 4})).train()
+
+
+def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
+    monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(ReinforceConfig, use_cpu=USE_CPU, bf16=False, max_completion_length=2)
+    monkeypatch.setattr(ReinforceTrainer, "_config_cls", staticmethod(on_cpu))
+    trainer = ReinforceTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
+    assert type(trainer.args) is ReinforceConfig and trainer.args.output_dir.endswith("-REINFORCE")
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize("generations", [4, 1])
+def test_evaluation_has_one_level_of_cvar(make, generations):
+    """Not that of the schedule, which depends on when; and no number where a group has less than one sample."""
+    trainer = make(ReinforceTrainer, cvar_level=0.5, cvar_over="prompt", num_generations_eval=generations)
+    trainer.eval_dataset = trainer.train_dataset
+    metrics = trainer.evaluate()
+    assert metrics["eval_cvar_level"] == 0.5
+    assert ("eval_reward_cvar" in metrics) == (generations > 1)
+    if generations > 1:
+        assert metrics["eval_reward_cvar"] < metrics["eval_reward"]

@@ -1,0 +1,157 @@
+"""RePULSePPOTrainer's losses and gradients against sums written out, on recorded completions, and PPO's own where alpha is 0.
+
+Reference values come from plain forward passes, one unpadded row at a time, and loops over rows and tokens.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_repulse import PPOTrainer, RePULSePPOTrainer
+
+from ..conftest import same_parameters
+from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, gradients, prepare, recorded, rows_log_p
+from .test_ppo_math import SETTINGS, credit, reference_losses
+from .test_trainer_math import reference_loss
+
+
+pytestmark = pytest.mark.trainer
+
+
+Recorded = recorded(RePULSePPOTrainer)
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer, reward):
+    """One update on the recorded completions; the trainer, the models, and all gradients."""
+
+    def run(*args, **kwargs):
+        trainer, models, reference = prepare(tmp_path, tokenizer, Recorded, *args, use_cpu=True, **kwargs)
+        rows = credit(models["policy"], models["value"], reference, tokenizer, reward, trainer.args)
+        return trainer, models, reference, rows, gradients(trainer, models)
+
+    return run
+
+
+def hot_log_p(model, tokenizer, prompt, completion, temperature):
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion])
+    logits = model(input_ids=ids).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)[-len(completion) :].sum().item()
+
+
+def pushed(policy, tokenizer, reward, args, drawn):
+    """The negative term of the policy's own samples, or of these and K hot ones, `drawn` of each prompt, written out."""
+    loss = 0.0
+    for prompt, own, others in zip(PROMPTS, POLICY, drawn, strict=True):
+        completions = own + others
+        log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in completions]
+        rewards = reward([tokenizer.decode(c, skip_special_tokens=True) for c in completions])
+        w = []
+        for completion, log_p, r in zip(completions, log_ps, rewards, strict=True):
+            ratio, bad = 1.0, True
+            if others:
+                p, bad = math.exp(log_p.sum().item()), r < args.bad_reward_threshold
+                hot = math.exp(hot_log_p(policy, tokenizer, prompt, completion, args.proposal_temperature))
+                ratio = p * len(completions) / (len(own) * p + len(others) * hot)
+            w.append(ratio * math.exp(args.target_dist_beta * r) if bad else 0.0)
+        assert sum(w) > 0
+        alpha = args.alpha / (len(others) or len(own)) if args.alpha_normalization == "samples" else args.alpha
+        for weight, log_p in zip(w, log_ps, strict=True):
+            length = log_p.mean() if args.logprob_reduction == "mean" else log_p.sum()
+            loss = loss + alpha * weight / sum(w) * length / len(PROMPTS)
+    return loss
+
+
+TERM = {"proposal": "learned", "alpha": 2.0, "target_dist_beta": -0.7}
+HOT = TERM | {
+    "proposal": "hot_policy",
+    "potential": "tilted",
+    "proposal_temperature": 1.7,
+    "bad_reward_threshold": 0.1,
+}
+OWN = TERM | {"proposal": "policy"}
+CASES = {
+    "hot": HOT,
+    "hot, Eq. 4": HOT | {"alpha_normalization": "none", "logprob_reduction": "sum"},
+    "hot, more": HOT | {"num_proposal_generations": 2 * N},
+    "hot, completion mean": HOT | {"loss_type": "grpo", "whiten_advantages": False},
+    "own": OWN,
+    "proposal": TERM,
+    "proposal, Eq. 4": TERM | {"alpha_normalization": "none", "logprob_reduction": "sum"},
+}
+RUNS = [("gpt2", batches, case) for case in CASES for batches in [(8, 1), (1, 8)]]
+RUNS += [("llama", (4, 2), case) for case in ("hot", "own", "proposal")]
+
+
+def check(tokenizer, reward, trainer, models, reference, rows, grads, **changed):
+    """Compares losses and gradients with those of the method, of which `changed` are other settings."""
+    args = SimpleNamespace(
+        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
+    )
+    policy_loss, error = reference_losses(models["policy"], models["value"], rows, tokenizer, args)
+    if "proposal" in models:
+        both, proposal_loss = reference_loss(models["policy"], models["proposal"], reference, tokenizer, reward, args)
+        alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
+        first_term, _ = reference_loss(models["policy"], None, reference, tokenizer, reward, alone)
+        term = both - first_term
+        assert_gradients(proposal_loss, models["proposal"], grads["proposal"])
+    else:
+        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
+        term = pushed(models["policy"], tokenizer, reward, args, [others * draws for others in PROPOSAL])
+    assert_gradients(error, models["value"], grads["value"])
+    assert_gradients(policy_loss + term, models["policy"], grads["policy"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx((policy_loss + term).item(), abs=2e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("architecture", "batches", "case"), RUNS)
+def test_one_update_is_ppo_and_the_negative_term(run, tokenizer, reward, architecture, batches, case):
+    """However the batch is split into micro-batches."""
+    found = run(architecture, *batches, **SETTINGS, **CASES[case])
+    check(tokenizer, reward, *found)
+
+
+@pytest.mark.parametrize("case", ["hot", "own", "proposal"])
+def test_a_wrong_weight_would_be_noticed(run, tokenizer, reward, case):
+    """Negative control: the reference with the sign of β turned round does not match."""
+    found = run("gpt2", **SETTINGS, **CASES[case])
+    with pytest.raises(AssertionError):
+        check(tokenizer, reward, *found, target_dist_beta=0.7)
+
+
+@pytest.mark.parametrize("case", ["hot", "own", "proposal"])
+def test_reused_generations_start_from_the_same_gradient(run, tokenizer, reward, case):
+    """Where a batch serves two updates the negative term is clipped; at the first the ratio is 1."""
+    trainer, models, reference, rows, grads = run("gpt2", num_iterations=2, **SETTINGS, **CASES[case])
+    assert not trainer._on_policy
+    with pytest.raises(KeyError):  # the loss's value is another, gradients are not
+        trainer.state.log_history[0].pop("loss")
+        check(tokenizer, reward, trainer, models, reference, rows, grads)
+
+
+UPDATES = {
+    "one": {},
+    "four": {"per_device_train_batch_size": 4, "steps_per_generation": 4, "num_iterations": 2},
+    "accumulated": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "loss_type": "grpo"},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("updates", UPDATES)
+def test_alpha_0_is_ppo_to_the_last_bit(make, updates):
+    settings = {"max_steps": 4, "beta": 0.1, "num_generations": 4} | UPDATES[updates]
+    trainers = []
+    for trainer_cls, own in ((RePULSePPOTrainer, {"alpha": 0.0}), (PPOTrainer, {}), (RePULSePPOTrainer, {})):
+        trainers.append(make(trainer_cls, **settings, **own))
+        trainers[-1].train()
+    ours, theirs, other = trainers
+    assert ours.proposal is None
+    assert same_parameters(ours.model, theirs.model) and same_parameters(ours.value.module, theirs.value.module)
+    assert not same_parameters(other.model, theirs.model)  # the control
+    logs = [
+        [{key: log[key] for key in log if "time" not in key} for log in trainer.state.log_history[:4]]
+        for trainer in (ours, theirs)
+    ]
+    assert str(logs[0]) == str(logs[1])

@@ -1,0 +1,396 @@
+"""RePULSeTrainer as a user meets it: directions, passes, logs, files, resume, what would be uploaded."""
+
+import json
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from trl_repulse import RePULSeConfig, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer, __version__
+
+from ..conftest import BAD, USE_CPU, build_model, same_parameters
+
+
+pytestmark = pytest.mark.trainer
+
+
+@pytest.mark.thorough
+def test_policy_loses_and_proposal_gains_bad_outputs(make, evaluator, architecture):
+    trainer = make(
+        model=architecture,
+        max_steps=40,
+        target_dist_beta=-5.0,
+        learning_rate=3e-3,
+        proposal_learning_rate=2e-2,
+        seed=1,
+    )
+    start = evaluator.evaluate(trainer.model)
+    trainer.train()
+    policy, proposal = evaluator.evaluate(trainer.model), evaluator.evaluate(trainer.proposal.module)
+    assert policy.log_prob_bad < start.log_prob_bad - 1
+    assert policy.expected_reward > start.expected_reward + 0.2
+    assert proposal.log_prob_bad > start.log_prob_bad + 0.5
+    assert proposal.expected_reward < start.expected_reward - 0.5
+
+
+def test_the_negative_term_does_the_work(make, evaluator):
+    """With the same number of updates REINFORCE leaves more bad outputs: the direction above is not its alone."""
+    ends = {}
+    for alpha in (0.0, 4.0):
+        trainer = make(max_steps=40, alpha=alpha, seed=3)
+        trainer.train()
+        ends[alpha] = evaluator.evaluate(trainer.model)
+    assert ends[4.0].log_prob_bad < ends[0.0].log_prob_bad - 0.5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", ["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"])
+def test_each_proposal_loss_finds_bad_outputs(make, evaluator, loss):
+    trainer = make(max_steps=25, proposal_loss=loss, learning_rate=1e-5, proposal_learning_rate=1e-2)
+    start = evaluator.evaluate(trainer.proposal.module)
+    trainer.train()
+    end = evaluator.evaluate(trainer.proposal.module)
+    assert end.expected_reward < start.expected_reward - 0.3
+    assert end.log_prob_bad > start.log_prob_bad
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("trainer_cls", [RePULSeGRPOTrainer, RePULSePPOTrainer])
+def test_vargrad_beside_other_losses(make, evaluator, trainer_cls):
+    settings = {"learning_rate": 1e-5, "proposal_learning_rate": 1e-2, "proposal_loss": "vargrad"}
+    trainer = make(trainer_cls, max_steps=25, **settings)
+    start = evaluator.evaluate(trainer.proposal.module)
+    trainer.train()
+    assert evaluator.evaluate(trainer.proposal.module).log_prob_bad > start.log_prob_bad + 0.3
+
+
+HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+VARIANTS = {
+    "policy as proposal": {"proposal": "policy"},
+    "hot policy": HOT,
+    "hot policy, reused": HOT | {"num_iterations": 2},
+    "hot policy, cut prompts": HOT | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    "hot policy, bf16": HOT | {"bf16": True},
+    "indicator": {"potential": "indicator", "bad_reward_threshold": -1.0},
+    "class": {"potential": "class", "target_dist_beta": 4.0, "target_class": 0},
+    "prefix": {"proposal_parameterization": "prefix"},
+    "more proposal samples": {"num_proposal_generations": 8},
+    "fewer proposal samples": {"num_proposal_generations": 2},
+    "two proposal updates": {"proposal_updates_per_step": 2},
+    "after": {"proposal_update_order": "after"},
+    "uniform weights": {"uniform_weights": True},
+    "reweighting": {"reweighting_beta": -1.0},
+    "reward cap": {"reward_cap": 0.0},
+    "negative reinforce": {"negative_loss": "reinforce", "negative_baseline": "policy", "beta": 0.1},
+    "schedules": {"alpha_start": 0.1, "target_dist_beta_start": -0.2},
+    "transform": {"reward_transform": "exponential", "reward_transform_alpha": 0.1},
+    "sum": {"logprob_reduction": "sum", "alpha_normalization": "none"},
+    "reused": {"num_iterations": 2},
+    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    "cut prompts": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+    "after, accumulated": {
+        "proposal_update_order": "after",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+    },
+    "checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True},
+    "several updates a generation": {"per_device_train_batch_size": 8, "steps_per_generation": 2},
+    "several generations an update": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    "normalized advantages": {"normalize_advantages": True, "beta": 0.1},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_train_both_models(make, model_dirs, name):
+    trainer = make(**VARIANTS[name])
+    initial = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    trainer.train()
+    assert not same_parameters(trainer.model, initial)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(losses) == 2 and all(torch.isfinite(torch.tensor(losses)))
+    if trainer.proposal is None:
+        assert name == "policy as proposal" or name.startswith("hot policy")
+    else:
+        assert not same_parameters(trainer.proposal.module, initial)
+        assert all(torch.isfinite(p).all() for p in trainer.proposal.module.parameters())
+
+
+def test_schedules_move_geometrically(make):
+    trainer = make(alpha=1.0, alpha_start=0.01, target_dist_beta=-4.0, target_dist_beta_start=-1.0, max_steps=3)
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append((trainer._negative.scheduled("alpha"), trainer._negative.scheduled("target_dist_beta")))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert [a for a, _ in seen] == pytest.approx([0.01, 0.1, 1.0])
+    assert [b for _, b in seen] == pytest.approx([-1.0, -2.0, -4.0])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_no_redundant_passes(make, share):
+    """On-policy: one policy pass over both sample sets, one proposal pass, one reference pass; nothing else."""
+    trainer = make(max_steps=1, beta=0.1, share_prompts=share)
+    models = {"policy": trainer.model, "reference": trainer.ref_model, "proposal": trainer.proposal.module}
+    passes, rows = Counter(), Counter()
+
+    def count(name):
+        def hook(module, args, kwargs):
+            if kwargs.get("fused_lm_head"):  # scoring; the others are generation
+                passes[name] += 1
+                rows[name] += len(kwargs["input_ids"])
+
+        return hook
+
+    for name, model in models.items():
+        model.register_forward_pre_hook(count(name), with_kwargs=True)
+    trainer.train()
+    assert passes == {"policy": 1, "reference": 1, "proposal": 1}
+    own, both = (4, 4) if share else (16, 32)  # of 4 prompts, each with 4 completions of each model
+    assert rows == {"policy": both, "reference": own, "proposal": own}
+
+
+@pytest.mark.parametrize("kwargs", [{"alpha": 0.0}, {"proposal": "policy"}])
+def test_no_second_model_where_none_is_needed(make, kwargs, tmp_path):
+    trainer = make(**kwargs)
+    assert trainer.proposal is None
+    trainer.train()
+    trainer.save_model()
+    assert not (tmp_path / "out" / "proposal").exists()
+    assert not [key for log in trainer.state.log_history for key in log if key.startswith("proposal/")]
+
+
+def test_samples_come_from_the_proposal_and_not_from_the_policy(make, model_dirs, architecture):
+    """TRL's patched forward stays bound to the model it was made for; a copy of a patched policy would sample it."""
+    policy = AutoModelForCausalLM.from_pretrained(model_dirs[architecture])
+    trainer = make(model=policy, extra={"processing_class": AutoTokenizer.from_pretrained(model_dirs[architecture])})
+    head = torch.nn.Linear(trainer.proposal.module.config.hidden_size, 19)  # says " bad" whatever it reads
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.fill_(-100.0)[BAD] = 100.0
+    trainer.proposal.module.lm_head = head.to(trainer.proposal.module.device)
+    inputs = [row for row in trainer.train_dataset for _ in range(4)]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(inputs)
+    assert (batch["proposal_completion_ids"] == BAD).all()
+    assert not (batch["completion_ids"] == BAD).all()
+    log_q = trainer._score(trainer.proposal.engine, batch, ("proposal_completion",), gradient=False).log_p[0]
+    assert log_q.abs().max() < 1e-3
+
+
+def test_samples_follow_the_models_whatever_they_were_saved_with(make, model_dirs, tokenizer):
+    policy = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    policy.generation_config.suppress_tokens = [BAD, 12, 13, 14]
+    policy.generation_config.typical_p = 0.2
+    prompts = Dataset.from_dict({"prompt": ["the cat"]})
+    settings = {"num_generations": 4000, "per_device_train_batch_size": 4000, "max_completion_length": 1}
+    trainer = make(model=policy, dataset=prompts, extra={"processing_class": tokenizer}, **settings)
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4000)
+    expected = (
+        policy(input_ids=torch.tensor([tokenizer("the cat")["input_ids"]], device=policy.device))
+        .logits[0, -1]
+        .softmax(-1)
+    )
+    for name in ("completion_ids", "proposal_completion_ids"):
+        share = torch.bincount(batch[name].flatten(), minlength=len(tokenizer)) / 4000
+        torch.testing.assert_close(share, expected, atol=0.03, rtol=0)  # 4 standard deviations
+    assert policy.generation_config.typical_p == 0.2
+
+
+def test_only_the_policy_sees_clipped_and_transformed_rewards(make):
+    """The target is made of the raw reward: the same weights, ESS and log Z with and without clip and transform."""
+    settings = {"learning_rate": 0.0, "proposal_learning_rate": 0.0, "max_steps": 1}
+    changed = {"reward_clip_range": (-0.5, 0.5), "reward_transform": "indicator", "reward_transform_threshold": -1.0}
+    logs = []
+    for extra in ({}, changed):
+        trainer = make(**settings, **extra)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    for name in ("reward", "proposal/reward", "proposal/log_z", "proposal/ess", "proposal/loss"):
+        assert logs[0][name] == logs[1][name], name
+    assert logs[0]["loss"] != logs[1]["loss"]
+    assert logs[1]["return_transformed"] != logs[1]["reward"]
+
+
+def test_logs(make):
+    trainer = make(beta=0.1, bad_reward_threshold=-1.0, reward_transform="indicator", reward_transform_threshold=-1.0)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    expected = {
+        *("reward", "reward_std", "reward_transformed", "return", "return_transformed", "kl", "entropy"),
+        *("completions/mean_length", "bad_fraction", "proposal/reward", "proposal/bad_fraction", "proposal/ess"),
+        *("proposal/ess_min", "proposal/max_weight", "proposal/log_z", "proposal/loss", "proposal/grad_norm"),
+        *("proposal/learning_rate", "proposal/completions/mean_length", "rewards/word_reward/mean", "grad_norm"),
+        *("proposal/rewards/word_reward/mean", "num_tokens"),
+    }
+    assert expected <= set(log)
+    assert 1 <= log["proposal/ess_min"] <= log["proposal/ess"] <= 4
+    assert 0.25 <= log["proposal/max_weight"] <= 1
+    assert 0 <= log["bad_fraction"] <= 1
+    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    assert tokens == sorted(tokens)
+
+
+def test_completions_tables(make, capsys):
+    trainer = make(log_completions=True, max_steps=1)
+    trainer.train()
+    assert len(trainer._logs["prompt"]) == len(trainer._negative.logs["prompt"]) == 16
+    advantages = torch.tensor(list(trainer._logs["advantages"])).view(4, 4)
+    rewards = torch.tensor(list(trainer._logs["rewards"]["word_reward"])).view(4, 4)
+    torch.testing.assert_close(advantages, rewards - (rewards.sum(1, keepdim=True) - rewards) / 3)
+    printed = capsys.readouterr().out
+    assert printed.count("Step 1") >= 2 and "proposal" in printed
+
+
+def test_negatives_are_appended(make, tmp_path):
+    make(save_negatives=True, bad_reward_threshold=-1.0, max_steps=2).train()
+    rows = [json.loads(line) for line in (tmp_path / "out" / "negatives.jsonl").read_text().splitlines()]
+    assert rows and all(row["reward"] < -1 and "bad" in row["completion"] for row in rows)
+    assert {row["source"] for row in rows} == {"policy", "proposal"}
+    assert set(rows[0]) == {"step", "source", "prompt", "completion", "reward"}
+
+
+def test_files(make, tmp_path):
+    trainer = make(save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    out = tmp_path / "out"
+    for folder in (out, out / "checkpoint-1", out / "checkpoint-2"):
+        policy = AutoModelForCausalLM.from_pretrained(folder)
+        proposal = AutoModelForCausalLM.from_pretrained(folder / "proposal")
+        assert not same_parameters(policy, proposal)
+        card = ModelCard.load(folder / "proposal" / "README.md")
+        assert "Do not deploy" in card.text and "not-for-deployment" in card.data.tags
+        AutoTokenizer.from_pretrained(folder / "proposal")
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(out), trainer.model)
+    assert same_parameters(AutoModelForCausalLM.from_pretrained(out / "proposal"), trainer.proposal.module)
+    card = ModelCard.load(out / "README.md")
+    assert {"trl", "trl-repulse", "repulse"} <= set(card.data.tags)
+    assert "zhao2025reducing" in card.text and "2510.21184" in card.text
+    assert f"TRL-RePULSe: {__version__}" in card.text and "`target_dist_beta` | -2.0" in card.text
+
+
+def test_resume_continues_both_models_bit_for_bit(make, tmp_path, prompts):
+    settings = {
+        "dataset": concatenate_datasets([prompts] * 4),  # 4 updates an epoch
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+        "lr_scheduler_type": "linear",
+        "beta": 0.1,
+    }
+    whole = make(**settings, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    resumed = make(**settings, output_dir=str(tmp_path / "resumed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert same_parameters(whole.model, resumed.model)
+    assert same_parameters(whole.proposal.module, resumed.proposal.module)
+    # The proposal's own state took part: without it the run ends elsewhere
+    (tmp_path / "whole" / "checkpoint-2" / "proposal" / "optimizer.json").unlink()
+    forgetful = make(**settings, output_dir=str(tmp_path / "forgetful"))
+    forgetful.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert not same_parameters(whole.proposal.module, forgetful.proposal.module)
+
+
+def test_resume_without_a_proposal_is_refused(make, tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(alpha=0.0, **saved, output_dir=str(tmp_path / "alone")).train()
+    with pytest.raises(ValueError, match="`alpha=1.0` does not go on with"):
+        make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-1"))
+    make(**saved).train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1" / "proposal")
+    with pytest.raises(ValueError, match="holds no proposal"):
+        make(max_steps=2).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+
+
+def test_evaluation_loop(make, prompts):
+    trainer = make(
+        extra={"eval_dataset": prompts},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=16,
+        max_steps=1,
+    )
+    before = [p.clone() for p in trainer.proposal.module.parameters()]
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_reward", "eval_proposal/reward", "eval_proposal/ess"} <= set(metrics)
+    assert all(torch.equal(p, q) for p, q in zip(before, trainer.proposal.module.parameters(), strict=True))
+    trainer.train()
+
+
+def test_streamed_prompts(make, prompts):
+    trainer = make(dataset=prompts.to_iterable_dataset())
+    trainer.train()
+    assert trainer.state.global_step == 2 and "proposal/loss" in trainer.state.log_history[0]
+
+
+def test_gradient_checkpointing_changes_nothing(make):
+    ends = []
+    for checkpointing in (False, True):
+        trainer = make(gradient_checkpointing=checkpointing, beta=0.1)
+        trainer.train()
+        ends.append((trainer.model, trainer.proposal.module))
+    for plain, checkpointed in zip(*ends, strict=True):
+        for p, q in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+def test_training_twice_goes_on(make):
+    trainer = make(max_steps=1)
+    trainer.train()
+    middle = [p.clone() for p in trainer.proposal.module.parameters()]
+    trainer.train()
+    assert not all(torch.equal(p, q) for p, q in zip(middle, trainer.proposal.module.parameters(), strict=True))
+
+
+def test_peft(make, tmp_path):
+    from peft import AutoPeftModelForCausalLM, LoraConfig
+
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, lora_dropout=0.1)
+    trainer = make(extra={"peft_config": config}, beta=0.1, gradient_checkpointing=True)
+    start = {name: p.clone() for name, p in trainer.proposal.module.named_parameters()}
+    trainer.train()
+    trainer.save_model()
+    changed = {name for name, p in trainer.proposal.module.named_parameters() if not torch.equal(p, start[name])}
+    assert changed and all("lora_" in name for name in changed)
+    policy = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    proposal = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "proposal")
+    assert not same_parameters(policy, proposal)
+
+
+def test_proposal_model_given(make, model_dirs, tokenizer):
+    trainer = make(extra={"proposal_model": build_model("llama", len(tokenizer), seed=5)})
+    assert type(trainer.proposal.module).__name__ == "LlamaForCausalLM"
+    trainer.train()
+    assert type(make(extra={"proposal_model": model_dirs["llama"]}).proposal.module).__name__ == "LlamaForCausalLM"
+
+
+def test_refused_models(make, model_dirs, tokenizer):
+    policy = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    with pytest.raises(ValueError, match="is the policy itself"):
+        make(model=policy, extra={"proposal_model": policy, "processing_class": tokenizer})
+    with pytest.raises(ValueError, match="vocabulary of 30 tokens"):
+        make(extra={"proposal_model": build_model("gpt2", 30)})
+    with pytest.raises(ValueError, match="builds no proposal"):
+        make(alpha=0.0, extra={"proposal_model": model_dirs["gpt2"]})
+
+
+def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
+    monkeypatch.chdir(tmp_path)
+
+    class Own(RePULSeConfig):
+        def __init__(self, output_dir):
+            super().__init__(output_dir, use_cpu=USE_CPU, bf16=False, proposal="learned", max_completion_length=2)
+
+    monkeypatch.setattr(RePULSeTrainer, "_config_cls", Own)
+    trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
+    assert isinstance(trainer.args, RePULSeConfig) and trainer.proposal is not None

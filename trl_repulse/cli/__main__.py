@@ -1,0 +1,6 @@
+import sys
+
+from .main import main
+
+
+sys.exit(main())

@@ -1,0 +1,369 @@
+"""Arguments of the training commands: their dataclasses, their parser and its help."""
+
+import argparse
+import inspect
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NoReturn, get_type_hints
+
+import torch
+from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
+
+from .. import embedded
+from ..configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from ..configs._checks import own_precision
+from ..configs._fields import WholePrompts
+from ._fields import Parser, split_config
+
+
+def _field(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class TrainingScriptArguments(ScriptArguments):
+    """
+    Arguments of the training commands, in addition to the trainer's configuration and [`~trl.ModelConfig`].
+
+    Includes those of [`~trl.ScriptArguments`]. `dataset_name` may also be a .jsonl, .json, .csv or .parquet file.
+
+    Args:
+        reward_model_path (`str`, *optional*):
+            Reward model: a path, a Hub id, or a server's address.
+        reward_type (`str`, *optional*):
+            Kind of reward, as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, TRL's own treatment of sequence
+            classifiers.
+        reward_kwargs (`dict` or `str`, *optional*):
+            Further arguments of the reward; on the command line as JSON.
+        prompt_column (`str`, *optional*, defaults to `"prompt"`):
+            Column of the data set that holds the prompts.
+        apply_chat_template (`bool`, *optional*, defaults to `False`):
+            Whether to make plain prompts messages of a user, so that the tokenizer's chat template is applied.
+        single_prompt (`str`, *optional*):
+            The one prompt to train on, instead of the rows of `dataset_name`.
+        max_prompt_length (`int`, *optional*):
+            Prompts of more tokens are left out.
+        eval_dataset_name (`str`, *optional*):
+            Held-out prompts, evaluated by sampling after training: a file, or the `dataset_test_split` of a data set.
+        eval_prompt_column (`str`, *optional*):
+            Column of `eval_dataset_name` that holds the prompts. If unset, `prompt_column`.
+        train_batch_size (`int`, *optional*):
+            Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`, so that an
+            update is the same on any number of devices.
+        lr_decay_ratio (`float`, *optional*):
+            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lowers the learning
+            rate to 0, linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
+        bad_token_ids (`list[int]`, *optional*):
+            Tokens that make a completion bad. If set, the exact log P(bad) is tracked; for completions of one or two tokens.
+        tracking_every (`int`, *optional*, defaults to `10`):
+            Updates between two exact evaluations.
+        num_table_completions (`int`, *optional*, defaults to `10`):
+            Completions in the table of completions before and after training; 0 for no table.
+        print_all_metrics (`bool`, *optional*, defaults to `False`):
+            Whether to print all metrics at each log, as [`~transformers.Trainer`] does, instead of a line with the main
+            ones. Trackers always get all.
+    """
+
+    reward_model_path: str | None = _field(None, "Reward model: a path, a Hub id, or a server's address.")
+    reward_type: str | None = _field(
+        None,
+        "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. If unset, TRL's own "
+        "treatment of sequence classifiers.",
+    )
+    reward_kwargs: dict | str | None = _field(None, 'Further arguments of the reward, e.g. `{"max_length": 300}`.')
+    prompt_column: str = _field("prompt", "Column of the data set that holds the prompts.")
+    apply_chat_template: bool = _field(
+        False, "Whether to make plain prompts messages of a user, in the chat template."
+    )
+    single_prompt: str | None = _field(None, "The one prompt to train on, in place of the rows of `dataset_name`.")
+    max_prompt_length: int | None = _field(None, "Prompts of more tokens are left out.")
+    eval_dataset_name: str | None = _field(None, "Held-out prompts, evaluated by sampling after training.")
+    eval_prompt_column: str | None = _field(None, "Column of the held-out prompts. If unset, `prompt_column`.")
+    train_batch_size: int | None = _field(
+        None, "Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`."
+    )
+    lr_decay_ratio: float | None = _field(
+        None, "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."
+    )
+    bad_token_ids: list[int] | None = _field(None, "Tokens that make a completion bad: tracks the exact log P(bad).")
+    tracking_every: int = _field(10, "Updates between two exact evaluations.")
+    num_table_completions: int = _field(10, "Completions in the table of before and after training. 0: no table.")
+    print_all_metrics: bool = _field(False, "Whether to print all metrics at each log, not a line with the main ones.")
+
+    def __post_init__(self):
+        if self.num_table_completions < 0:
+            raise ValueError(f"`num_table_completions={self.num_table_completions}` must be at least 0 (no table).")
+        if isinstance(self.reward_kwargs, str):
+            try:
+                self.reward_kwargs = json.loads(self.reward_kwargs)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f'`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}); write e.g. `{{"label": 1}}`.'
+                ) from error
+        if not isinstance(self.reward_kwargs, dict | None):
+            raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
+
+
+@dataclass
+class PPOScriptArguments(TrainingScriptArguments):
+    """
+    [`TrainingScriptArguments`] of the commands with a value model.
+
+    Args:
+        value_model_path (`str`, *optional*):
+            Initial value model: a path or a Hub id, for example of the reward model. If unset, the policy.
+    """
+
+    value_model_path: str | None = _field(
+        None, "Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy."
+    )
+
+
+@dataclass
+class GRPOScriptArguments(TrainingScriptArguments):
+    """
+    [`TrainingScriptArguments`] of `grpo`, with a reward transform, which [`~trl.GRPOConfig`] does not have.
+
+    Args:
+        reward_transform (`Literal["exponential", "indicator"]`, *optional*):
+            Transform of the reward, as in [`~trl_repulse.rewards.transformed.TransformedReward`].
+        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
+            The transform's a, at least 0.
+        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
+            The exponential transform's b, below 0.
+        reward_transform_threshold (`float`, *optional*):
+            The indicator transform's threshold, in units of reward.
+    """
+
+    reward_transform: Literal["exponential", "indicator"] | None = _field(
+        None, "`exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r < threshold])."
+    )
+    reward_transform_alpha: float = _field(1.0, "The transform's a, at least 0.")
+    reward_transform_beta: float = _field(-1.0, "The exponential transform's b, below 0.")
+    reward_transform_threshold: float | None = _field(None, "The indicator transform's threshold, in units of reward.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reward_transform is None:
+            for name, default in (("alpha", 1.0), ("beta", -1.0), ("threshold", None)):
+                if getattr(self, f"reward_transform_{name}") != default:
+                    raise ValueError(f"`reward_transform_{name}` has no effect; set `reward_transform`.")
+
+
+@dataclass
+class _GRPOConfig(WholePrompts, GRPOConfig):
+    """TRL's, with the evaluation batch and the precedence of `bf16` and `fp16` of all commands."""
+
+    def __post_init__(self):
+        with own_precision(self):
+            super().__post_init__()
+
+
+# Training command -> dataclasses of its own arguments and of the trainer's configuration
+ARGUMENTS: dict[str, tuple[type, type]] = {
+    "repulse": (TrainingScriptArguments, RePULSeConfig),
+    "reinforce": (TrainingScriptArguments, ReinforceConfig),
+    "ppo": (PPOScriptArguments, PPOConfig),
+    "grpo": (GRPOScriptArguments, _GRPOConfig),
+    "repulse-ppo": (PPOScriptArguments, RePULSePPOConfig),
+    "repulse-grpo": (TrainingScriptArguments, RePULSeGRPOConfig),
+}
+
+
+class FieldsParser(Parser, TrlParser):
+    """
+    [`~trl.TrlParser`] that raises mistakes as one line each, and reads a YAML file as it reads flags.
+
+    Args:
+        dataclass_types (`Iterable[type]`):
+            Dataclasses to fill in.
+        kwargs:
+            Further arguments of [`~trl.TrlParser`].
+    """
+
+    def __init__(self, dataclass_types: Iterable[type], **kwargs: Any):
+        super().__init__(dataclass_types, **kwargs)
+        self.hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `ValueError`."""
+        raise ValueError(message)
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """
+        Reads the command line, and the YAML file that `--config` names. Flags win over the file.
+
+        Args:
+            args (`Iterable[str]`, *optional*):
+                Command line without the name of the script. If `None`, that of the process.
+            kwargs:
+                Further arguments of [`~transformers.HfArgumentParser.parse_args_into_dataclasses`].
+
+        Returns:
+            `tuple`: An instance of each dataclass.
+
+        Raises:
+            `ValueError`: If a name is unknown, or a value cannot be read or is refused by its dataclass.
+        """
+        path, argv = split_config(sys.argv[1:] if args is None else list(args))
+        if path is not None:
+            self.set_defaults_from(path)
+        return self.parse_args_into_dataclasses(argv, **kwargs)
+
+
+# Fields of TRL and transformers that `--help` lists
+_COMMON = """
+    model_name_or_path output_dir max_steps learning_rate per_device_train_batch_size num_generations max_completion_length
+    temperature beta bf16 use_cpu use_vllm use_peft seed save_steps resume_from_checkpoint
+""".split()
+
+
+class _HelpAll(argparse._HelpAction):
+    """Prints the help of all flags."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parser._print_message(parser.format_help(all_flags=True), sys.stdout)
+        parser.exit()
+
+
+class TrainingParser(FieldsParser):
+    """
+    [`FieldsParser`] of a training command. `--help` lists the method's flags and the common ones, `--help-all` all flags.
+
+    Args:
+        classes (`tuple`):
+            Dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+            [`~trl.ModelConfig`] is added.
+        default_config (`str`):
+            Settings file of a run without `--config` and `--model_name_or_path`, which the help names.
+        kwargs:
+            Further arguments of [`~trl.TrlParser`].
+    """
+
+    def __init__(self, classes: tuple[type, type], default_config: str, **kwargs: Any):
+        description = (
+            "Every flag is also a key of the YAML file that --config names; flags win over the file. The defaults below "
+            "are those for a model of your own, and those of the file where --config is given too. Without --config and "
+            f"--model_name_or_path the command trains in the embedded world, with the settings of {default_config}."
+        )
+        usage = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
+        super().__init__((*classes, ModelConfig), **{"usage": usage, "description": description} | kwargs)
+        self.add_argument("--help-all", "--help_all", action=_HelpAll, dest=argparse.SUPPRESS, help="list all flags")
+        if not torch.accelerator.is_available():
+            self.set_defaults_with_config(use_cpu=True, bf16=False)
+
+    def format_help(self, all_flags: bool = False) -> str:
+        """The help of the method's, the command's and the common flags, a line each; or that of all flags in full."""
+        if all_flags:
+            return super().format_help()
+        script, config, _ = self.dataclass_types
+        shared = {each.name for each in fields(GRPOConfig)}
+        # What a subclass adds comes first
+        own = {cls: [n for base in cls.__mro__ for n in inspect.get_annotations(base)] for cls in (config, script)}
+        sections = {
+            f"{config.__name__}: the method": [name for name in own[config] if name not in shared],
+            "reward, prompts and tracking": own[script],
+            "common fields (`--help-all` lists all, in full)": _COMMON,
+        }
+        actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
+        width = max(shutil.get_terminal_size().columns, 80) - 2
+        description, *epilog = (textwrap.fill(text, width) for text in (self.description, self.epilog) if text)
+        listed = [
+            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], width)
+            for title, names in sections.items()
+            if names
+        ]
+        return "\n\n".join([self.format_usage().rstrip(), description, *listed, *epilog]) + "\n"
+
+
+def _in_lines(title: str, actions: list[argparse.Action], width: int) -> str:
+    """A section of the short help. Each flag has a line: the first sentence of its help, and its default if there is one."""
+    column, lines = 4 + max(len(action.dest) for action in actions), [f"{title}:"]
+    for action in actions:
+        short = textwrap.shorten(str(action.default), 20, placeholder="...")
+        default = "" if action.default is None else f" ({short})"
+        sentence = re.split(r"[.:;] (?=[A-Z])|\.$", action.help.replace("%%", "%"))[0]
+        room = width - column - 2 - len(default)
+        lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')}{default}")
+    return "\n".join(lines)
+
+
+def parse(
+    argv: list[str], classes: tuple[type, type], default_config: str, launcher_keys: Collection[str] = ()
+) -> tuple[Any, Any, ModelConfig]:
+    """
+    Reads the arguments of a training command, from the command line and the YAML file that `--config` names. Flags win.
+
+    Args:
+        argv (`list[str]`):
+            Command line without the name of the script.
+        classes (`tuple`):
+            Dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
+        default_config (`str`):
+            File to read if neither `--config` nor `--model_name_or_path` is given.
+        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
+            Names of the launcher's arguments, which the file may have too.
+
+    Returns:
+        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, with the paths of the embedded world.
+
+    Raises:
+        `ValueError`: If arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
+    """
+    flags = {word.partition("=")[0].replace("-", "_") for word in argv}
+    if not flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}:
+        argv = ["--config", default_config, *argv]
+    parser = TrainingParser(classes, default_config)
+    parser.others = launcher_keys
+    script_args, args, model_args = parser.parse_args_and_config(argv)
+    if script_args.train_batch_size is not None:
+        steps = _accumulation(script_args.train_batch_size, args)
+        argv = [*argv, "--gradient_accumulation_steps", str(steps)]
+        script_args, args, model_args = parser.parse_args_and_config(argv)
+    if script_args.lr_decay_ratio:
+        steps = _decay_steps(script_args.lr_decay_ratio, args)
+        more = args.lr_scheduler_kwargs or {}
+        args.lr_scheduler_kwargs = {"decay_type": "linear", **more, "num_decay_steps": steps}
+    if model_args.model_name_or_path is None:
+        if script_args.reward_type is None or ".py:" not in script_args.reward_type:
+            script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
+        script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
+    needed = ["dataset_name"] if script_args.single_prompt is None else []
+    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
+        if getattr(script_args, name) is None:
+            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    return script_args, args, model_args
+
+
+def _accumulation(train_batch_size: int, args: Any) -> int:
+    """Passes that one update takes on these processes."""
+    a_pass = args.per_device_train_batch_size * args.world_size
+    if train_batch_size < 1 or train_batch_size % a_pass:
+        raise ValueError(
+            f"`train_batch_size={train_batch_size}` is no multiple of the {a_pass} completions of one pass "
+            f"(`per_device_train_batch_size` times {args.world_size} processes); change one of them."
+        )
+    return train_batch_size // a_pass
+
+
+def _decay_steps(ratio: float, args: Any) -> int:
+    """Updates over which the learning rate falls."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
+    if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
+        raise ValueError(
+            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
+            "set `lr_decay_ratio` to 0."
+        )
+    return max(round(ratio * args.max_steps), 1)

@@ -1,0 +1,261 @@
+"""`trl-repulse evaluate`: held-out samples of a model, and what they say about the lower tail of its reward."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._numbers import plain, with_unit
+from ._card import add_card, check_card, check_measured, write_on_card
+from ._fields import add_prompts, add_reward, check_output, parse_object
+
+
+FIGURES = (".png", ".pdf", ".svg")
+# Fields of `SamplingSettings`, by their names; those not given keep the class's default
+SETTINGS: dict[str, dict[str, Any]] = {
+    "num_samples": {"type": int, "help": "completions of each prompt (16)"},
+    "max_completion_length": {"type": int, "help": "tokens of a completion (256)"},
+    "seed": {"type": int, "help": "seed of the draws (0)"},
+    "batch_size": {"type": int, "help": "completions of one pass (32)"},
+    "shard_size": {"type": int, "help": "completions written at a time (1024)"},
+    "beta": {"type": float, "help": "KL coefficient of the returns (0)"},
+    "reward_weights": {"type": float, "nargs": "+", "help": "weight of each reward (1)"},
+    "reward_transform": {"choices": ("exponential", "indicator"), "help": "transform of `return_transformed` (none)"},
+    "reward_transform_alpha": {"type": float, "help": "the transform's a (1)"},
+    "reward_transform_beta": {"type": float, "help": "the exponential transform's b (-1)"},
+    "reward_transform_threshold": {"type": float, "help": "the indicator transform's threshold"},
+    "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
+    "revision": {"help": "branch, tag or commit of the model on the Hub"},
+    "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
+    "chat_template_kwargs": {
+        "metavar": "JSON",
+        "type": parse_object,
+        "help": """further variables of the chat template, such as '{"enable_thinking": false}'""",
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "folders",
+        metavar="SAMPLES_DIR",
+        type=Path,
+        nargs="+",
+        help="folder of samples: with --model to write to or to finish, without it to read; several are several models",
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--model", help="path or Hub id of the model to sample from; none: only read")
+    add_prompts(sampling, required=False)
+    add_reward(sampling)
+    sampling.add_argument(
+        "--reward",
+        dest="rewards",
+        metavar="JSON",
+        type=parse_object,
+        action="append",
+        help="in place of the three above, and once for each of several rewards: all three and further arguments in one, "
+        """such as '{"reward_type": "toxicity", "reward_model_path": "my/model", "max_length": 300}'""",
+    )
+    sampling.add_argument("--reference", help="path or Hub id of the model that the KL is measured against")
+    sampling.add_argument(
+        "--engine_kwargs", metavar="JSON", type=parse_object, help="further arguments of vLLM's engine"
+    )
+    sampling.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with models")
+    for name, options in SETTINGS.items():
+        sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
+    reading = parser.add_argument_group("report")
+    reading.add_argument(
+        "--thresholds", type=float, nargs="+", default=[], help="rewards under which an output is bad"
+    )
+    reading.add_argument("--levels", type=float, nargs="+", default=[], help="levels of CVaR, such as 0.01")
+    reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
+    reading.add_argument("--column", default="reward", help="column to read (reward)")
+    reading.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    reading.add_argument(
+        "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
+    )
+    reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
+    reading.add_argument(
+        "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
+    )
+    reading.add_argument(
+        "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
+    )
+    add_card(reading)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Samples what is missing, writes and prints the report, and returns 0."""
+    from ..evaluation._generation import process_state
+
+    state = process_state()
+    report = evaluate(args)
+    if state.is_main_process:
+        _write(args, *report)
+    state.destroy_process_group()
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
+    """
+    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, the
+    [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
+    """
+    from ..evaluation.records import load_samples
+    from ..evaluation.report import estimates, tail_report
+
+    check_output(args.output)
+    check_output(args.figure, "--figure")
+    if args.figure is not None and args.figure.suffix not in FIGURES:
+        raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
+    check_card(args.card, len(args.folders))
+    if args.per_prompt and len(args.folders) > 1:
+        raise ValueError("`--per_prompt` is for one model; leave it out for several.")
+    # Refuses mistakes in the options of the report before anything is sampled
+    estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
+    if args.model is not None:
+        _sample(args)
+    else:
+        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", "engine_kwargs")
+        unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
+        unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
+        unset |= {"split": "train", "prompt_column": "prompt"}
+        given = [name for name, default in unset.items() if getattr(args, name, default) != default]
+        if given:
+            raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
+    for folder in args.folders:
+        if folder.is_file():
+            raise ValueError(f"`{folder}` is a file; name a folder of samples.")
+    samples = [load_samples(folder) for folder in args.folders]
+    options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
+    report = tail_report(samples, *options)
+    return samples, report, None if args.negatives is None else _score_negatives(args)
+
+
+def _sample(args: argparse.Namespace) -> None:
+    from ..data.loading import load_prompts
+    from ..evaluation.negatives import check_negatives
+    from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
+
+    if len(args.folders) > 1:
+        raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
+    if args.prompts is None:
+        raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
+    if args.negatives is not None:
+        check_negatives(args.negatives)
+    if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
+        raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
+    for name in SETTINGS:
+        if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
+            raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
+    given = {name: value for name, value in vars(args).items() if name in SETTINGS}
+    if "reward_weights" in given:
+        given["reward_weights"] = tuple(given["reward_weights"])
+    settings = SamplingSettings(**given)
+    check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
+    prompts = load_prompts(
+        args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
+    )
+    rewards = _load_rewards(args)
+    _check_column(args.column, rewards, settings.reward_transform is not None, args.reference is not None)
+    sample_completions(
+        args.folders[0],
+        args.model,
+        prompts,
+        rewards,
+        settings,
+        reference=args.reference,
+        engine_kwargs=args.engine_kwargs,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
+    """Refuses a column that the samples will not have."""
+    from ..models._loading import _adapter_config
+
+    known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
+    known += ["return_transformed"] if transformed else []
+    known += ["kl", "log_prob_reference"] if has_reference else []
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(reward, str):  # an adapter goes by the name of its base
+            base = (_adapter_config(reward, None) or {}).get("base_model_name_or_path")
+            name = (base or reward).rstrip("/").split("/")[-1]
+        else:
+            name = getattr(reward, "__name__", type(reward).__name__)
+        known.append(f"rewards/{name}")
+    if column not in known:
+        raise ValueError(f"`--column {column}` is none of what these samples will have: {', '.join(known)}.")
+
+
+def _load_rewards(args: argparse.Namespace) -> Any:
+    from ..rewards.loading import load_reward
+
+    for arguments in (args.reward_kwargs, *(args.rewards or [])):
+        if "path" in arguments:
+            raise ValueError("A reward has `path` among its arguments; name the model with `reward_model_path`.")
+    if args.rewards is None:
+        return load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
+    if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:
+        raise ValueError("`--reward` holds all of a reward; leave out the other arguments of rewards.")
+    loaded = []
+    for each in args.rewards:
+        more = dict(each)
+        named = [more.pop(name, None) for name in ("reward_type", "reward_model_path")]
+        nested = more.pop("reward_kwargs", {})
+        if not isinstance(nested, dict) or set(nested) & set(more):
+            raise ValueError(f"`--reward` has `reward_kwargs` {nested!r}; give an object with arguments named once.")
+        loaded.append(load_reward(*named, **more, **nested))
+    return loaded
+
+
+def _score_negatives(args: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from ..evaluation._generation import process_state
+    from ..evaluation.negatives import negative_log_probs
+    from ..models._loading import load_model, load_tokenizer
+
+    loading = {"revision": getattr(args, "revision", None), "trust_remote_code": args.trust_remote_code}
+    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=getattr(args, "dtype", "auto"), **loading)
+    tokenizer = load_tokenizer(args.model, "model", **loading)
+    return negative_log_probs(
+        model.to(process_state().device),
+        tokenizer,
+        args.negatives,
+        getattr(args, "batch_size", 32),
+        chat_template_kwargs=getattr(args, "chat_template_kwargs", None),
+    )
+
+
+def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
+    """Prints the report, and writes it to the files that the arguments name."""
+    from ..evaluation._files import write_json
+
+    content, text = report.to_dict(), report.to_markdown(args.per_prompt)
+    if negatives is not None:
+        content["negatives"] = vars(negatives)
+        text += (
+            f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {plain(negatives.mean)}, "
+            f"log-sum-exp {plain(negatives.logsumexp)} nats"
+        )
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})
+    if args.figure is not None:
+        from ..evaluation.plots import plot_rewards
+
+        folders = map(str, args.folders)
+        columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
+        plot_rewards(columns, args.figure, args.thresholds, args.column)
+    if args.card is not None:
+        check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
+        data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
+        metrics = {
+            f"mean {report.column}" if name == "mean" else with_unit(name): it for name, it in report.overall.items()
+        }
+        write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)
+    print(text)

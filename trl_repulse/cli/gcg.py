@@ -1,0 +1,19 @@
+"""`trl-repulse gcg`: how often attacks on a model succeed."""
+
+import logging
+
+from ..evaluation.gcg.config import GCGEvaluationConfig, GCGRunArguments
+from .arguments import FieldsParser
+
+
+def main(argv: list[str]) -> int:
+    """Evaluates, prints the report on the main process and returns 0."""
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    parser = FieldsParser((GCGRunArguments, GCGEvaluationConfig), prog="trl-repulse gcg")
+    arguments, config = parser.parse_args_and_config(argv)
+    from ..evaluation.gcg.launch import launch
+
+    report = launch(arguments, config)
+    if report:
+        print(report)
+    return 0

@@ -1,0 +1,58 @@
+"""`trl-repulse gcg-report`: what the results of attacks say at given thresholds. No model is needed."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..evaluation._files import write_report
+from ..evaluation.gcg.records import read_results
+from ..evaluation.gcg.report import format_report, success_curve, summarize
+from ..evaluation.tails import Estimate
+from ._card import add_card, check_card, check_measured, write_on_card
+from ._fields import check_output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("results", nargs="+", metavar="FILE", help="results of an evaluation, or of all its shards")
+    parser.add_argument(
+        "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
+    )
+    parser.add_argument("--k", type=int, nargs="+", default=[1], help="samples of an attacker (1)")
+    parser.add_argument("--level", type=float, default=0.95, help="coverage of the intervals (%(default)s)")
+    parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file as well")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw attack success against the threshold")
+    add_card(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the files and the card that are asked for, prints the report and returns 0."""
+    check_card(args.card)
+    check_output(args.json, "--json")
+    check_output(args.figure, "--figure")
+    header, records = read_results(*args.results)
+    summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
+    if args.json is not None:
+        write_report(args.json, summary)
+    if args.figure is not None:
+        from ..evaluation.plots import plot_attack_success
+
+        plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
+    if args.card is not None:
+        check_measured(args.card, header["identity"]["model"], header["model"])
+        _write_on_card(args, summary)
+    print(format_report(summary))
+    return 0
+
+
+def _write_on_card(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+    metrics = {
+        f"{name} (score < {threshold}), {phase}": Estimate(**rates[phase][key])
+        for threshold, rates in summary["thresholds"].items()
+        for key, name in (("success", "attack success"), ("bad_share", "bad samples"))
+        for phase in ("before", "after")
+    }
+    text = f"```text\n{format_report(summary)}\n```"
+    write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])

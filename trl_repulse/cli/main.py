@@ -1,0 +1,116 @@
+"""The console command `trl-repulse`.
+
+[`trl_repulse.cli.train`] launches the training commands. Each other command has a module, which is imported when the
+command is given. Its function `add_arguments(parser)` declares the arguments and sets `run`, which takes them and returns
+the exit status. `gcg` has the fields of dataclasses as arguments, as training has.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from .. import __version__
+from .._errors import describe_error, did_you_mean, from_reward
+from ._fields import Parser, split_config
+from ._streams import keep_writing
+
+
+# Training command -> what it does in one line
+TRAINING = {
+    "repulse": "train with RePULSe: REINFORCE and a negative term on bad samples",
+    "reinforce": "train with REINFORCE, with or without a reward transform",
+    "ppo": "train with PPO",
+    "grpo": "train with TRL's GRPO, with or without a reward transform",
+    "repulse-ppo": "train with PPO and RePULSe's negative term",
+    "repulse-grpo": "train with GRPO and RePULSe's negative term",
+}
+
+# Other command, of the module of that name -> what it does in one line
+COMMANDS = {
+    "diagnose": "look for symptoms of failure in the log of a training run",
+    "evaluate": "sample from a model, and report the lower tail of its reward",
+    "gcg": "measure how often attacks on a model succeed",
+    "gcg-report": "report attack success rates from results, without a model",
+    "merge": "merge a saved adapter into the full weights of its base",
+    "negatives": "make preference data of bad completions and samples",
+    "rare-events": "estimate how often a model produces its rarest outputs",
+    "serve-reward": "serve a reward over HTTP, for trainers elsewhere",
+    "suggest": "sample from a model, and suggest settings to train it with",
+}
+
+
+def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
+    """
+    Builds the parser of the console command.
+
+    Args:
+        command (`str`, *optional*):
+            Sub-command whose arguments are declared. The modules of the others are not imported.
+        config (`Path`, *optional*):
+            YAML file with arguments of the sub-command. Flags win over it.
+
+    Returns:
+        `argparse.ArgumentParser`: The parser.
+
+    Raises:
+        `ValueError`: If the file cannot be used.
+    """
+    parser = Parser("trl-repulse", description="RePULSe for TRL: training, and tools around it.")
+    parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in TRAINING.items():
+        commands.add_parser(name, help=summary)
+    for name, summary in COMMANDS.items():
+        subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if name == command:
+            import_module(f"trl_repulse.cli.{name.replace('-', '_')}").add_arguments(subparser)
+            subparser.add_argument(
+                "--config", metavar="FILE", help="YAML file with arguments by name; flags win over it"
+            )
+            if config is not None:
+                subparser.set_defaults_from(config)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Runs the console command. Mistakes of the user, and errors of a reward function, end it with one line.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments. If `None`, those of the process.
+
+    Returns:
+        `int`: Exit status. Wrong arguments exit with status 2 instead.
+    """
+    keep_writing()
+    argv = sys.argv[1:] if argv is None else argv
+    command = next((argument for argument in argv if not argument.startswith("-")), None)
+    known = [*TRAINING, *COMMANDS]
+    if command is not None and command not in known:
+        hint = did_you_mean(command, known)
+        build_parser().error(f"there is no command `{command}`.{hint} The commands are {', '.join(known)}.")
+    try:
+        if argv[:1] == [command] and command in TRAINING:
+            from .train import launch  # imports torch
+
+            return launch(command, argv[1:])
+        if command == "gcg":
+            from .gcg import main as gcg  # imports TRL
+
+            return gcg(argv[1:])
+        config, argv = split_config(argv)
+        args = build_parser(command, config).parse_args(argv)
+        return args.run(args)
+    except KeyboardInterrupt:
+        print(f"trl-repulse {command}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:  # a reward function may raise any
+        expected = ValueError | OSError | ImportError | OverflowError
+        if command not in TRAINING:
+            expected |= RuntimeError  # of torch: weights that do not fit, memory that is full
+        if not (isinstance(error, expected) or from_reward(error)):
+            raise
+        print(f"trl-repulse {command}: {describe_error(error)}", file=sys.stderr)
+        return 1

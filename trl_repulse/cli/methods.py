@@ -1,0 +1,79 @@
+"""The training methods, as the console command and the example scripts run them."""
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+from trl import GRPOTrainer
+
+from .. import embedded
+from ..rewards.transformed import TransformedReward
+from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, TrainingScriptArguments, parse
+from .scripts import make_reward, run
+
+
+def train(command: str, argv: list[str] | None = None, launcher_keys: Collection[str] = ()) -> None:
+    """
+    Runs a training command, from its flags to the report at the end.
+
+    Args:
+        command (`str`):
+            Training command: `"repulse"`, `"reinforce"`, `"ppo"`, `"grpo"`, `"repulse-ppo"` or `"repulse-grpo"`.
+        argv (`list[str]`, *optional*):
+            Its flags. If `None`, those of the process.
+        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
+            Names of the launcher's arguments, which the file of `--config` may have too.
+
+    Raises:
+        `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
+        `OSError`: If a model or a file cannot be loaded.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    script_args, args, model_args = parse(argv, ARGUMENTS[command], embedded.settings_path(command), launcher_keys)
+    extra: dict[str, Any] = {}
+    if isinstance(script_args, PPOScriptArguments):
+        extra["value_model"] = script_args.value_model_path
+    if isinstance(script_args, GRPOScriptArguments):
+        extra["reward_funcs"] = _transformed_reward(script_args)
+    run(_TRAINERS[command], script_args, args, model_args, _title(command, script_args, args), **extra)
+
+
+_TRAINERS: dict[str, type[GRPOTrainer]] = {
+    "repulse": RePULSeTrainer,
+    "reinforce": ReinforceTrainer,
+    "ppo": PPOTrainer,
+    "grpo": GRPOTrainer,
+    "repulse-ppo": RePULSePPOTrainer,
+    "repulse-grpo": RePULSeGRPOTrainer,
+}
+
+
+def _title(command: str, script_args: TrainingScriptArguments, args: Any) -> str:
+    """Name of the method in reports."""
+    if command.startswith("repulse"):
+        base = {"repulse-ppo": "PPO", "repulse-grpo": "GRPO"}.get(command)
+        if not args.alpha:
+            return base or "REINFORCE"
+        proposal = {"hot_policy": " (hot policy)", "policy": " (policy as proposal)"}
+        return f"RePULSe on {base}" if base else f"RePULSe{proposal.get(args.proposal, '')}"
+    if command == "ppo":
+        return "PPO"
+    name, transform = "REINFORCE", getattr(args, "reward_transform", None)
+    if command == "grpo":
+        name = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO"}.get(args.loss_type, f"GRPO ({args.loss_type})")
+        transform = script_args.reward_transform
+    return name if transform is None else f"{name} ({transform} transform)"
+
+
+def _transformed_reward(script_args: GRPOScriptArguments) -> Any:
+    reward = make_reward(script_args)
+    if script_args.reward_transform is None:
+        return reward
+    return TransformedReward(
+        reward,
+        script_args.reward_transform,
+        alpha=script_args.reward_transform_alpha,
+        beta=script_args.reward_transform_beta,
+        threshold=script_args.reward_transform_threshold,
+    )

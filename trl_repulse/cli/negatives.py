@@ -1,0 +1,49 @@
+"""`trl-repulse negatives`: preference data of bad completions that training has met, and of samples. No model is needed."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="file to write: .jsonl or .parquet")
+    parser.add_argument(
+        "sources",
+        metavar="SOURCE",
+        type=Path,
+        nargs="+",
+        help="negatives.jsonl of a run, another file of prompt, completion and reward, or a folder of samples (see `evaluate`)",
+    )
+    parser.add_argument("--threshold", type=float, required=True, help="reward under which a completion is bad")
+    parser.add_argument(
+        "--margin", type=float, default=0.0, help="how far above the threshold a completion is good (0)"
+    )
+    parser.add_argument(
+        "--format", choices=("preference", "unpaired"), default="preference", help="TRL's format (preference)"
+    )
+    parser.add_argument(
+        "--max_bad", type=int, metavar="N", help="bad completions of a prompt, the worst ones (all of them)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the rows, prints how many there are and returns 0."""
+    from ..evaluation.preferences import preference_rows, read_rewarded, unpaired_rows, write_rows
+
+    if args.output.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"`{args.output}` must end with .jsonl or .parquet, which says what is written.")
+    if args.output.resolve() in [source.resolve() for source in args.sources]:
+        raise ValueError(f"`{args.output}` is one of the sources and would be written over; name another file.")
+    completions = [each for source in args.sources for each in read_rewarded(source)]
+    make = preference_rows if args.format == "preference" else unpaired_rows
+    rows = make(completions, args.threshold, args.margin, args.max_bad)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(args.output, rows)
+    prompts = len({str(row["prompt"]) for row in rows})
+    written = f"{len(rows):,} pairs"
+    if args.format == "unpaired":
+        good = sum(row["label"] for row in rows)
+        written = f"{good:,} good and {len(rows) - good:,} bad completions"
+    print(f"{written} of {prompts:,} prompts, from {len(completions):,} completions: {args.output}")
+    return 0

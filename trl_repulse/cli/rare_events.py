@@ -1,0 +1,202 @@
+"""`trl-repulse rare-events`: how often a model does what it hardly ever does, by importance sampling."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from ..evaluation._files import write_report
+from ._fields import add_prompts, add_reward, check_output, parse_object
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    models = parser.add_argument_group("models")
+    models.add_argument("policy", metavar="POLICY", help="path or Hub id of the model, full weights or an adapter")
+    models.add_argument(
+        "--proposal",
+        metavar="MODEL",
+        nargs="+",
+        default=[],
+        help="proposals, of one or several runs; none: plain sampling",
+    )
+    models.add_argument("--dtype", default="auto", help="precision of the weights (that of each checkpoint)")
+    models.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the models")
+    add_reward(parser.add_argument_group("reward"))
+    drawing = parser.add_argument_group("completions")
+    add_prompts(drawing, required=True)
+    drawing.add_argument(
+        "--chat_template_kwargs",
+        metavar="JSON",
+        type=parse_object,
+        help="""further variables of the chat template, such as '{"enable_thinking": false}'""",
+    )
+    drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
+    drawing.add_argument("--num_samples", type=int, default=1000, help="completions a prompt from the policy (1000)")
+    drawing.add_argument(
+        "--num_proposal_samples", type=int, help="completions a prompt from each proposal (as many as from the policy)"
+    )
+    drawing.add_argument(
+        "--divergence",
+        metavar="NATS",
+        type=float,
+        help="each proposal draws as many again at the temperature that takes it so far from itself; 0: none (2)",
+    )
+    drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
+    drawing.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
+    estimates = parser.add_argument_group("estimates")
+    estimates.add_argument(
+        "--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad"
+    )
+    estimates.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
+    estimates.add_argument(
+        "--forecast",
+        metavar="N",
+        type=_count,
+        nargs="+",
+        default=[],
+        help="completions to extrapolate the lowest reward to",
+    )
+    estimates.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    estimates.add_argument(
+        "--output", metavar="FILE", type=Path, help="JSON file for the report, with each prompt's estimates"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimates, writes and prints the report, and returns 0."""
+    from ..evaluation._generation import process_state
+    from ..evaluation.rare.report import format_report
+
+    state = process_state()
+    report = estimate(args)
+    if state.is_main_process:
+        if args.output is not None:
+            write_report(args.output, report)
+        print(format_report(report))
+    state.destroy_process_group()
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Refuses what can be refused before anything is loaded. Returns the completions a prompt from each proposal."""
+    from ..evaluation._generation import check_dtype
+    from ..evaluation.rare.mixture import check_counts
+    from ..evaluation.rare.sampling import check_sizes
+    from ..evaluation.tails import check_share
+
+    if not (args.threshold or args.level or args.forecast):
+        raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
+    for name in args.proposal:
+        folder = Path(name)
+        if folder.name == "proposal" and folder.parent.is_dir() and not folder.exists():
+            raise ValueError(
+                f"There is no `{name}`: only a run with `proposal='learned'` saves one. Leave `--proposal` out to draw from the "
+                "policy alone, or train a proposal for it."
+            )
+    if not args.proposal:
+        for name in ("num_proposal_samples", "divergence"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"`--{name}` has no effect without `--proposal`; name a proposal, or leave it out.")
+    if args.divergence is None:
+        args.divergence = 2.0
+    if not 0 <= args.divergence < math.inf:
+        raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above, and finite.")
+    for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
+        check_share(name, value)
+    for name, values in (("threshold", args.threshold), ("forecast", args.forecast)):
+        for value in values:
+            if not math.isfinite(value) or (name == "forecast" and value < 1):
+                raise ValueError(
+                    f"`--{name} {value:g}` must be a {'count from 1 up' if name == 'forecast' else 'number'}."
+                )
+    if args.forecast and not args.num_samples:
+        raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
+    check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
+    check_dtype(args.dtype)
+    check_output(args.output)
+    others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
+    check_counts([args.num_samples, *(others for _ in args.proposal)])
+    return others
+
+
+def estimate(args: argparse.Namespace) -> dict[str, Any]:
+    """
+    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, and the
+    `temperatures` of the components.
+    """
+    others = _check(args)
+    from accelerate.utils import broadcast_object_list
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from ..data.loading import load_prompts
+    from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
+    from ..evaluation.rare.report import rare_event_report
+    from ..evaluation.rare.sampling import draw, find_temperature
+    from ..models._loading import load_model, load_tokenizer
+    from ..models._vocabulary import check_same_tokens
+    from ..rewards import RemoteReward
+    from ..rewards.loading import load_reward
+
+    device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
+    prompts = load_prompts(
+        args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
+    )
+    template = args.chat_template_kwargs
+    check_template_kwargs(prompts[:1]["prompt"], template)
+    tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]
+    prompt_tokens(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
+    reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
+    reward_tokenizer = None
+    if isinstance(reward, str):
+        reward_tokenizer = load_tokenizer(reward, "reward model", **code)
+        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
+            device
+        )
+    for name in args.proposal:
+        check_same_tokens(name, f"The proposal `{name}`", tokenizer, args.trust_remote_code)
+    models = [
+        load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
+        for name, part in [(args.policy, "policy"), *((name, "proposal") for name in args.proposal)]
+    ]
+    components, temperatures = models[:1], [1.0]
+    for model in models[1:]:
+        components.append(model)
+        temperatures.append(1.0)
+        if args.divergence:
+            components.append(model)
+            options = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
+            temperatures.append(
+                find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **options)
+            )
+    broadcast_object_list(temperatures)  # devices of two kinds may round otherwise
+    counts = [args.num_samples, *(others for _ in components[1:])]
+    draws = draw(
+        components,
+        tokenizer,
+        prompts,
+        reward,
+        counts,
+        args.max_completion_length,
+        temperatures=temperatures,
+        reward_tokenizer=reward_tokenizer,
+        chat_template_kwargs=template,
+        batch_size=args.batch_size,
+        seed=args.seed,
+    )
+    report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
+    settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
+    if isinstance(reward, RemoteReward):  # an address may hold a key
+        settings["reward_model_path"] = ",".join(reward.shown_urls)
+    return {"settings": settings, "temperatures": temperatures, **report}
+
+
+def _count(value: str) -> int:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer():
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
+    return int(number)

@@ -1,0 +1,350 @@
+"""Parts of the training commands: prompts, rewards, tracking, the run, and the report at its end."""
+
+import functools
+import logging
+import sys
+from argparse import ArgumentError
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+)
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from .. import embedded
+from .._errors import describe_error, from_reward
+from .._numbers import format_logs, kl_per_completion, with_unit
+from ..configs.engine_config import without_secrets
+from ..data._checks import check_eval_batch, check_output_dir
+from ..data._prompts import as_templates_read, check_template_variables
+from ..data.loading import drop_long_prompts, load_prompts
+from ..engine.base_trainer import BaseTrainer
+from ..engine.load_checks import check_loadable
+from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
+from ..engine.reward_calls import all_with_checks, check_tokenizers
+from ..engine.trl_bridge import withheld_from_uploads
+from ..evaluation.before_after import BeforeAfterCallback
+from ..evaluation.exact import ExactEvaluator
+from ..evaluation.plots import plot_training
+from ..evaluation.tracking import (
+    BadTokenTrackingCallback,
+    ExactTrackingCallback,
+    TrackingCallback,
+    format_table,
+    tokenize_prompts,
+    write_results,
+)
+from ..models._deepspeed import gathered
+from ..rewards.loading import load_reward
+from ._streams import keep_writing
+from .arguments import TrainingScriptArguments
+
+
+logger = logging.getLogger(__name__)
+
+# Metrics of the last log that are reported if the expected reward is not computed exactly
+SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
+# An exact evaluation takes tens of thousands of sequences a prompt for a vocabulary as large as GPT-2's
+MAX_EXACT_PROMPTS = 64
+
+
+def load_data(
+    script_args: TrainingScriptArguments, args: Any, model_name: str
+) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
+    """
+    Loads the prompts to train on, and the held-out ones.
+
+    Args:
+        script_args ([`TrainingScriptArguments`]):
+            Names the data.
+        args ([`~trl.GRPOConfig`]):
+            The trainer's configuration. Held-out prompts are needed unless its `eval_strategy` is "no".
+        model_name (`str`):
+            The policy, whose tokenizer counts the tokens of prompts.
+
+    Returns:
+        The prompts to train on, and the held-out ones or `None`.
+
+    Raises:
+        `ValueError`: If prompts cannot be loaded or used.
+    """
+    check_template_variables(args.chat_template_kwargs)  # of TRL's own configurations too
+    options = (script_args.dataset_config, script_args.dataset_streaming)
+    column, chat = script_args.prompt_column, script_args.apply_chat_template
+    if script_args.single_prompt is not None:
+        train = Dataset.from_dict({"prompt": [script_args.single_prompt]})
+        if chat:
+            raise ValueError("`single_prompt` is plain text; leave `apply_chat_template` out, or write a file.")
+    else:
+        train = load_prompts(script_args.dataset_name, script_args.dataset_train_split, *options, column, chat)
+    held_out = None
+    if script_args.eval_dataset_name is not None:
+        name, split = script_args.eval_dataset_name, script_args.dataset_test_split
+        if split == "test" and Path(name).expanduser().is_file():  # the default; a file has one split
+            split = "train"
+        column = script_args.eval_prompt_column or column
+        held_out = load_prompts(name, split, None, script_args.dataset_streaming, column, chat)
+    elif args.eval_strategy != "no":
+        split = script_args.dataset_test_split
+        if split != "train" and Path(script_args.dataset_name or "").expanduser().is_file():
+            raise ValueError(
+                f"`eval_strategy={args.eval_strategy.value!r}` needs held-out prompts, and the file `{script_args.dataset_name}` has no "
+                f"split {split!r}; name a file of them with `eval_dataset_name`, or leave `eval_strategy` at 'no'."
+            )
+        held_out = load_prompts(script_args.dataset_name, split, *options, column, chat)
+    if script_args.max_prompt_length is not None:
+        revision = (args.model_init_kwargs or {}).get("revision")
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_name, revision=revision, trust_remote_code=args.trust_remote_code
+        )
+        limit = (tokenizer, script_args.max_prompt_length, args.chat_template_kwargs)
+        train, held_out = (
+            None if prompts is None else drop_long_prompts(prompts, *limit) for prompts in (train, held_out)
+        )
+    return train, held_out
+
+
+def make_tracking(
+    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, is_embedded: bool
+) -> TrackingCallback:
+    """
+    Makes the callback that tracks a run: by exact evaluations if they are possible, else by the run's costs alone.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer to track.
+        script_args ([`TrainingScriptArguments`]):
+            Names the bad tokens and how often to evaluate.
+        prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            The training prompts, each once.
+        is_embedded (`bool`):
+            Whether the policy is the embedded world's.
+
+    Returns:
+        [`~trl_repulse.evaluation.tracking.TrackingCallback`]
+
+    Raises:
+        `ValueError`: If bad tokens are given, but the completions of the prompts are too many to enumerate.
+    """
+    bad, every = script_args.bad_token_ids, script_args.tracking_every
+    if is_embedded:
+        bad = bad or embedded.bad_token_ids(trainer.processing_class)
+    if not bad:
+        return TrackingCallback(trainer)
+    if not isinstance(prompts, Dataset) or len(prompts) > MAX_EXACT_PROMPTS:
+        raise ValueError(
+            f"`bad_token_ids` asks for the exact log P(bad) of each prompt; give at most {MAX_EXACT_PROMPTS} prompts, or "
+            "a `single_prompt`, and no stream."
+        )
+    texts = [row["prompt"] for row in prompts]
+    if is_embedded and isinstance(trainer.reward_funcs[0], nn.Module):
+        tokenize_prompts(trainer, texts)  # refuses what cannot be evaluated
+        evaluator = _embedded_evaluator(
+            script_args.reward_model_path, tuple(texts), tuple(bad), trainer.max_completion_length
+        )
+        return ExactTrackingCallback(evaluator, trainer, every)
+    return BadTokenTrackingCallback(trainer, texts, bad, every)
+
+
+@functools.lru_cache(maxsize=1)
+def _embedded_evaluator(
+    reward_model_path: str, prompts: tuple[str, ...], bad_token_ids: tuple[int, ...], max_completion_length: int
+) -> ExactEvaluator:
+    """Cached for further runs of this process, as enumeration takes up to a tenth of a run."""
+    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(reward_model_path)
+    with gathered(policy), gathered(reward):
+        return ExactEvaluator(
+            AutoTokenizer.from_pretrained(embedded.policy_path()),
+            prompts,
+            reward,
+            bad_token_ids,
+            max_completion_length,
+            reward_tokenizer=AutoTokenizer.from_pretrained(reward_model_path),
+            reference_model=policy,
+        )
+
+
+def run(
+    trainer_cls: type[Trainer],
+    script_args: TrainingScriptArguments,
+    args: Any,
+    model_args: ModelConfig,
+    method: str,
+    **kwargs: Any,
+) -> None:
+    """
+    Trains, saves and reports: prints a table, and writes `results.json`, a figure, and a table of completions from before and
+    after training to `output_dir`.
+
+    Args:
+        trainer_cls (`type`):
+            Class of the trainer.
+        script_args, args, model_args:
+            Returned by [`~trl_repulse.cli.arguments.parse`].
+        method (`str`):
+            Name of the method in the report.
+        kwargs:
+            Further arguments of the trainer. `reward_funcs` replaces the reward that `script_args` names.
+    """
+    name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
+    check_output_dir(args)
+    # On the command line the field is text: a path, or `true` for the last checkpoint, or `false`
+    resume = args.resume_from_checkpoint
+    resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
+    if resume:  # before models are loaded
+        find_checkpoint(resume, args.output_dir)
+    elif args.should_save and not issubclass(trainer_cls, BaseTrainer):  # ours warn themselves
+        warn_of_a_run(args.output_dir)
+    check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
+    dataset, held_out = load_data(script_args, args, model_name)
+    if held_out is not None:
+        check_eval_batch(args)
+    prompts = dataset
+    if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
+        dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
+    if "reward_funcs" not in kwargs:
+        kwargs["reward_funcs"] = make_reward(script_args)
+    check_loadable(args, None, model=model_name, reward_funcs=kwargs["reward_funcs"])
+    trainer = trainer_cls(
+        model=model_name,
+        args=args,
+        train_dataset=dataset,
+        eval_dataset=held_out,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        **kwargs,
+    )
+    tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
+    trainer.add_callback(tracking)
+    table = None
+    if script_args.num_table_completions:
+        table = BeforeAfterCallback(
+            trainer, prompts if held_out is None else held_out, script_args.num_table_completions
+        )
+        trainer.add_callback(table)
+    if not script_args.print_all_metrics:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, PrinterCallback | ProgressCallback):
+                callback.on_log = _print_log
+    if not isinstance(trainer, BaseTrainer):  # ours name the reward function that an error came through
+        check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
+        trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
+        tokenize = trainer._tokenize_prompts
+        trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
+    # TRL's trainers get these too
+    with withheld_from_uploads(BaseTrainer._withheld), naming_a_full_disk(args.output_dir):
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(how_to_resume(args.output_dir) if args.should_save else "") from None
+        trainer.save_model(args.output_dir)
+        trainer.save_state()  # the log of all metrics, which `trl-repulse diagnose` reads
+        if script_args.eval_dataset_name is not None:
+            trainer.evaluate()
+        if trainer.is_world_process_zero():
+            report(trainer, tracking, method)
+        if args.push_to_hub:
+            is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
+            trainer.push_to_hub(dataset_name=None if is_local else name)
+        else:
+            trainer.create_model_card(Path(args.output_dir).name)  # with what was measured
+        if table is not None:
+            table.write(Path(args.output_dir) / "completions" / "before_after.md")
+    trainer.end()
+
+
+def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    """Replaces what transformers' callbacks print, a dictionary. Trackers and `trainer_state.json` get all metrics."""
+    line = format_logs(logs or {}, state.global_step, state.max_steps)
+    if state.is_world_process_zero and line:
+        tqdm.write(line)  # above a progress bar, if there is one
+
+
+def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
+    """
+    Loads the reward that the arguments name.
+
+    Args:
+        script_args ([`TrainingScriptArguments`]):
+            Names the reward.
+
+    Returns:
+        `Callable` or `str`: as [`~trl_repulse.rewards.loading.load_reward`].
+    """
+    return load_reward(script_args.reward_type, script_args.reward_model_path, **(script_args.reward_kwargs or {}))
+
+
+def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
+    """
+    Writes `results.json` and a figure to `output_dir`, and prints a table.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Trainer that has finished.
+        tracking ([`~trl_repulse.evaluation.tracking.TrackingCallback`]):
+            Callback that tracked it.
+        method (`str`):
+            Name of the method.
+    """
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    history = list(reversed(trainer.state.log_history))
+    metrics = next((logs for logs in history if "reward" in logs), {})
+    held_out = next((logs for logs in history if "eval_reward" in logs), {})
+    metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")}
+    settings = without_secrets(args.to_dict()) | {"mixed_precision": trainer.accelerator.mixed_precision}
+    write_results(output_dir / "results.json", method, args.seed, tracking, settings, metrics)
+    shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
+    values = {name: metrics[name] for name in shown}
+    values |= {name: kl_per_completion(metrics, name[:-2]) for name in ("kl", "eval_kl") if name in values}
+    table = format_table(tracking, {with_unit(name): value for name, value in values.items()})
+    exact = tracking.history[-1]["policy"] if tracking.history else {}
+    sampled = (
+        {}
+        if "expected_reward" in exact
+        else {name: value for name, value in values.items() if "proposal/" not in name}
+    )
+    trainer.measured = exact | sampled
+    if tracking.history:
+        first = tracking.history[0]["update"]
+        start = f"at update {first}, where training was resumed," if first else "at the start"
+        trainer.tail_report = (
+            f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
+            f"training:\n\n```text\n{table}\n```"
+        )
+    if tracking.history or metrics:
+        plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)
+    print(f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}")
+
+
+def main_or_exit(main: Callable[[], None]) -> None:
+    """
+    Runs a script's main function. A mistake of the user, an error of a reward function or Ctrl-C ends it with one line and exit
+    status 1.
+
+    Args:
+        main (`Callable`):
+            The function.
+
+    Raises:
+        `Exception`: Any other error of the function.
+    """
+    keep_writing()
+    try:
+        main()
+    except KeyboardInterrupt as error:
+        sys.exit(f"Interrupted. {error}".strip())
+    except Exception as error:
+        if not (isinstance(error, ValueError | OSError | ImportError | ArgumentError) or from_reward(error)):
+            raise
+        sys.exit(f"error: {describe_error(error)}")

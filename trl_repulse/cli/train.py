@@ -1,0 +1,105 @@
+"""
+The training commands, which run through `accelerate launch` as `trl grpo` does.
+
+`python -m trl_repulse.cli.train COMMAND [flags]` is what each process of the launcher runs. The launcher itself
+imports neither TRL nor the trainers.
+"""
+
+import argparse
+import logging
+import signal
+import subprocess
+import sys
+from itertools import islice
+from typing import Any
+
+import psutil
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from .. import embedded
+from ._fields import read_yaml, split_config
+
+
+# Options of the launcher that training has too, or that have no use here
+_NOT_FORWARDED = {"debug", "env", "gradient_accumulation_steps", "help", "module", "no_python"}
+_EPILOG = (
+    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port "
+    "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
+    "`accelerate launch --help` lists them."
+)
+
+
+def launch(command: str, argv: list[str]) -> int:
+    """Launches a training command. `accelerate launch` takes its own options from the flags and from the file of `--config`."""
+    path, rest = split_config(argv)
+    settings = {} if path is None else read_yaml(path)
+    prog, everything = f"trl-repulse {command}", not {"--help-all", "--help_all"}.isdisjoint(rest)
+    if everything or not {"-h", "--help"}.isdisjoint(rest):
+        print(_help(command, prog, settings, everything), end="")
+        return 0
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # its notice is about `accelerate launch`
+    try:
+        launch_command(_parse_launch(prog, [command, *argv], settings))
+    except (KeyboardInterrupt, SignalException):
+        # The processes say how to resume. They got no Ctrl-C if it was sent to this process alone
+        for process in psutil.wait_procs(psutil.Process().children(), timeout=10)[1]:
+            process.send_signal(signal.SIGINT)
+        return 130
+    except (subprocess.CalledProcessError, ChildFailedError):
+        return 1  # the processes have said why
+    return 0
+
+
+def _help(command: str, prog: str, settings: dict[str, Any], everything: bool) -> str:
+    # transformers (5.23) imports an installed PEFT with its arguments, which takes as long as all the rest
+    hidden = "transformers" not in sys.modules and "peft" not in sys.modules
+    if hidden:
+        sys.modules["peft"] = None
+    try:
+        from .arguments import ARGUMENTS, TrainingParser
+    finally:
+        if hidden:
+            del sys.modules["peft"]
+
+    parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
+    parser.set_defaults_with_config(**settings)
+    return parser.format_help(everything)
+
+
+def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argparse.Namespace:
+    """Arguments of `accelerate launch`: its options, this module, and all other words."""
+    parser = launch_command_parser()
+    parser.prog, parser.usage = prog, "%(prog)s [--config FILE] [--FLAG VALUE ...]"
+    parser.add_argument("--accelerate_config", dest="config_file", help="As `--config_file`; the name that `trl` has.")
+    options = _options(parser)
+    forwarded, rest, words = [], [], iter(argv)
+    for name, value in settings.items():
+        option = options.get(f"--{name}")
+        if option is not None and (option.nargs != 0 or value):
+            forwarded += [f"--{name}"] if option.nargs == 0 else [f"--{name}", str(value)]
+    for word in words:
+        option = options.get(word.partition("=")[0])
+        if option is None:
+            rest.append(word)
+        else:
+            forwarded += [word, *islice(words, 0 if option.nargs == 0 or "=" in word else 1)]
+    return parser.parse_args([*forwarded, "--module", "trl_repulse.cli.train", *rest])
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The launcher's own flags."""
+    actions = [action for action in parser._actions if action.dest not in _NOT_FORWARDED]
+    return {flag: action for action in actions for flag in action.option_strings if flag.startswith("--")}
+
+
+if __name__ == "__main__":
+    try:
+        from .methods import train
+        from .scripts import main_or_exit
+    except KeyboardInterrupt:
+        sys.exit("Interrupted.")
+
+    names = [flag.removeprefix("--") for flag in _options(launch_command_parser())]
+    main_or_exit(lambda: train(sys.argv[1], sys.argv[2:], [*names, "accelerate_config"]))

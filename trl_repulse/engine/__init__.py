@@ -1,0 +1,1 @@
+"""What trainers are made of: drawing, scoring, metrics, second models, checkpoints."""

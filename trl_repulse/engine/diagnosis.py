@@ -1,0 +1,498 @@
+"""Symptoms of failure in the log of a training run.
+
+Each symptom has a section in docs/reading_a_run.md. This module imports only the standard library.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .run_log import RunLog, Span, Unknown
+
+
+PAGE = "docs/reading_a_run.md"
+
+
+class Threshold(NamedTuple):
+    """The value at which a sign begins, and the reason for it."""
+
+    value: float
+    reason: str
+
+
+THRESHOLDS = {
+    "updates": Threshold(20, "updates that a sign has to last: the means of single batches are too noisy"),
+    "log_z_gap": Threshold(
+        3.0, "nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0"
+    ),
+    "distinct": Threshold(
+        1.5, "distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient"
+    ),
+    "entropy": Threshold(
+        0.15, "nats per token; collapsed runs ended at 0.1 and less, sound ones in the embedded world at 0.4 and more"
+    ),
+    "entropy_share": Threshold(
+        0.25, "of the entropy at the start; a policy that was sure from the start on has not collapsed"
+    ),
+    "ess": Threshold(
+        2.0, "samples; then fewer than two carry the weights; sound runs with 32 samples had more than 10"
+    ),
+    "samples": Threshold(4, "samples of a prompt; with fewer, 1 distinct completion and an ESS near 1 are common"),
+    "warm_up": Threshold(0.25, "share of the updates in which a proposal may still be far from its target"),
+    "apart": Threshold(
+        0.5, "standard deviations of the reward at the start; a proposal that works is farther below the policy"
+    ),
+    "way_back": Threshold(
+        0.5, "of the largest distance between both rewards: noise does not take a proposal half way back"
+    ),
+    "fall": Threshold(
+        0.5, "standard deviations of the reward at the start; means of 20 batches hardly vary by a tenth of one"
+    ),
+    "noise": Threshold(
+        6.0,
+        "standard errors of a mean over these updates: the largest of many means and the last differ by 3, and few prompts an "
+        "update make much noise",
+    ),
+    "plateau": Threshold(0.1, "standard deviations of the reward at the start; less is no gain, but noise"),
+    "kl_factor": Threshold(
+        2.0,
+        "times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing",
+    ),
+    "kl_rise": Threshold(0.1, "nats per token; doubling less than that is harmless"),
+    "empty": Threshold(1.1, "tokens; the end token alone is 1, so that nine completions in ten are empty"),
+    "clipped": Threshold(0.5, "of the completions; models that end their completions stay far below"),
+    "short": Threshold(4, "tokens; completions limited to as few are meant to be cut"),
+    "constant": Threshold(1e-6, "of the reward's size, which is what float32 resolves"),
+    "not_finite": Threshold(0.1, "of the logs; in fp16 the search for a loss scale gives single infinite gradients"),
+}
+UPDATES = int(THRESHOLDS["updates"].value)
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """
+    What can be wrong with a run.
+
+    Args:
+        title (`str`):
+            Its name, which is also the heading of its section in docs/reading_a_run.md.
+        cause (`str`):
+            Its usual cause.
+        remedy (`tuple[str, ...]`):
+            Which fields to set, and in which direction: alternatives, the best first. Fields are in braces.
+    """
+
+    title: str
+    cause: str
+    remedy: tuple[str, ...]
+
+    @property
+    def heading(self) -> str:
+        """The anchor of its section."""
+        return self.title.lower().replace(" ", "-")
+
+
+# Each may be a consequence of those before it: of the numbers and the reward, the policy, the proposal
+SYMPTOMS = {
+    "not_finite": Symptom(
+        "Losses or gradients that are not finite",
+        "the reward has a huge scale, the learning rate is far too high, or fp16 overflows",
+        ("scale or clip the reward", "lower {learning_rate}", "set `bf16=True` in place of `fp16=True`"),
+    ),
+    "constant_reward": Symptom(
+        "A reward that does not vary",
+        "the reward function gives all completions the same number, so that there is nothing to learn",
+        (
+            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+        ),
+    ),
+    "empty": Symptom(
+        "Completions are empty",
+        "the reward pays for saying nothing or, where it is the proposal that says nothing, punishes it more than anything else",
+        ("give empty completions the reward of other bad outputs, neither a higher nor a lower one",),
+    ),
+    "cut": Symptom(
+        "Completions are cut off",
+        "the policy does not end its completions within {max_completion_length} tokens, or learns to go on because the reward "
+        "pays for length",
+        ("raise {max_completion_length}", "take length out of the reward"),
+    ),
+    "falling_return": Symptom(
+        "The return falls",
+        "the learning rate is too high, the negative term is too strong, or prompts are lost",
+        ("lower {learning_rate}", "lower {alpha}", "lower {max_grad_norm}", "raise {beta}"),
+    ),
+    "rising_kl": Symptom(
+        "The KL rises without a gain in reward",
+        "the policy drifts: the KL penalty is too weak, or the learning rate or the negative term too strong",
+        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "stop where the reward stopped growing"),
+    ),
+    "narrow": Symptom(
+        "The policy has collapsed",
+        "the KL penalty is too weak for the scale of the reward, or the learning rate or the negative term too strong",
+        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "go back to an earlier checkpoint"),
+    ),
+    "nothing_bad": Symptom(
+        "Nothing bad is found",
+        "{bad_reward_threshold} is below every reward that is drawn, or bad outputs are too rare for so few samples",
+        ("raise {bad_reward_threshold}", "raise {num_proposal_generations}"),
+    ),
+    "finds_no_more": Symptom(
+        "Extra samples find no more",
+        "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
+        ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
+    ),
+    "turned_target": Symptom(
+        "The proposal draws good outputs",
+        "the target has turned, because {target_dist_beta} is too weak for the distance between good and bad rewards, or the "
+        "proposal has not learned yet",
+        (
+            "take {target_dist_beta} further from 0",
+            "raise {proposal_learning_rate}",
+            "stop before the rewards meet",
+        ),
+    ),
+    "collapse": Symptom(
+        "The proposal has collapsed",
+        "the proposal learns faster than it can follow its target, or the target is too sharp",
+        (
+            "lower {proposal_learning_rate}",
+            "bring {target_dist_beta} nearer to 0",
+            "go back to an earlier checkpoint",
+        ),
+    ),
+    "ess": Symptom(
+        "One sample carries the weights",
+        "{target_dist_beta} is too strong, or the proposal is far from its target",
+        ("bring {target_dist_beta} nearer to 0", "raise {num_generations}", "raise {proposal_learning_rate}"),
+    ),
+}
+
+# Metrics that should be finite. Others are NaN if there is nothing to average
+_FINITE = ("loss", "grad_norm", "kl", "entropy")
+_NO_SETTINGS = "`num_generations` is not known, without `results.json` or a checkpoint of these trainers"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    A symptom that was found.
+
+    Args:
+        symptom (`str`):
+            Key of [`SYMPTOMS`].
+        evidence (`str`):
+            The numbers that show it, with their updates.
+        cause, remedy (`str`):
+            Those of the symptom, with the values of the run's fields.
+        page (`str`):
+            Page and anchor of the documentation that explain it.
+    """
+
+    symptom: str
+    evidence: str
+    cause: str
+    remedy: str
+    page: str
+
+    def __str__(self) -> str:
+        title = SYMPTOMS[self.symptom].title
+        return f"{title}: {self.evidence}. Likely cause: {self.cause}. Remedy: {self.remedy}. See {self.page}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """
+    What a log shows.
+
+    Args:
+        updates (`int`):
+            Updates that the log covers.
+        findings (`list[Finding]`):
+            The symptoms that were found.
+        sound (`list[str]`):
+            Keys of the symptoms that were looked for and not found.
+        unknown (`dict[str, str]`):
+            Key of each symptom that could not be looked for -> the reason.
+    """
+
+    updates: int
+    findings: list[Finding] = field(default_factory=list)
+    sound: list[str] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None = None) -> Diagnosis:
+    """
+    Looks for symptoms in the log of a run.
+
+    Args:
+        history (`list[dict]`):
+            `trainer.state.log_history`.
+        settings (`dict`, *optional*):
+            Fields of the run's configuration, such as those of `results.json`. Some signs need `num_generations` and
+            `max_completion_length`.
+
+    Returns:
+        [`Diagnosis`]
+
+    Raises:
+        `ValueError`: If the log has no update.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.engine.diagnosis import diagnose
+
+    >>> for finding in diagnose(trainer.state.log_history, trainer.args.to_dict()).findings:
+    ...     print(finding)
+    ```
+    """
+    log = RunLog(history, settings or {}, UPDATES)
+    diagnosis = Diagnosis(log.updates)
+    if not log.updates:
+        raise ValueError(
+            "The log is empty: no update was logged. Set `logging_steps` below the number of updates, and train again."
+        )
+    for name, symptom in SYMPTOMS.items():
+        try:
+            evidence = _SIGNS[name](log)
+        except Unknown as reason:
+            diagnosis.unknown[name] = str(reason)
+            continue
+        if evidence is None:
+            diagnosis.sound.append(name)
+            continue
+        cause, remedy = (
+            _with_values(text, log.settings) for text in (symptom.cause, _alternatives(symptom.remedy, log.settings))
+        )
+        diagnosis.findings.append(Finding(name, evidence, cause, remedy, f"{PAGE}#{symptom.heading}"))
+    return diagnosis
+
+
+def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
+    """Joins the alternatives, without those that name a field that has no effect in this run."""
+    idle = set()
+    if settings and not settings.get("alpha", "potential" in settings):
+        idle.add("{alpha}")
+    if settings.get("potential") == "indicator":
+        idle.add("{target_dist_beta}")
+    left = [each for each in remedy if not any(name in each for name in idle)]
+    return left[0] if len(left) == 1 else f"{', '.join(left[:-1])}{',' * (len(left) > 2)} or {left[-1]}"
+
+
+def _with_values(text: str, settings: dict[str, Any]) -> str:
+    """Replaces each `{field}` by its name and its value."""
+
+    def show(found: re.Match[str]) -> str:
+        value = settings.get(found[1])
+        return f"`{found[1]}`" if value is None else f"`{found[1]}` (now {value})"
+
+    return re.sub(r"\{(\w+)\}", show, text)
+
+
+def _not_finite(log: RunLog) -> str | None:
+    names = [
+        f"{prefix}{name}"
+        for prefix in ("", "proposal/", "value/")
+        for name in _FINITE
+        if f"{prefix}{name}" in log.columns
+    ]
+    for name in names:
+        column = log.columns[name]
+        bad = [step for step, value in column if not math.isfinite(value)]
+        if bad and (len(bad) > THRESHOLDS["not_finite"].value * len(column) or not math.isfinite(column[-1][1])):
+            return f"`{name}` is not finite in {len(bad)} of {len(column)} logs, from update {bad[0]} to {bad[-1]}"
+    return None
+
+
+def _constant_reward(log: RunLog) -> str | None:
+    size = max((abs(value) for _, value in log.columns.get("reward", ())), default=0.0)
+    limit = THRESHOLDS["constant"].value * max(size, 1.0)
+    spans = log.spans("reward_std")
+    if any(span.mean > limit for span in spans):
+        return None
+    return f"`reward_std` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+
+
+def _collapse(log: RunLog) -> str | None:
+    limit, signs = THRESHOLDS["log_z_gap"].value, []
+    gap = log.longest("proposal/log_z_gap", lambda mean: mean > limit)
+    if gap is not None:
+        signs.append(
+            f"`proposal/log_z_gap` is {gap.mean:.1f} nats on average over {gap}, and should be below {limit:g}"
+        )
+    samples, limit = log.proposal_samples, THRESHOLDS["distinct"].value
+    if samples >= THRESHOLDS["samples"].value:
+        same = log.longest("proposal/distinct", lambda mean: mean * samples < limit)
+        if same is not None:
+            distinct = f"{same.mean * samples:.1f} of a prompt's {samples} samples are distinct"
+            signs.append(f"`proposal/distinct` is {same.mean:.3g} on average over {same}: {distinct}")
+    if not (signs or samples):
+        raise Unknown(f"`proposal/log_z_gap` is sound, but `proposal/distinct` cannot be judged: {_NO_SETTINGS}")
+    return "; ".join(signs) or None
+
+
+def _turned_target(log: RunLog) -> str | None:
+    if log.is_hot:
+        raise Unknown("the hot policy has no target")
+    theirs = {(span.first, span.last): span.mean for span in log.spans("proposal/reward")}
+    own = {(span.first, span.last): span.mean for span in log.spans("reward")}
+    distances = [Span(*place, own[place] - theirs[place]) for place in own if place in theirs]
+    if not distances:
+        raise Unknown("`reward` and `proposal/reward` are not in the same logs")
+    farthest, last = max(distances, key=lambda span: span.mean), distances[-1]
+    if farthest.mean < THRESHOLDS["apart"].value * log.spread:
+        return (
+            f"`proposal/reward` is never far below `reward`: at most {farthest.mean:.2g} ({farthest}), with a "
+            f"`reward_std` of {log.spread:.2g} at the start"
+        )
+    risen = theirs[last[:2]] - theirs[farthest[:2]]
+    if last.mean < farthest.mean and risen > THRESHOLDS["way_back"].value * farthest.mean:
+        return (
+            f"`proposal/reward` was {theirs[farthest[:2]]:.3g}, {farthest.mean:.2g} below `reward` ({farthest}), and has "
+            f"risen to {theirs[last[:2]]:.3g}, {last.mean:.2g} below it ({last})"
+        )
+    return None
+
+
+def _ess(log: RunLog) -> str | None:
+    if log.is_hot:
+        raise Unknown("the hot policy weighs the bad samples alone, of which a prompt may have one")
+    name = "negative/ess" if "negative/ess" in log.columns else "proposal/ess"
+    low = log.longest(name, lambda mean: mean < THRESHOLDS["ess"].value, after=THRESHOLDS["warm_up"].value)
+    samples = log.proposal_samples
+    if not samples:
+        raise Unknown(_NO_SETTINGS)
+    if samples < THRESHOLDS["samples"].value:
+        raise Unknown(f"a prompt has {samples} samples, too few to judge")
+    return None if low is None else f"`{name}` is {low.mean:.2f} of {samples} samples on average over {low}"
+
+
+def _nothing_bad(log: RunLog) -> str | None:
+    names = ["bad_fraction", "proposal/bad_fraction"]
+    if log.is_hot:
+        names[0] = "negative/p_bad"
+    elif log.settings.get("potential") != "indicator":
+        raise Unknown("a bad output is only a count, unless the hot policy or the indicator potential looks for it")
+    elif names[1] not in log.columns:
+        names = names[:1]  # the policy is its own proposal
+    spans = [log.spans(name) for name in names]
+    if any(span.mean > 0 for each in spans for span in each):
+        return None
+    listed = " and ".join(f"`{name}`" for name in names)
+    return f"{listed} {'is' if len(names) == 1 else 'are'} 0 over updates {spans[0][0].first} to {spans[0][-1].last}"
+
+
+def _finds_no_more(log: RunLog) -> str | None:
+    if not log.is_hot:
+        raise Unknown("the log has no `negative/p_bad`: it is logged with the hot policy")
+    names = "proposal/bad_fraction", "bad_fraction"
+    extra, own = (statistics.fmean(span.mean for span in log.spans(name)) for name in names)
+    if extra > own or not extra:  # where nothing is found, that is another symptom
+        return None
+    return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
+
+
+def _rising_kl(log: RunLog) -> str | None:
+    kl = {(span.first, span.last): span.mean for span in log.spans("kl")}
+    rewards = [span for span in log.spans("reward") if span[:2] in kl]
+    if not rewards:
+        raise Unknown("`kl` and `reward` are not in the same logs")
+    gain = THRESHOLDS["plateau"].value * log.spread
+    best = max(span.mean for span in rewards)
+    start, last = next(span for span in rewards if span.mean >= best - gain), rewards[-1]
+    if start is rewards[0]:
+        raise Unknown("`reward` is near its best from the start on, where the KL is 0; see whether the return falls")
+    before, after = kl[start[:2]], kl[last[:2]]
+    if after < before + THRESHOLDS["kl_rise"].value or after < THRESHOLDS["kl_factor"].value * before:
+        return None
+    return (
+        f"`kl` rose from {before:.3g} to {after:.3g} nats per token while `reward` went from {start.mean:.3g} to "
+        f"{last.mean:.3g} ({start}, and {last})"
+    )
+
+
+def _narrow(log: RunLog) -> str | None:
+    spans, signs = log.spans("entropy"), []
+    first, last = spans[0], spans[-1]
+    low = THRESHOLDS["entropy"].value
+    if last.mean < min(low, THRESHOLDS["entropy_share"].value * first.mean) and first.mean > low:
+        signs.append(f"`entropy` fell from {first.mean:.3g} ({first}) to {last.mean:.3g} nats per token ({last})")
+    name, samples = "completions/distinct", log.count("num_generations")
+    if samples >= THRESHOLDS["samples"].value and name in log.columns:
+        spans, limit = log.spans(name), THRESHOLDS["distinct"].value / samples
+        if spans[-1].mean < limit <= spans[0].mean:
+            distinct = f"{spans[-1].mean * samples:.1f} of a prompt's {samples} completions are distinct"
+            signs.append(f"`{name}` fell from {spans[0].mean:.3g} to {spans[-1].mean:.3g} ({spans[-1]}): {distinct}")
+    return "; ".join(signs) or None
+
+
+def _falling_return(log: RunLog) -> str | None:
+    name = "return" if "return" in log.columns else "reward"
+    spans = log.spans(name)
+    best, last = max(spans, key=lambda span: span.mean), spans[-1]
+    least = max(THRESHOLDS["fall"].value * log.spread, THRESHOLDS["noise"].value * log.standard_error(name))
+    if best.mean - last.mean <= least:
+        return None
+    return (
+        f"`{name}` fell from {best.mean:.3g} ({best}) to {last.mean:.3g} ({last}), with a `reward_std` of {log.spread:.2g} "
+        "at the start"
+    )
+
+
+def _longest_completion(log: RunLog) -> float:
+    """The most tokens that a completion may have, or had if that is unknown."""
+    longest = max((value for _, value in log.columns.get("completions/max_length", ())), default=0.0)
+    return log.count("max_completion_length") or longest
+
+
+def _models(log: RunLog, name: str) -> Iterator[str]:
+    """Names of a metric for the policy, and for the proposal if there is one."""
+    return (each for each in (name, f"proposal/{name}") if each == name or each in log.columns)
+
+
+def _empty(log: RunLog) -> str | None:
+    for name in _models(log, "completions/mean_length"):
+        short = log.longest(name, lambda mean: mean <= THRESHOLDS["empty"].value)
+        if _longest_completion(log) < 2:
+            raise Unknown("completions have one token")
+        if short is not None:
+            began = log.spans(name)[0].mean
+            return f"`{name}` is {short.mean:.2f} tokens on average over {short}, and was {began:.2f} at the start"
+    return None
+
+
+def _cut(log: RunLog) -> str | None:
+    limit = THRESHOLDS["short"].value
+    for name in _models(log, "completions/clipped_ratio"):
+        cut = log.longest(name, lambda mean: mean >= THRESHOLDS["clipped"].value)
+        if _longest_completion(log) <= limit:
+            raise Unknown(f"completions of up to {limit:g} tokens are meant to be cut")
+        if cut is not None:
+            began = log.spans(name)[0].mean
+            if began >= THRESHOLDS["clipped"].value:
+                raise Unknown(
+                    f"`{name}` is {began:.2f} from the start on; raise `max_completion_length` unless the limit is meant"
+                )
+            return f"`{name}` is {cut.mean:.2f} on average over {cut}, and was {began:.2f} at the start"
+    return None
+
+
+_SIGNS: dict[str, Callable[[RunLog], str | None]] = {
+    "not_finite": _not_finite,
+    "constant_reward": _constant_reward,
+    "empty": _empty,
+    "cut": _cut,
+    "falling_return": _falling_return,
+    "rising_kl": _rising_kl,
+    "narrow": _narrow,
+    "nothing_bad": _nothing_bad,
+    "finds_no_more": _finds_no_more,
+    "turned_target": _turned_target,
+    "collapse": _collapse,
+    "ess": _ess,
+}

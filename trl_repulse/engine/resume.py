@@ -1,0 +1,388 @@
+"""Going on where a checkpoint left a run: what TRL and transformers do not keep, and what must not change."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Sampler
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.trainer.utils import RepeatSampler
+
+from .._errors import changed_prompt
+from ..data._prompts import rendering
+from ..models._peft_bridge import AdapterView
+from .records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
+from .reference import REFERENCE
+
+
+logger = get_logger(__name__)
+
+# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
+# which is withheld too, nothing can be resumed.
+RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
+# Fields of configurations. Another value would give other batches than those that are left to be trained on.
+_LAYOUT = """
+    num_generations num_proposal_generations steps_per_generation num_iterations proposal_updates_per_step
+    per_device_train_batch_size gradient_accumulation_steps shuffle_dataset seed
+""".split()
+# Another value would go on towards something else.
+_OBJECTIVE = """
+    alpha alpha_start alpha_normalization target_dist_beta target_dist_beta_start potential target_class reward_cap
+    negative_loss negative_baseline reweighting_beta uniform_weights proposal proposal_temperature proposal_loss
+    proposal_parameterization proposal_update_order baseline baseline_constant logprob_reduction normalize_advantages
+    beta epsilon epsilon_high cvar_level cvar_over cvar_schedule_ratio max_bad_probability constraint_learning_rate
+    reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold reward_weights
+    reward_clip_range max_completion_length mask_truncated_completions loss_type gae_lambda gamma value_clip
+    whiten_advantages value_warmup_steps delta use_bias_correction_kl temperature top_k top_p min_p repetition_penalty
+    generation_kwargs chat_template_kwargs disable_dropout sync_ref_model top_entropy_quantile entropy_coef
+    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target scale_rewards
+    importance_sampling_level off_policy_mask_threshold multi_objective_aggregation sapo_temperature_neg
+    sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+    vllm_importance_sampling_cap router_aux_loss_coef
+""".split()
+# Another value is not taken up, or only in part, and may be meant.
+_REPORTED = """
+    learning_rate proposal_learning_rate value_learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs
+    max_grad_norm weight_decay optim optim_args lr_scheduler_kwargs adam_beta1 adam_beta2 adam_epsilon
+""".split()
+# Compared too, and said; not fields of a configuration. Rewards have names alone, which a moved folder changes.
+_REPORTED_OF_MODELS = {
+    "model": "a new reference is loaded from a new `model`",
+    "reward functions": "the run goes on with the rewards that are given here",
+}
+# Schedules, also those of `alpha`, `target_dist_beta` and the level of CVaR, are made anew.
+_CONSEQUENCES = _REPORTED_OF_MODELS | dict.fromkeys(
+    ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; set it to that "
+    "for a run like one that was not interrupted",
+)
+_NEGATIVE_TERM = "negative_term"
+_ADAPTERS = ("adapter", "second adapter", "third adapter")
+# Of an adapter's configuration: where it came from and how it began, not what it computes.
+_IGNORED_ADAPTER_FIELDS = """
+    base_model_name_or_path revision inference_mode peft_version auto_mapping task_type init_lora_weights eva_config
+    corda_config loftq_config lora_ga_config fan_in_fan_out megatron_config megatron_core runtime_config
+    ensure_weight_tying
+""".split()
+
+
+class ResumedSampler(Sampler[int]):
+    """
+    TRL's sampler, in the order of the epoch that the trainer is in; `epoch` gives the number of the one that begins, or goes on.
+
+    TRL's (1.16) draws each epoch's order from one generator: a resumed run would begin with the first epoch's again.
+    """
+
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+        self._sampler = sampler
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self._sampler.seed)
+            for _ in range(self._epoch()):
+                torch.randperm(self._sampler.num_samples, generator=self._sampler.generator)
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
+    """
+    The checkpoint to go on from: the one that is named, or the last in `output_dir` that was written to its end.
+
+    Raises:
+        `ValueError`: If there is none, or it was not written to its end.
+    """
+    if resume_from_checkpoint is not True:
+        if not Path(resume_from_checkpoint).is_dir():
+            raise ValueError(
+                f"There is no checkpoint `{resume_from_checkpoint}`; name the folder of one, or resume with "
+                f"`resume_from_checkpoint=True` from the last in {output_dir}."
+            )
+        reason = incomplete(Path(resume_from_checkpoint))
+        if reason is not None:
+            raise ValueError(
+                f"The checkpoint {resume_from_checkpoint} is not complete ({reason}): its writing was interrupted. Resume "
+                "from an earlier one, or with `resume_from_checkpoint=True` from the last that is complete."
+            )
+        return str(resume_from_checkpoint)
+    numbered = {}
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if folder.is_dir() and number.isdigit():
+            numbered[int(number)] = folder
+    for number in sorted(numbered, reverse=True):
+        reason = incomplete(numbered[number])
+        if reason is None:
+            return str(numbered[number])
+        logger.warning("%s is not complete (%s) and is passed over.", numbered[number], reason)
+    raise ValueError(
+        f"There is no complete checkpoint in {output_dir}; start the run without `resume_from_checkpoint`."
+    )
+
+
+def how_to_resume(output_dir: str) -> str:
+    """What a run that ends too early leaves, and how to go on, in a sentence."""
+    try:
+        checkpoint = find_checkpoint(True, output_dir)
+    except ValueError:
+        return f"There is no complete checkpoint in {output_dir}: the run has to start anew."
+    return f"`resume_from_checkpoint=True` (`--resume_from_checkpoint true`) goes on from {checkpoint}; the updates after it are lost."
+
+
+def warn_of_a_run(output_dir: str) -> None:
+    """Warns if a folder holds a run or a model, which a new run writes over."""
+    folder = Path(output_dir)
+    files = (TRAINER_STATE_NAME, "results.json", "config.json", "adapter_config.json", f"{PREFIX_CHECKPOINT_DIR}-*")
+    if any(path for pattern in files for path in folder.glob(pattern)):
+        logger.warning(
+            "`output_dir=%r` holds a run or a model, whose files this one writes over: to go on with that run, stop and set "
+            "`resume_from_checkpoint=True` (`--resume_from_checkpoint true`); to keep it, name another folder.",
+            output_dir,
+        )
+
+
+@contextlib.contextmanager
+def naming_a_full_disk(output_dir: str) -> Iterator[None]:
+    """Context in which a run writes: that its disk is full becomes one sentence, with what is lost. torch and safetensors have their own."""
+    try:
+        yield
+    except Exception as error:
+        words = ("No space left", "Disk quota exceeded", "unexpected pos", "file write failed")
+        if not any(word in str(error) for word in words):
+            raise
+        raise OSError(
+            f"The disk of `output_dir={output_dir!r}` is full, so that a file there was not written to its end. Free some space "
+            f"first. {how_to_resume(output_dir)}"
+        ) from error
+
+
+def incomplete(checkpoint: Path) -> str | None:
+    """
+    Why a checkpoint cannot be resumed from; `None` if nothing is missing.
+
+    The Trainer writes its state last, so that what comes before is whole where the state is; other processes' random
+    states are looked at one by one.
+    """
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"{TRAINER_STATE_NAME} is missing or cut off"
+    positions = sorted(checkpoint.glob("position-*.json"))
+    if not positions:  # weights alone, or another trainer's
+        return None
+    processes = json.loads(positions[0].read_text(encoding="utf-8"))["num_processes"]
+    names = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+    cut = [name for name in names if not zipfile.is_zipfile(checkpoint / name)]
+    return f"{cut[0]} is missing or cut off" if cut else None
+
+
+def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
+    """
+    Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
+    out of it: `save_only_model=True` writes none in its place. All processes must call it.
+    """
+    if trainer.args.should_save:
+        (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        for pattern in (*RESUME_STATE, "position-*", REFERENCE):
+            for path in (*checkpoint.glob(pattern), *checkpoint.glob(f"*/{pattern}")):  # of both models
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    trainer.accelerator.wait_for_everyone()
+
+
+def save_position(trainer: Any, checkpoint: Path) -> None:
+    """Writes where in its data and its generations a process is, between two updates. All processes must call it."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    rank = trainer.accelerator.process_index
+    tensors: dict[str, torch.Tensor] = {}
+    rest: list[dict[str, Any]] | None = None
+    generates_every = trainer.args.steps_per_generation * trainer.num_iterations
+    if trainer._buffered_inputs is not None and trainer._step % generates_every:
+        rest = []
+        for i, batch in enumerate(trainer._buffered_inputs):
+            is_tensor = {name: isinstance(value, torch.Tensor) for name, value in batch.items()}
+            tensors |= {f"{i}.{name}": batch[name].detach().cpu().clone() for name in batch if is_tensor[name]}
+            rest.append({name: value for name, value in batch.items() if not is_tensor[name]})
+    negatives = Path(trainer.args.output_dir) / NEGATIVES
+    negative = getattr(trainer, "_negative", None)
+    if negative is not None:
+        tensors |= {f"{_NEGATIVE_TERM}.{name}": x.cpu() for name, x in negative.tensors().items()}
+    position = {
+        "num_processes": trainer.accelerator.num_processes,
+        "step": trainer._step,
+        "buffer": rest,
+        "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
+        "negatives_begin": _first_row(negatives),
+        _NEGATIVE_TERM: None if negative is None else negative.state(),
+        "constraint": None if trainer._constraint is None else trainer._constraint.state(),
+        "settings": _settings(trainer),
+        "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
+    }
+    save_file(tensors, checkpoint / f"position-{rank}.safetensors")
+    text = json.dumps(position, indent=2)
+    (checkpoint / f"position-{rank}.json").write_text(text, encoding="utf-8")
+    trainer.accelerator.wait_for_everyone()
+
+
+def load_position(trainer: Any, checkpoint: Path) -> None:
+    """Takes up what [`save_position`] wrote, and cuts off the negative data that came after it."""
+    rank = trainer.accelerator.process_index
+    path = checkpoint / f"position-{rank}.json"
+    if not any(checkpoint.glob("position-*.json")):
+        logger.warning("%s does not say where in its data the run was; it goes on as TRL does.", checkpoint)
+        return
+    position = json.loads(path.read_text(encoding="utf-8"))
+    trainer._step = position["step"]
+    trainer._conversation = (position.get("prompt") or {}).get("messages")
+    if trainer._constraint is not None and position.get("constraint") is not None:
+        trainer._constraint.load_state(position["constraint"])
+    batches = [dict(batch) for batch in position["buffer"] or ()]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
+        where, name = key.split(".", 1)
+        if where == _NEGATIVE_TERM:
+            tensors[name] = value
+        else:
+            batches[int(where)][name] = value.to(trainer.accelerator.device)
+    if position["buffer"] is not None:
+        trainer._buffered_inputs = batches
+    negative = getattr(trainer, "_negative", None)
+    if negative is not None and position.get(_NEGATIVE_TERM) is not None:
+        negative.load_state(position[_NEGATIVE_TERM], tensors)
+    negatives = Path(trainer.args.output_dir) / NEGATIVES
+    if trainer.accelerator.is_main_process:
+        size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
+        if size and _first_row(negatives) != position.get("negatives_begin", _first_row(negatives)):
+            set_negatives_aside(trainer.args.output_dir)  # of another run: nothing of it is cut
+            size = 0
+        if size > expected:
+            with negatives.open("r+b") as file:
+                file.truncate(expected)
+        elif size < expected and trainer.args.save_negatives:
+            logger.warning(
+                "%s has %d bytes, and had %d when %s was written: rows are missing, or it is of another run. %s may have them.",
+                *(negatives, size, expected, checkpoint, EARLIER_NEGATIVES),
+            )
+    trainer.accelerator.wait_for_everyone()
+
+
+def _first_row(path: Path) -> str:
+    """What tells negative data of one run from another's: a hash of the first row, none without."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        row = file.readline()
+    return hashlib.sha256(row).hexdigest() if row else ""
+
+
+def _settings(trainer: Any) -> dict[str, Any]:
+    """What a resumed run is compared by, as JSON gives it back."""
+    names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_REPORTED) if hasattr(trainer.args, name)]
+    settings = {name: getattr(trainer.args, name) for name in names}
+    decides = settings.get("potential") == "indicator" or trainer._constraint is not None
+    if decides or getattr(trainer.args, "draws_hot", False):  # else it only counts
+        settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
+    if trainer.args.sync_ref_model:
+        settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}
+    beside = list(trainer._second_models.values())
+    settings["second model"] = " and ".join(type(model).__name__ for model in beside) or None
+    settings["model"] = trainer.model.config._name_or_path
+    settings["reward functions"] = trainer.reward_func_names
+    modules = [trainer.model, *(model.module for model in beside)]
+    settings |= dict.fromkeys(_ADAPTERS) | dict(zip(_ADAPTERS, map(_adapter_settings, modules), strict=False))
+    data = trainer.train_dataset
+    settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _rendered(trainer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """A conversation, and its text in the policy's chat template."""
+    variables = {
+        "chat_template": trainer.chat_template,
+        "tools": trainer.tools or None,
+        **trainer.chat_template_kwargs,
+    }
+    with rendering(trainer.processing_class, messages, "A prompt"):
+        text = trainer.processing_class.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
+    return {"messages": messages, "text": text}
+
+
+def _adapter_settings(module: Any) -> dict[str, Any] | None:
+    """What a model's adapter computes, as JSON takes it; `None` without one."""
+    if isinstance(module, AdapterView):
+        config = module.model.peft_config[module.name]
+    elif module is not None and is_peft_model(module):
+        config = module.peft_config[module.active_adapter]
+    else:
+        return None
+    rest = {name: value for name, value in config.to_dict().items() if name not in _IGNORED_ADAPTER_FIELDS}
+    return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
+
+
+def _as_model(trainer: Any) -> str:
+    """How a checkpoint's policy is given to a new run, in words."""
+    if is_peft_model(trainer.model):  # the folder holds the adapter alone
+        return "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
+    return "`model` set to the checkpoint"
+
+
+def check_settings(trainer: Any, checkpoint: Path) -> None:
+    """
+    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed. Nothing must have
+    been loaded yet. What a checkpoint does not know, since an earlier version wrote it, is not compared.
+
+    Raises:
+        `ValueError`: If the run's settings would not go on with the run that wrote it.
+    """
+    path = checkpoint / "position-0.json"
+    if not path.is_file():
+        return
+    position = json.loads(path.read_text(encoding="utf-8"))
+    if trainer.accelerator.num_processes != position["num_processes"]:
+        raise ValueError(
+            f"{checkpoint} is of a run with {position['num_processes']} processes, and this one has "
+            f"{trainer.accelerator.num_processes}; launch as many, or start a new run with {_as_model(trainer)}."
+        )
+    before, now = position["settings"], _settings(trainer)
+    for name in _ADAPTERS:  # only what differs, and what both versions of PEFT know, is shown
+        if now[name] is not None and before.get(name) is not None:
+            changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
+            before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
+    drawn = position.get("prompt")
+    if drawn is not None:
+        text = _rendered(trainer, drawn["messages"])["text"]
+        if text != drawn["text"]:
+            raise ValueError(
+                f"Other prompts would be drawn for than in the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
+                f"start a new run with {_as_model(trainer)}."
+            )
+        if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):
+            before.pop("chat_template_kwargs", None)  # they make the same prompts
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    refused = [name for name in changed if name not in (*_REPORTED, *_REPORTED_OF_MODELS)]
+    if refused:
+        name = refused[0]
+        shown = f"`{name}={now[name]!r}`" if name in vars(trainer.args) else f"{name}: {now[name]!r}"
+        raise ValueError(
+            f"{shown} does not go on with the run that wrote {checkpoint}, where it is {before[name]!r}; set it to that, "
+            f"or start a new run with {_as_model(trainer)}."
+        )
+    for name in changed:
+        consequence = _CONSEQUENCES.get(name, "the optimizer goes on as it was")
+        logger.warning("`%s` is %r here and %r in %s: %s.", *(name, now[name], before[name], checkpoint, consequence))

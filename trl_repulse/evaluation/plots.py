@@ -1,0 +1,252 @@
+"""Figures of training runs and evaluations."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from .._numbers import kl_per_completion
+from .tails import Estimate
+
+
+_MODELS = {  # label, colour, line style
+    "policy": ("policy", "#1f5fa8", "-"),
+    "proposal": ("proposal", "#c8502d", (0, (5, 1.6))),
+}
+_PANELS = {
+    "expected_reward": ("Expected reward", "reward"),
+    "log_prob_bad": ("Exact log P(bad)", "nats"),
+}
+_Metrics = dict[tuple[str, str], dict[str, tuple[str, ...]]]
+_LOGGED: _Metrics = {  # title and unit -> metric of each model
+    ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},
+    ("Bad samples", "share"): {"policy": ("bad_fraction",), "proposal": ("proposal/bad_fraction",)},
+    ("KL to reference", "nats per completion"): {"policy": ("kl_per_completion",)},
+    ("Effective sample size", "samples"): {"proposal": ("proposal/ess", "negative/ess")},
+    ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
+}
+_COLOURS = "#c8502d #1f5fa8 #3f8f4f #7b52a1 #8a6d1f #2b8c99 #555555 #d68fb0 #111111 #9bbf3b".split()
+_AXES = {"samples": "samples drawn", "update": "policy updates"}
+_INK, _FAINT = "#333333", "#dddddd"
+
+
+def plot_training(
+    history: list[dict[str, Any]],
+    path: str | Path,
+    x: Literal["samples", "update"] = "samples",
+    logs: Sequence[dict[str, Any]] = (),
+    metrics: _Metrics | None = None,
+    beside: Sequence[dict[str, Any]] = (),
+    beside_label: str = "another run",
+) -> None:
+    """
+    Draws a training run: expected reward and exact log P(bad), if they are known, and the main metrics that were logged.
+
+    Args:
+        history (`list[dict]`):
+            [`~trl_repulse.evaluation.tracking.ExactTrackingCallback.history`], or the `history` of a results file.
+        path (`str` or `Path`):
+            File to write. Its suffix is the format; its folder is created.
+        x (`str`, *optional*, defaults to `"samples"`):
+            The horizontal axis of exact values: completions drawn (`"samples"`) or updates of the policy (`"update"`).
+        logs (`Sequence[dict]`, *optional*, defaults to `()`):
+            `trainer.state.log_history`, for reward, bad fraction, KL, effective sample size and the gap of log Z.
+        metrics (`dict`, *optional*):
+            Metrics of the log to draw instead: title and unit of a panel -> `"policy"` or `"proposal"` -> names of the metric.
+        beside (`Sequence[dict]`, *optional*, defaults to `()`):
+            Log of another run, drawn with thin lines in the same panels.
+        beside_label (`str`, *optional*, defaults to `"another run"`):
+            Name of that run in the legend.
+
+    Raises:
+        `ValueError`: If there is nothing to draw.
+    """
+    metrics = _LOGGED if metrics is None else metrics
+    panels = [*_exact_panels(history, x), *_logged_panels(logs, metrics)]
+    if not panels:
+        raise ValueError("There is nothing to draw; log at least once, or evaluate exactly.")
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
+    places = figure.subplots(rows, columns, squeeze=False).flatten()
+    for place in places[len(panels) :]:
+        place.remove()
+    for place, panel in zip(places, panels, strict=False):
+        _draw_models(place, *panel)
+    if beside:
+        _draw_beside(figure, places, panels, _logged_panels(beside, metrics), beside_label)
+    else:
+        for place, (*_, series) in zip(places, panels, strict=False):
+            if len(series) > 1:
+                place.legend(frameon=False, fontsize=9, labelcolor=_INK)
+                break
+    _save(figure, path)
+
+
+# Title, unit and horizontal axis of a panel, and the points of each model
+_Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
+
+
+def _exact_panels(history: list[dict[str, Any]], x: str) -> list[_Panel]:
+    both = any(entry.get("proposal") for entry in history)
+    axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
+    panels = []
+    for quantity, (title, unit) in _PANELS.items():
+        if any(quantity in entry["policy"] for entry in history):
+            values = {
+                model: [(entry[x], (entry.get(model) or {}).get(quantity)) for entry in history] for model in _MODELS
+            }
+            panels.append((title, unit, axis, _finite(values)))
+    return panels
+
+
+def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
+    panels = []
+    known = [entry | {"kl_per_completion": kl_per_completion(entry)} for entry in logs]
+    for (title, unit), models in metrics.items():
+        values = {
+            model: [(entry["step"], entry[name]) for entry in known for name in names if name in entry]
+            for model, names in models.items()
+        }
+        series = _finite(values)
+        if series:
+            panels.append((title, unit, _AXES["update"], series))
+    return panels
+
+
+def _finite(series: dict[str, list[tuple[float, float | None]]]) -> dict[str, list[tuple[float, float]]]:
+    """The points with a finite value, for the models that have any."""
+    known = {
+        model: [(place, value) for place, value in points if value is not None and math.isfinite(value)]
+        for model, points in series.items()
+    }
+    return {model: points for model, points in known.items() if points}
+
+
+def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str, list[tuple[float, float]]]) -> None:
+    for model, points in series.items():
+        label, colour, style = _MODELS[model]
+        panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
+        panel.plot(*points[-1], "o", color=colour, markersize=4.5)
+    panel.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
+    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panel.margins(x=0.02, y=0.08)
+    panel.set_xlim(left=0)
+    _tidy(panel, axis, unit)
+
+
+def _draw_beside(
+    figure: Figure, places: Sequence[Axes], panels: list[_Panel], others: list[_Panel], label: str
+) -> None:
+    """Adds another run with thin lines to the panels, and a legend below them."""
+    thin = {title: series for title, *_, series in others}
+    for place, (title, *_) in zip(places, panels, strict=False):
+        for model, points in thin.get(title, {}).items():
+            name, colour, style = _MODELS[model]
+            line = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.7, "zorder": 1}
+            place.plot(*zip(*points, strict=True), label=f"{name}, {label}", **line)
+    drawn = [place.get_legend_handles_labels() for place in places[: len(panels)]]
+    named = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
+    style = {"frameon": False, "fontsize": 9, "labelcolor": _INK, "ncols": len(named)}
+    figure.legend(named.values(), named, loc="outside lower center", **style)
+
+
+def plot_rewards(
+    rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
+) -> None:
+    """
+    Draws a histogram of rewards on a logarithmic axis, so that a rare tail is visible.
+
+    Args:
+        rewards (`Mapping[str, numpy.ndarray]`):
+            Rewards of each model, by its name in the legend. Rewards that are not finite are left out.
+        path (`str` or `Path`):
+            File to write. Its suffix is the format; its folder is created.
+        thresholds (`Sequence[float]`, *optional*, defaults to `()`):
+            Rewards η to mark. The legend has each model's share of samples below them.
+        label (`str`, *optional*, defaults to `"reward"`):
+            Label of the horizontal axis.
+
+    Raises:
+        `ValueError`: If no model has a finite reward.
+    """
+    known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
+    known = {name: values for name, values in known.items() if values.size}
+    if not known:
+        raise ValueError("There is no reward to draw: all are missing.")
+    edges = np.histogram_bin_edges(np.concatenate(list(known.values())), bins=50)
+    floor = 0.5 / max(values.size for values in known.values())  # under the share of a single sample
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    panel = figure.subplots()
+    for i, (name, values) in enumerate(known.items()):
+        under = ", ".join(f"{np.mean(values < eta):.3g} under {eta:g}" for eta in thresholds)
+        shares = np.histogram(values, edges)[0] / values.size
+        line = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.8, "baseline": None}
+        panel.stairs(np.maximum(shares, floor), edges, label=f"{name}: {under}" if under else name, **line)
+    for threshold in thresholds:
+        panel.axvline(threshold, color="#999999", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
+    panel.set_yscale("log")
+    panel.set_ylim(bottom=floor)
+    _tidy(panel, label, "share of samples")
+    figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=_INK)
+    _save(figure, path)
+
+
+def plot_attack_success(
+    curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
+) -> None:
+    """
+    Draws the attack success rate, before and after the attack, against the threshold below which a response is bad.
+
+    Args:
+        curve (`dict[str, list[tuple[float, Estimate]]]`):
+            Returned by [`~trl_repulse.evaluation.gcg.report.success_curve`].
+        path (`str` or `Path`):
+            File to write. Its suffix is the format; its folder is created.
+        thresholds (`Sequence[float]`, *optional*, defaults to `()`):
+            Thresholds to mark.
+    """
+    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+    panel = figure.subplots()
+    ends = [score for points in curve.values() for score, _ in points]
+    margin = 0.05 * (max(ends) - min(ends)) or 1.0 if ends else 1.0
+    for (phase, points), (_, colour, style) in zip(curve.items(), _MODELS.values(), strict=True):
+        if not points:
+            continue
+        x = [min(ends) - margin, *(score for score, _ in points), max(ends) + margin]
+        rates = [estimate for _, estimate in points]
+        value, low, high = ([getattr(rate, name) for rate in rates] for name in ("value", "low", "high"))
+        line = {"color": colour, "linestyle": style, "linewidth": 2.0, "where": "post", "label": phase}
+        panel.step(x, [0.0, *value, value[-1]], **line)
+        band = {"color": colour, "alpha": 0.15, "step": "post", "linewidth": 0}
+        panel.fill_between(x[1:], [*low, low[-1]], [*high, high[-1]], **band)
+    for threshold in thresholds:
+        panel.axvline(threshold, color=_FAINT, linewidth=1.2, zorder=0)
+    panel.set_ylim(-0.02, 1.02)
+    _tidy(panel, "threshold under which a response is bad", "attack success rate")
+    if ends:
+        panel.legend(frameon=False, fontsize=9, labelcolor=_INK)
+    _save(figure, path)
+
+
+def _tidy(panel: Axes, x_label: str, y_label: str) -> None:
+    panel.set_xlabel(x_label, color=_INK)
+    panel.set_ylabel(y_label, color=_INK)
+    panel.grid(axis="y", color=_FAINT, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color("#999999")
+    panel.tick_params(colors=_INK, labelsize=9, length=3)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, facecolor="white")

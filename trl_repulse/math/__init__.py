@@ -1,0 +1,1 @@
+"""Importance weights, losses, returns: torch alone, tensors in and tensors out."""

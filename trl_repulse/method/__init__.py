@@ -1,0 +1,1 @@
+"""The ways of finding bad outputs, one file each."""

@@ -1,0 +1,117 @@
+"""Signs that a proposal no longer draws what it is trained for: the policy's own low-reward outputs.
+
+Axis letters: U units of n policy samples and m proposal samples, P prompts, N policy samples and K proposal samples of a
+prompt, T completion tokens.
+"""
+
+from collections import deque
+
+import torch
+from accelerate.logging import get_logger
+
+from ..engine.diagnosis import THRESHOLDS, UPDATES
+from ..engine.metrics import Moments, mean
+from ..math.importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
+from .negative_term import NEGATIVE, OWN, NegativeTerm
+
+
+logger = get_logger(__name__)
+
+LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these updates
+FEWEST_DISTINCT = THRESHOLDS["distinct"].value  # of a prompt's samples, where they are enough to judge
+ENOUGH_SAMPLES = THRESHOLDS["samples"].value
+
+
+class CollapseWatch:
+    """
+    Logs how a proposal's samples compare with the policy's, and warns once if a learned proposal's are the worse ones.
+
+    The effective sample size cannot tell: where all samples of a prompt are the same, or all as improbable under the policy,
+    their weights are equal and it is as large as can be. But the policy's own samples bound log Z from below as well, and a
+    proposal whose samples put it lower than that finds less of the target than no proposal at all.
+
+    Args:
+        part ([`NegativeTerm`]):
+            What draws the samples.
+    """
+
+    def __init__(self, part: NegativeTerm):
+        self._part = part
+        self._gaps: deque[float] = deque(maxlen=UPDATES)
+        self._distinct: deque[float] = deque(maxlen=UPDATES)
+        self._of_update: list[tuple[float | None, float]] = []  # gap and distinct samples of each of its micro-batches
+        self._warned = False
+
+    def look(
+        self,
+        batch: dict[str, torch.Tensor],
+        own_log_p: torch.Tensor,
+        log_p: torch.Tensor,
+        counted: torch.Tensor | None = None,
+    ) -> Moments:
+        """
+        Logs `distinct` and `log_p_rank`, and returns the moments of the first. A collective call.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with `proposal_rewards` of shape `(U, m)`, `proposal_completion_ids` of shape `(U, m, T)`, and the masks of both
+                sets of samples.
+            own_log_p (`torch.Tensor` of shape `(U, n, T)`), log_p (`torch.Tensor` of shape `(U, m, T)`):
+                Log-probabilities (nats) under the policy of its own samples and of the others.
+            counted (`torch.Tensor` of shape `(U, m)`, *optional*):
+                Of which of the others to log the rank, by default of all.
+        """
+        scorer, size = self._part.scorer, self._part.size
+        mask = scorer.by_prompt(batch[f"{NEGATIVE}_mask"], size)
+        scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()
+        known = scored.any(dim=1)  # other prompts may only fill up a batch
+        distinct = distinct_share(scorer.by_prompt(batch[f"{NEGATIVE}_ids"], size), mask)
+        distinct = scorer.log_statistics({"proposal/distinct": mean}, distinct[known])
+        own = scorer.by_prompt(sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), scorer.num_generations)
+        counted = None if counted is None else scorer.by_prompt(counted, size)
+        rank = rank_among(sequence_log_prob(scorer.by_prompt(log_p, size), mask), own, counted)
+        scorer.log("proposal/log_p_rank", rank[known])
+        return distinct
+
+    def compare(self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, distinct: Moments) -> None:
+        """
+        Logs `log_z_gap`, and warns once if it stays large, or samples stay alike. A collective call.
+
+        `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `distinct` is what [`look`] returned.
+        """
+        scorer, size = self._part.scorer, self._part.size
+        scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()  # (P, K)
+        log_potential = self._part.log_potential(batch["rewards"])
+        log_potential = scorer.by_prompt(log_potential, scorer.num_generations)  # (P, N)
+        bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
+        gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
+        gap = scorer.log_statistics({"proposal/log_z_gap": mean}, torch.where(gap.isinf(), torch.nan, gap))
+        if self._part.mode == "train" and distinct.count:
+            self._warn(gap.mean if gap.count else None, distinct.mean * size, size)
+
+    def _warn(self, gap: float | None, distinct: float, size: int) -> None:
+        self._of_update.append((gap, distinct))
+        if not self._part.trainer.accelerator.sync_gradients:
+            return
+        gaps = [each for each, _ in self._of_update if each is not None]  # with an indicator many a batch has none
+        distinct = sum(each for _, each in self._of_update) / len(self._of_update)
+        self._of_update.clear()
+        self._distinct.append(distinct)
+        if gaps:
+            self._gaps.append(sum(gaps) / len(gaps))
+        gap, alike = (sum(each) / UPDATES if len(each) == UPDATES else None for each in (self._gaps, self._distinct))
+        if self._warned:
+            return
+        if gap is not None and gap > LARGEST_GAP:
+            seen = f"do not find the policy's bad outputs: they put log Z {gap:.1f} nats lower than the policy's own samples do"
+            seen += f" (`proposal/log_z_gap`), and {distinct:.1f} of {size} for a prompt were distinct"
+        elif size >= ENOUGH_SAMPLES and alike is not None and alike < FEWEST_DISTINCT:
+            seen = f"are nearly all alike: {alike:.1f} of {size} for a prompt were distinct (`proposal/distinct`)"
+        else:
+            return
+        self._warned = True
+        weaker = "" if self._part.trainer.args.potential == "indicator" else ", bring `target_dist_beta` nearer to 0"
+        logger.warning(
+            f"The proposal has collapsed. Over the last {UPDATES} updates its samples {seen}. `proposal/ess` does not show this. "
+            f"Lower `proposal_learning_rate`{weaker}, or go back to an earlier checkpoint."
+        )

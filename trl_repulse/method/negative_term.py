@@ -1,0 +1,278 @@
+"""The negative term of a policy's loss: samples that find the policy's bad outputs, weighed, and pushed down.
+
+It is a part that a trainer of units *has*, whatever the rest of the trainer's loss is. The trainer drives it with
+
+- `drawing()`, a context around the policy's own sampling, in which vLLM can draw for both;
+- `sample(rows, batch)` for each generation batch: what joins it. Samples are drawn here, and weighed where that cannot wait;
+- `learn(inputs, log_p, log_p_negative)` for each micro-batch: what its loss still lacks. A proposal learns here;
+- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, with what else
+  `by_sampler` asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
+  adds them to its loss;
+- `end_of_micro_batch()` once the gradient is there.
+
+In return it asks for what [`UnitSampling`] has: samples for rows, their log-probabilities, prompts put together from units.
+
+Axis letters: U units of n policy samples and m others, P prompts, N policy samples and K others of a prompt, T completion tokens.
+"""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..engine.sampling import Samples, UnitSampling
+from ..engine.scorer import Scorer
+from ..engine.second_models import PROPOSAL_FOLDER
+from ..generation._samplers import POLICY, Sampler
+from ..math.importance import normalize_weights
+from ..math.losses import negative_coefficients, negative_reinforce_coefficients
+from ..rewards.transforms import (
+    class_log_potential,
+    geometric_schedule,
+    indicator_log_potential,
+    tilted_log_potential,
+)
+
+
+OWN, NEGATIVE = "completion", "proposal_completion"
+# By what the samples of a set are multiplied in the loss
+COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficients"}
+
+
+def own_prompts(samples: Samples, batch: dict[str, torch.Tensor], m: int) -> dict[str, torch.Tensor]:
+    """
+    `prompt_ids` and `prompt_mask` of samples, m for each unit, one row a sample; nothing where they are those of the units.
+
+    An environment may begin otherwise each time.
+    """
+    found = [(samples.prompt_ids, samples.prompt_mask), (batch["prompt_ids"], batch["prompt_mask"])]
+    length = max(ids.size(1) for ids, _ in found)
+    own, units = (F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1) for ids, mask in found)
+    if torch.equal(own, units.repeat_interleave(m, 0)):
+        return {}
+    return {"prompt_ids": samples.prompt_ids, "prompt_mask": samples.prompt_mask}
+
+
+class NegativeTerm:
+    """
+    The negative term of a policy that is its own proposal: its samples, weighed by the potential alone.
+
+    Args:
+        trainer ([`UnitSampling`]):
+            Trainer of the policy.
+    """
+
+    completions: tuple[str, ...] = (OWN,)
+    engine: Any = None  # what the others are drawn from; the policy if `None`
+    sampler = POLICY  # what draws from the logits
+
+    def __init__(self, trainer: UnitSampling):
+        self.scorer, self.trainer = Scorer(trainer), trainer
+        self.logs = self.scorer.new_table()
+
+    # The calls of a trainer
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the policy's samples are drawn."""
+        return contextlib.nullcontext()
+
+    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        What joins a generation batch.
+
+        Args:
+            rows (`list[dict]`):
+                This process's rows of the data set, one a policy sample.
+            batch (`dict[str, torch.Tensor]`):
+                Their units: `prompt_ids` and `prompt_mask` of shape `(U, L)`, `completion_ids` and `completion_mask` of shape
+                `(U, n, T)`, `rewards` of shape `(U, n)` and, where there are some, `old_log_p` (nats, under the sampling-time
+                policy) of shape `(U, n, T)` and `returns` of shape `(U, n)`.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Samples, and where they are weighed now also the coefficients, with U first.
+        """
+        return self.weigh(batch) if self.scorer.weighs_early else {}
+
+    def learn(
+        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """
+        What the loss of a micro-batch lacks.
+
+        Args:
+            inputs (`dict[str, torch.Tensor]`):
+                Its units.
+            log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
+                Log-probabilities (nats) under the policy, detached: at sampling time of its own samples, and now of the
+                others. Not needed where samples were weighed as they were drawn.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Coefficients, if they are not there yet.
+        """
+        made = COEFFICIENTS[self.completions[-1]] in inputs
+        return {} if made else self.weigh(inputs, log_p, log_p_negative)
+
+    def end_of_micro_batch(self) -> None:
+        """Updates what learns, once the gradient of an update is complete."""
+
+    def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
+        """By which other sampler, and of which samples, the policy's pass over these units gives log-probabilities as well."""
+        return None
+
+    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Which completions of a set the policy's pass over these units has to score, where not all: those that have a weight."""
+        return {NEGATIVE: batch[COEFFICIENTS[NEGATIVE]] != 0} if COEFFICIENTS[NEGATIVE] in batch else {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON takes it to the bit."""
+        return {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a checkpoint keeps as well."""
+        return {}
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Takes up what [`state`] and [`tensors`] gave."""
+
+    # Sampling
+
+    @property
+    def mode(self) -> str:
+        return self.scorer.mode
+
+    @property
+    def size(self) -> int:
+        """K: how many samples beside the policy's own a prompt gets."""
+        configured = self.trainer.args.num_proposal_generations
+        return configured if self.mode == "train" and configured is not None else self.scorer.num_generations
+
+    @property
+    def unit_sizes(self) -> tuple[int, int]:
+        """n and m: how many of the policy's samples and of the others a unit has."""
+        n = self.scorer.unit_size
+        return n, self.size * n // self.scorer.num_generations
+
+    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Samples for the prompts of a generation batch, in the units of its policy samples."""
+        n, m = self.unit_sizes
+        if m != n:
+            rows = [row for row in rows[::n] for _ in range(m)]
+        samples = self.scorer.draw(rows, self.size, self.logs, self.engine, self.sampler)
+        units = samples.in_units(m, "proposal_")
+        units |= {f"{NEGATIVE}_{name}": x.unflatten(0, (-1, m)) for name, x in own_prompts(samples, batch, m).items()}
+        return {name: batch[name] for name in ("prompt_ids", "prompt_mask")} | units
+
+    # Weights
+
+    def scheduled(self, name: str) -> float:
+        """`alpha` or `target_dist_beta` at this update."""
+        args, state, constraint = self.trainer.args, self.trainer.state, self.scorer.constraint
+        if name == "alpha" and constraint is not None:
+            return constraint.multiplier
+        start, end = getattr(args, f"{name}_start"), getattr(args, name)
+        if start is None:
+            return end
+        last = max(state.max_steps - 1, 1)
+        return geometric_schedule(start, end, min(state.global_step / last, 1.0))
+
+    def log_potential(self, rewards: torch.Tensor, beta: float | None = None) -> torch.Tensor:
+        """log φ of each sample, nats; the raw reward decides, never the transformed one."""
+        args = self.trainer.args
+        beta = self.scheduled("target_dist_beta") if beta is None else beta
+        if args.potential == "indicator":
+            threshold = self.scorer.bad_reward_threshold
+            return indicator_log_potential(rewards, -math.inf if threshold is None else threshold)
+        if args.potential == "class":
+            return class_log_potential(rewards, beta, args.target_class)
+        return tilted_log_potential(rewards, beta, args.reward_cap)
+
+    def coefficients(
+        self, log_w: torch.Tensor, returns_negative: torch.Tensor | None, returns: torch.Tensor | None
+    ) -> torch.Tensor:
+        """
+        What the log-probabilities of weighted samples are multiplied with in the policy loss, of shape `(P, K)`.
+
+        Args:
+            log_w (`torch.Tensor` of shape `(P, K)`):
+                Log-weights, −inf for samples without a reward.
+            returns_negative, returns (`torch.Tensor` of shape `(P, K)` and `(P, N)`, *optional*):
+                Returns of these samples and of the policy's, which `negative_loss="reinforce"` needs.
+        """
+        args, alpha = self.trainer.args, self.scheduled("alpha")
+        if args.uniform_weights:
+            log_w = torch.where(log_w == -torch.inf, log_w, torch.zeros_like(log_w))
+        normalized_w = normalize_weights(log_w)
+        if args.negative_loss == "push_down":
+            return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
+        baseline = args.negative_baseline if log_w.size(1) > 1 else "none"  # one sample: only in evaluation
+        return negative_reinforce_coefficients(
+            normalized_w, returns_negative, alpha, baseline, returns, args.alpha_normalization
+        )
+
+    def weigh(
+        self,
+        batch: dict[str, torch.Tensor],
+        log_p: torch.Tensor | None = None,
+        log_p_negative: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """
+        Weighs the samples that serve the negative term; here the policy's own, whose log-probabilities are not needed.
+
+        Args:
+            batch (`dict[str, torch.Tensor]`):
+                Units with `rewards` of shape `(U, n)` and, for `negative_loss="reinforce"`, `returns` of the same shape.
+            log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
+                Log-probabilities (nats) of the policy's own samples and of the others under the sampling-time policy, detached.
+
+        Returns:
+            `dict[str, torch.Tensor]`: The [`COEFFICIENTS`] of each set that has weights.
+        """
+        scorer, args, rewards = self.scorer, self.trainer.args, batch["rewards"]
+        size = scorer.num_generations
+        log_w = scorer.by_prompt(self.log_potential(rewards, args.reweighting_beta), size)  # (P, N)
+        scored = ~log_w.isnan()
+        log_w = torch.where(scored, log_w, -torch.inf)
+        scorer.log_importance("negative", log_w, scored)
+        returns = None
+        if args.negative_loss == "reinforce":
+            returns = scorer.by_prompt(batch["returns"], size)
+        return {COEFFICIENTS[OWN]: scorer.by_unit(self.coefficients(log_w, returns, returns), rewards)}
+
+
+class DrawnTerm(NegativeTerm):
+    """A negative term of samples that are drawn for it, beside the policy's own."""
+
+    completions = (OWN, NEGATIVE)
+    drawn_log_p: str  # in batches weighed early, log-probabilities of these samples under what they were drawn from
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""
+        if not self.trainer.use_vllm:
+            return contextlib.nullcontext()
+        name = "policy" if self.engine is None else PROPOSAL_FOLDER
+        return self.trainer.vllm_generation.together(name, self.unit_sizes, self.sampler)
+
+    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As [`NegativeTerm.sample`]."""
+        drawn = self.draw(rows, batch)
+        if not self.scorer.weighs_early:
+            return drawn
+        batch = batch | drawn
+        by_sampler, needed = self.by_sampler(batch), self.needed(batch)
+        names = (NEGATIVE,) if "old_log_p" in batch and by_sampler is None else (NEGATIVE, OWN)
+        if "old_log_p" in batch and by_sampler is not None:
+            needed[OWN] = by_sampler[1][OWN]
+        asked = {"by_sampler": by_sampler, "needed": needed}
+        scores = self.scorer.score(self.trainer.model, batch, names, gradient=False, **asked)
+        log_p = dict(zip(names, scores.log_p, strict=True))
+        own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
+        early = self.weigh_early(batch | scores.by_sampler, own_log_p, log_p[NEGATIVE])
+        return drawn | {"proposal_old_log_p": log_p[NEGATIVE]} | early  # (U, m, T)
+
+    def weigh_early(
+        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What there is to say of samples that were just drawn, from the policy's log-probabilities, as for [`learn`]."""
+        return self.weigh(batch, log_p, log_p_negative)

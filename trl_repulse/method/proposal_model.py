@@ -1,0 +1,235 @@
+"""Building the proposal, beside a policy or as a second adapter over its base."""
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel
+
+from ..engine.preparation import as_trained
+from ..engine.scoring import prepare_scoring
+from ..engine.second_adapter import POLICY_ADAPTER, Adapter, SecondAdapter, add_adapter
+from ..engine.second_model import SecondModel
+from ..engine.trl_bridge import (
+    add_fused_lm_head,
+    copy_unpatched,
+    create_model_from_path,
+    disable_dropout,
+    validate_quantization_for_training,
+)
+from ..models._adapters import adapter_config, base_of
+from ..models._causal import check_causal
+from ..models._deepspeed import gathered_by_layer, zero_stage
+from ..models._model_checks import check_language_model, check_separate
+from ..models._peft_bridge import keep_gradients
+from ..models._vocabulary import check_same_tokens, check_vocabulary_size
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+logger = get_logger(__name__)
+
+
+def policy_adapter(
+    model: "str | PreTrainedModel | PeftModel", peft_config: "PeftConfig | None"
+) -> "PeftConfig | None":
+    """Configuration of the adapter that a policy has, or is given; `None` without."""
+    is_adapter = not isinstance(model, str) and is_peft_model(model)
+    return model.peft_config.get(POLICY_ADAPTER) if is_adapter else peft_config
+
+
+def shares_base(
+    model: "str | PreTrainedModel | PeftModel",
+    args: Any,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> bool:
+    """Whether policy and proposal, as they were passed, can be two adapters over one base; says why if adapters cannot."""
+    policy_config = policy_adapter(model, peft_config)
+    if policy_config is None:
+        return False
+    own_config = policy_config if proposal_peft_config is None else proposal_peft_config
+    obstacle = _change_of_base(policy_config) or _change_of_base(own_config)
+    if args.fsdp:
+        obstacle = "FSDP flattens all weights"
+    elif own_config.peft_type != policy_config.peft_type:
+        obstacle = f"one is {policy_config.peft_type.value} and the other {own_config.peft_type.value}"
+    if obstacle is not None:
+        logger.warning(
+            "Policy and proposal cannot be adapters over one base because %s; each gets its own copy of it.", obstacle
+        )
+    return obstacle is None
+
+
+def _change_of_base(config: "PeftConfig") -> str | None:
+    """What keeps a model with an adapter of this configuration from being its base where the adapter is off."""
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        return f"{config.peft_type.value} has no layers to switch"
+    if getattr(config, "bias", "none") != "none":
+        return f"biases of the base are trained (`bias={config.bias!r}`)"
+    if getattr(config, "init_lora_weights", True) not in (True, False, "gaussian", "orthogonal"):
+        return f"the base is changed to begin with (`init_lora_weights={config.init_lora_weights!r}`)"
+    if getattr(config, "layer_replication", None):
+        return "layers are replicated (`layer_replication`)"
+    return None
+
+
+def lends_reference(
+    model: "str | PreTrainedModel | PeftModel",
+    args: Any,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> bool:
+    """
+    Whether the base of the proposal's adapter, where no `proposal_model` is given, is the initial policy, and so the reference of a
+    policy trained whole; not where no reference is needed, or a moving one.
+    """
+    if args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
+        return False
+    if policy_adapter(model, peft_config) is not None or adapter_config(model) is not None:
+        return False
+    return proposal_peft_config is not None and _change_of_base(proposal_peft_config) is None
+
+
+def starting_point(
+    proposal_model: str | PreTrainedModel | None,
+    model: "str | PreTrainedModel | PeftModel",
+    args: Any,
+    peft_config: "PeftConfig | None",
+    proposal_peft_config: "PeftConfig | None",
+) -> str | PreTrainedModel | None:
+    """
+    What the proposal starts from, taken before TRL wraps or patches the policy: what was passed, or a copy of the policy, or `None`
+    where there is no proposal or it is a second adapter over the policy's base.
+
+    Raises:
+        `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
+            it or is no language model, or if the policy's adapter has another name than PEFT's `default`.
+    """
+    if not args.has_proposal:
+        for name, given in {"proposal_peft_config": proposal_peft_config, "proposal_model": proposal_model}.items():
+            if given is not None:
+                raise ValueError(
+                    f"`{name}` is given, but the configuration builds no proposal; set `alpha` above 0 and "
+                    f"`proposal='learned'`, or leave `{name}` out."
+                )
+        return None
+    if not isinstance(model, str) and is_peft_model(model) and POLICY_ADAPTER not in model.peft_config:
+        raise ValueError(
+            f"The policy's adapter is named {', '.join(map(repr, model.peft_config))}; load it under PEFT's name, "
+            f"{POLICY_ADAPTER!r}."
+        )
+    if proposal_model is not None:
+        if proposal_model is model and not isinstance(model, str):
+            raise ValueError(
+                "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
+            )
+        check_language_model(proposal_model, "`proposal_model`")
+        if not isinstance(proposal_model, str) and not isinstance(model, str):
+            own_weights = is_peft_model(proposal_model) or (proposal_peft_config or peft_config) is None
+            check_separate(
+                *(proposal_model, "`proposal_model`", model, "`model`"),
+                trained=(own_weights, peft_config is None),
+                remedy="pass `copy.deepcopy` of it, made before either has an adapter, or leave it out to have a proposal made.",
+            )
+        return proposal_model
+    return None if shares_base(model, args, peft_config, proposal_peft_config) else copy_unpatched(model)
+
+
+def build_proposal(
+    model: "str | PreTrainedModel | None",
+    trainer: Any,
+    peft_config: "PeftConfig | None" = None,
+    proposal_peft_config: "PeftConfig | None" = None,
+    quantization_config: Any = None,
+) -> SecondModel:
+    """
+    Makes the second model of a trainer whose policy is in place, from what [`starting_point`] gave.
+
+    A path or id is loaded with the trainer's `model_init_kwargs`; a folder that holds an adapter over the policy's base joins it
+    there. The policy's `peft_config` serves both models if it is alone.
+
+    Raises:
+        `ValueError`: If its tokens are not the policy's, it is not causal, or cannot be trained.
+    """
+    args = trainer.args
+    if isinstance(model, str) and model != trainer.model.config._name_or_path:
+        check_same_tokens(model, "`proposal_model`", trainer._tokenizer, args.trust_remote_code)
+    learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
+    saved, own = adapter_config(model), policy_adapter(trainer.model, None)
+    joins = saved is not None and own is not None and saved.base_model_name_or_path == own.base_model_name_or_path
+    if model is None or joins:
+        if saved is None or shares_base(trainer.model, args, None, saved):
+            adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
+            if saved is not None:
+                adapter.load(model)
+            return SecondAdapter(adapter, trainer.accelerator, learning_rate)
+    config = None if saved is not None else proposal_peft_config or peft_config
+    module = _ready(model, trainer, config, quantization_config)
+    proposal = SecondModel(module, trainer.accelerator, learning_rate)
+    with gathered_by_layer(proposal.module), as_trained(trainer, proposal.module):
+        check_causal(proposal.module, "`proposal_model`")
+    return proposal
+
+
+def _ready(
+    model: "str | PreTrainedModel",
+    trainer: Any,
+    peft_config: "PeftConfig | None",
+    quantization_config: Any,
+) -> "PreTrainedModel | PeftModel":
+    """A model that TRL's hooks can sample and score, as TRL made the policy ready."""
+    args = trainer.args
+    if isinstance(model, str):
+        init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        if quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+        if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+            init_kwargs["device_map"] = None
+        if model != getattr(trainer.model.config, "_name_or_path", None):
+            init_kwargs.pop("revision", None)  # the policy's
+        saved = adapter_config(model)
+        if saved is None:
+            model = create_model_from_path(model, **init_kwargs)
+        else:
+            from peft import PeftModel
+
+            base = create_model_from_path(saved.base_model_name_or_path, **init_kwargs)
+            model = PeftModel.from_pretrained(base, model, is_trainable=True)
+    check_vocabulary_size(model, "`proposal_model`", trainer.model)
+    model.config.get_text_config().pad_token_id = trainer._tokenizer.pad_token_id
+    model.generation_config.pad_token_id = trainer._tokenizer.pad_token_id
+    if peft_config is not None and not is_peft_model(model):
+        from peft import get_peft_model
+
+        # As TRL does: ZeRO-3 gathers in one dtype
+        whole = zero_stage(trainer.accelerator) != 3 or getattr(model, "is_quantized", False)
+        model = get_peft_model(model, peft_config, autocast_adapter_dtype=whole)
+    try:
+        validate_quantization_for_training(model)
+    except ValueError as error:
+        raise ValueError(
+            f"`proposal_model` cannot be trained: {error} Pass `proposal_peft_config`, or load it in full."
+        ) from error
+    if is_peft_model(model) and args.activation_checkpointing:
+        model.enable_input_require_grads()
+    disable_dropout(model)
+    base = base_of(model)
+    add_fused_lm_head(base, temperature=1.0)
+    prepare_scoring(base)
+    keep_gradients(model, "`proposal_model`")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("`proposal_model` has nothing to train; load its adapter with `is_trainable=True`.")
+    return model.train()  # activation checkpointing works in training mode alone
+
+
+def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
+    """Lets the vLLM engine, or a server of its own, sample from the proposal too."""
+    module, args, server = proposal.module, trainer.args, {}
+    if args.proposal_vllm_server_base_url is not None:
+        server["server_base_url"] = args.proposal_vllm_server_base_url
+        server["group_port"] = args.proposal_vllm_group_port
+    served = (module.model, module.name) if isinstance(module, Adapter) else (module,)
+    trainer.vllm_generation.add("proposal", *served, **server)
