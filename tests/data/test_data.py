@@ -210,11 +210,11 @@ def test_another_column(tmp_path, suffix):
 
 def test_another_column_on_the_hub(monkeypatch):
     loaded = Dataset.from_dict({"question": ["a"], "prompt": ["no"], "id": [1]})
-    monkeypatch.setattr("trl_repulse.data.load_dataset", lambda *args, **kwargs: loaded)
+    monkeypatch.setattr("trl_repulse.data.loading.load_dataset", lambda *args, **kwargs: loaded)
     dataset = load_prompts("someone/something", column="question")
     assert (dataset["prompt"][:], set(dataset.column_names)) == (["a"], {"prompt", "id"})
     stream = loaded.to_iterable_dataset()
-    monkeypatch.setattr("trl_repulse.data.load_dataset", lambda *args, **kwargs: stream)
+    monkeypatch.setattr("trl_repulse.data.loading.load_dataset", lambda *args, **kwargs: stream)
     assert list(load_prompts("someone/something", column="question", streaming=True)) == [{"prompt": "a", "id": 1}]
     with pytest.raises(ValueError, match="`someone/something` has no column `answer`, only question, prompt, id"):
         load_prompts("someone/something", column="answer")

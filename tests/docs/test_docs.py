@@ -47,7 +47,8 @@ def modules():
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts[-1] == "__init__":
             parts = parts[:-1]
-        private = any(part.startswith("_") for part in parts)
+        inner = len(parts) > 1 and parts[1] in ("engine", "method", "cli")  # what trainers and the command are made of
+        private = any(part.startswith("_") for part in parts) or inner
         if not private and path.read_text(encoding="utf-8").strip():
             names.append(".".join(parts))
     return names
@@ -183,10 +184,12 @@ def test_example_of_the_readme_exists():
 def test_metrics_are_documented():
     """Every metric name written down in the trainers is explained on the page of the trainer that logs it."""
     page = "\n".join((ROOT / "docs" / f"{name}_trainer.md").read_text("utf-8") for name in ("repulse", "ppo"))
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((PACKAGE / "trainers").glob("*.py")))
+    paths = [path for folder in ("trainers", "engine", "method") for path in sorted((PACKAGE / folder).glob("*.py"))]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     statistics = "mean|std|lowest|highest"
     written = re.findall(
-        rf"""(?:\[f?"([^"]+)"\]\.append\(|_log_\w+\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""", source
+        rf"""(?:\[f?"([^"]+)"\]\.append\(|(?:_log_\w+|(?:scorer|self)\.log(?:_value)?)\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""",
+        source,
     )
     names = {
         "".join(pair)

@@ -18,7 +18,10 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_repulse"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PURE = ["importance.py", "losses.py", "ppo.py", "proposal_losses.py", "returns.py", "rewards/transforms.py"]
+PURE = [
+    *(f"math/{name}.py" for name in ("importance", "losses", "ppo", "proposal_losses", "returns")),
+    "rewards/transforms.py",
+]
 EXTRAS = {
     *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "serve"),
     *("test", "quality", "docs", "dev"),
@@ -69,7 +72,7 @@ def test_wheel_is_small_and_pure(wheel):
 def test_console_command(wheel, contents):
     (name,) = (name for name in contents if name.endswith(".dist-info/entry_points.txt"))
     with zipfile.ZipFile(wheel) as archive:
-        assert "trl-repulse = trl_repulse.cli:main" in archive.read(name).decode("utf-8").splitlines()
+        assert "trl-repulse = trl_repulse.cli.main:main" in archive.read(name).decode("utf-8").splitlines()
 
 
 def test_metadata(metadata):
@@ -109,7 +112,7 @@ def test_importing_the_package_is_light():
     imported = imported_by(
         "import trl_repulse; trl_repulse.__version__; dir(trl_repulse); import trl_repulse.embedded; "
         "import trl_repulse.rewards; dir(trl_repulse.rewards); trl_repulse.rewards.RemoteReward; "
-        "trl_repulse.rewards.RewardServer; import trl_repulse.cli; trl_repulse.cli.build_parser()"
+        "trl_repulse.rewards.RewardServer; import trl_repulse.cli.main; trl_repulse.cli.main.build_parser()"
     )
     assert "trl_repulse.embedded" in imported
     assert not heavy & imported
@@ -155,14 +158,39 @@ def imports_of(package):
     return graph
 
 
-def test_models_know_no_trainer():
-    """What is done to models imports neither trainers nor configurations, for types neither."""
-    for path in (PACKAGE / "models").glob("*.py"):
-        nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
-        assert not [node.module for node in nodes if node.level > 1], path.name
+# Each folder imports from those after it alone
+ORDER = [
+    "cli",
+    "evaluation",
+    "trainers",
+    "method",
+    "engine",
+    "generation",
+    "rewards",
+    "configs",
+    "data",
+    "models",
+    "math",
+]
 
 
-@pytest.mark.parametrize("package", ["_commands", "configs", "models", "trainers"])
+@pytest.mark.parametrize("folder", ORDER)
+def test_folders_import_one_way(folder):
+    later = {folder, *ORDER[ORDER.index(folder) + 1 :]}
+    taken = set()
+    for path in (PACKAGE / folder).rglob("*.py"):
+        place = path.relative_to(PACKAGE).parts[:-1]
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                parts = [*place[: len(place) - node.level + 1], *(node.module or "").split(".")]
+                names = [parts[0]] if parts[0] else [each.name for each in node.names]
+                taken |= {(path.name, name) for name in names if name in ORDER}
+    assert taken and not [each for each in taken if each[1] not in later]
+
+
+@pytest.mark.parametrize(
+    "package", ["cli", "configs", "data", "engine", "generation", "math", "method", "models", "trainers"]
+)
 def test_imports_go_one_way(package):
     graph = imports_of(package)
     assert any(graph.values())
