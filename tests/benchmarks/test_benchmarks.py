@@ -50,7 +50,7 @@ def test_same_bits(tmp_path):
     done = subprocess.run([*command, "--compare", file], capture_output=True, text=True, cwd=ROOT)
     assert without_others(done.stdout) == "All 2 runs end in the same bits\n" and done.returncode == 0
     changed = (
-        "import math, sys; from benchmarks import same_bits; from trl_repulse.trainers import _constraint as it; step = it.dual_step; "
+        "import math, sys; from benchmarks import same_bits; from trl_repulse.method import constraint as it; step = it.dual_step; "
         "it.dual_step = lambda *args: math.nextafter(step(*args), 2); sys.argv[1:] = ['--only', 'hot, constraint', '--compare', "
         f"{str(file)!r}]; same_bits.main()"
     )

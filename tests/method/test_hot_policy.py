@@ -16,7 +16,7 @@ from trl_repulse.math.importance import log_mixture_weights
 from trl_repulse.method.hot_policy import HotPolicy
 from trl_repulse.method.negative_term import DrawnTerm
 
-from ..math.test_exact import World
+from ..mathematics.test_exact import World
 from ..trainers.test_variants import SETTINGS
 
 

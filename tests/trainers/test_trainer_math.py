@@ -12,7 +12,7 @@ import torch
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 
-from ..math.test_returns import by_hand
+from ..mathematics.test_returns import by_hand
 from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded, rows_log_p
 
 

@@ -256,7 +256,7 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
         where, name = key.split(".", 1)
         if where == _NEGATIVE_TERM:
             tensors[name] = value
-        else:
+        elif batches:
             batches[int(where)][name] = value.to(trainer.accelerator.device)
     if position["buffer"] is not None:
         trainer._buffered_inputs = batches

@@ -95,9 +95,9 @@ class SamplerChoice:
         self._raise_tokens()
         if self._temperature is None:
             self.index = int(self._random.beta(*self.counts + 0.5).argmax())
+            self._scorer.log_value("proposal/temperature", self.sampler.temperature)
         if (gain := self.gain()) is not None:
             self._scorer.log_value("proposal/gain", gain)
-        self._scorer.log_value("proposal/temperature", self.sampler.temperature)
         if self._tilts:
             self._scorer.log_value("proposal/tilt", ([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
 
