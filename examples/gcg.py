@@ -12,7 +12,7 @@ and `GCGEvaluationConfig`; an interrupted run goes on where it stopped.
 from trl_repulse.cli.arguments import FieldsParser
 from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
-from trl_repulse.evaluation.gcg.launch import launch
+from trl_repulse.evaluation.gcg.evaluator import launch
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.gcg_trigger import ROWS, evaluation_config, judge
 from trl_repulse.evaluation.gcg import evaluate_gcg, evaluator
-from trl_repulse.evaluation.gcg.records import ResultsFile
+from trl_repulse.evaluation.gcg.results import ResultsFile, _as_line
 
 
 # (what happens for the n-th time, n, share of the line that is on the disk)
@@ -45,7 +45,7 @@ def attempt(model, tokenizer, output, moment):
 
     def write(self, entry):
         if reached("write"):
-            line = entry_as_line(entry)
+            line = _as_line(entry)
             self._file.write(line[: round(share * len(line))])
             self._file.flush()
             die()
@@ -56,16 +56,10 @@ def attempt(model, tokenizer, output, moment):
             die()
         return whole_score(judge, goals, responses)
 
-    whole_write, ResultsFile._write = ResultsFile._write, write
+    whole_write, ResultsFile.append = ResultsFile.append, write
     whole_score, evaluator._score = evaluator._score, score
     model.register_forward_pre_hook(lambda *_: die() if reached("forward") else None)
     evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), output)
-
-
-def entry_as_line(entry):
-    from trl_repulse.evaluation.gcg.records import _as_line
-
-    return _as_line(entry)
 
 
 def main(folder, output):

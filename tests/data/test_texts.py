@@ -17,7 +17,7 @@ from trl_repulse.evaluation.before_after import BeforeAfterCallback
 from trl_repulse.evaluation.callback import draw_completions
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RewardJudge, evaluate_gcg
-from trl_repulse.evaluation.gcg.records import read_results
+from trl_repulse.evaluation.gcg.results import read_results
 from trl_repulse.evaluation.negatives import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw as draw_rare
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions

@@ -247,7 +247,7 @@ def only_read(monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
     monkeypatch.setattr("trl_repulse.cli.methods.run", end)
-    monkeypatch.setattr("trl_repulse.evaluation.gcg.launch.launch", end)
+    monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator.launch", end)
 
 
 def run_script(words, monkeypatch):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, run_gcg
-from trl_repulse.evaluation.gcg._search import merge_candidates
-from trl_repulse.evaluation.gcg.prompt import allowed_tokens, build_prompt
-from trl_repulse.evaluation.gcg.scoring import SuffixScorer, first_changed
+from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, GCGEvaluationConfig, run_gcg
+from trl_repulse.evaluation.gcg.engine import merge_candidates, screened_losses
+from trl_repulse.evaluation.gcg.prompt import AttackPrompt, allowed_tokens, build_prompt
+from trl_repulse.evaluation.gcg.scoring import SuffixScorer
 
 from ..gcg_support import (
     LLAMA_TEMPLATE,
@@ -77,17 +77,11 @@ def test_the_gradient_is_that_of_the_one_hot_tokens(tokenizer, architecture):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"use_prefix_cache": False},
-        {"reuse_suffix_kv": False},
-        {"micro_batch_size": 1},
-        {"micro_batch_size": 7},
-        {"micro_batch_size": 1000},
-    ],
+    ("option", "value"),
+    [("use_prefix_cache", False), ("reuse_suffix_kv", False), *(("micro_batch_size", size) for size in (1, 7, 1000))],
 )
-def test_what_is_for_speed_changes_nothing(model, tokenizer, exact, options):
-    result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | options))
+def test_what_is_for_speed_changes_nothing(model, tokenizer, exact, option, value):
+    result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {option: value}))
     assert result.suffixes == exact.suffixes
     assert result.losses == pytest.approx(exact.losses, abs=1e-6)
 
@@ -120,11 +114,6 @@ def test_the_template_takes_further_variables(model, tokenizer):
         text = tokenizer.apply_chat_template(messages, **options)
         assert tokenizer.decode(found.prompt_ids) == text and text.startswith("sad ") == (variables is not None)
     assert GCGConfig(chat_template_kwargs='{"a": false}').chat_template_kwargs == {"a": False}
-    for wrong, message in (("{", "is not valid JSON"), ("[1]", "must be an object"), ([1], "must be an object")):
-        with pytest.raises(ValueError, match=f"`chat_template_kwargs=.* {message}"):
-            GCGConfig(chat_template_kwargs=wrong)
-    with pytest.raises(ValueError, match="no effect with `prompt_format='raw'`"):
-        GCGConfig(chat_template_kwargs={"a": 1}, prompt_format="raw")
 
 
 def test_a_round_trip_in_context_holds_for_the_prompt_as_text(model, tokenizer):
@@ -253,11 +242,6 @@ def test_merged_swaps(model, tokenizer, exact):
     assert merged.losses[0] <= exact.losses[0]
 
 
-def test_first_changed_position():
-    candidates = torch.tensor([[1, 2, 3], [0, 2, 3], [1, 2, 0], [1, 0, 3], [0, 2, 0]])
-    assert first_changed(torch.tensor([1, 2, 3]), candidates).tolist() == [3, 0, 2, 1, 0]
-
-
 def test_probe_sampling(model, tokenizer, exact):
     """A draft model that agrees leaves one candidate beside the probe set; one that does not is found out and overruled."""
     scored = []
@@ -382,38 +366,35 @@ def test_settings_that_do_not_fit_the_tokenizer(model, tokenizer):
         ({"suffix_init": ""}, "`suffix_init` is empty"),
         ({"filter_roundtrip": "text"}, "`filter_roundtrip='text'` must be one of 'context', 'suffix', 'off'"),
         ({"prompt_format": "plain"}, "`prompt_format='plain'` must be one of 'chat', 'raw'"),
+        ({"screen_dtype": "int8"}, "`screen_dtype='int8'` must be one of None, 'bfloat16', 'float16'"),
+        ({"chat_template_kwargs": "{"}, "`chat_template_kwargs='{'` is not valid JSON"),
+        ({"chat_template_kwargs": "[1]"}, r"`chat_template_kwargs=\[1\]` must be an object"),
+        ({"chat_template_kwargs": [1]}, r"`chat_template_kwargs=\[1\]` must be an object"),
+        ({"chat_template_kwargs": {"a": 1}, "prompt_format": "raw"}, "no effect with `prompt_format='raw'`"),
+        ({"num_samples": 0}, "`num_samples=0` must be at least 1"),
+        ({"max_targets": 0}, "`max_targets=0` must be at least 1"),
+        ({"scenario": "x"}, "`scenario='x'` must be one of"),
+        ({"on_bad_row": "x"}, "`on_bad_row='x'` must be one of"),
     ],
 )
 def test_settings_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        GCGConfig(**options)
-
-
-def test_no_candidate_survives(model, tokenizer, monkeypatch):
-    draws = []
-
-    def nothing(self, suffixes, scope):
-        draws.append(suffixes)
-        return torch.zeros(len(suffixes), dtype=torch.bool)
-
-    monkeypatch.setattr("trl_repulse.evaluation.gcg.prompt.AttackPrompt.survives", nothing)
-    with pytest.raises(GCGError, match="No candidate of 10 draws survived"):
-        run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
-    assert len(draws) == 10 and not torch.equal(draws[0], draws[1])
+        GCGEvaluationConfig(**options)
 
 
 def test_a_step_without_survivors_draws_again(model, tokenizer, monkeypatch):
-    survives = type(build_prompt(tokenizer, GOAL, TARGET)).survives
-    calls = []
+    survives, draws, refused = AttackPrompt.survives, [], 1
 
     def first_none(self, suffixes, scope):
-        calls.append(suffixes)
-        kept = survives(self, suffixes, scope)
-        return kept & (len(calls) > 1)
+        draws.append(suffixes)
+        return survives(self, suffixes, scope) & (len(draws) > refused)
 
-    monkeypatch.setattr("trl_repulse.evaluation.gcg.prompt.AttackPrompt.survives", first_none)
-    result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
-    assert len(result.losses) == 3
+    monkeypatch.setattr(AttackPrompt, "survives", first_none)
+    assert len(run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK)).losses) == 3
+    draws, refused = [], 10
+    with pytest.raises(GCGError, match="No candidate of 10 draws survived"):
+        run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
+    assert len(draws) == 10 and not torch.equal(draws[0], draws[1])
 
 
 def test_a_loss_that_is_not_finite(tokenizer):
@@ -422,3 +403,84 @@ def test_a_loss_that_is_not_finite(tokenizer):
         model.lm_head.weight[7] = torch.nan
     with pytest.raises(GCGError, match="A loss is nan; try the model in float32"):
         run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
+
+
+SCREENED = QUICK | {"num_steps": 6, "search_width": 128, "topk": 60}
+
+
+class Table:
+    """A scorer with a loss for each candidate, which counts what it is asked."""
+
+    def __init__(self, losses):
+        self._losses, self.asked, self.observed = losses, 0, []
+
+    def observe(self, ids):
+        self.observed.append(ids)
+
+    def losses(self, candidates):
+        self.asked += len(candidates)
+        return self._losses[candidates[:, 0]]
+
+
+def screen(losses, guesses):
+    candidates, scorer, copy = torch.arange(len(losses))[:, None], Table(losses), Table(guesses)
+    found = screened_losses(scorer, copy, torch.tensor([0]), candidates)
+    assert len(copy.observed) == 1 and copy.asked == len(losses)
+    return found, scorer.asked
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.002, 0.02, 10.0])
+def test_the_best_is_found_however_far_off_the_copy_is(noise):
+    generator, asked = torch.Generator().manual_seed(0), []
+    for _ in range(100):
+        losses = 5 + 0.04 * torch.randn(256, generator=generator)
+        # A shift that all share says nothing of the order
+        guesses = losses + 0.3 + noise * torch.randn(256, generator=generator)
+        found, number = screen(losses, guesses)
+        asked.append(number)
+        assert int(found.argmin()) == int(losses.argmin())
+        scored = found.isfinite()
+        assert torch.equal(found[scored], losses[scored]) and int(scored.sum()) == number
+    mean = sum(asked) / len(asked)
+    assert mean < 17 if noise <= 0.002 else mean > 30
+    if noise == 10.0:
+        assert mean > 200  # it cannot tell them apart
+
+
+def test_screened_losses_that_are_not_finite():
+    """Under the model an error; of a copy that overflowed nothing is believed."""
+    losses = torch.ones(20)
+    broken = losses.clone()
+    broken[3] = torch.nan
+    with pytest.raises(GCGError, match="A loss is nan"):
+        screen(broken, losses)
+    found, asked = screen(losses, broken)
+    assert torch.equal(found, losses) and asked == 20
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("merge_swaps", [0, 4])
+def test_strings_are_those_without_screening(tokenizer, architecture, merge_swaps, monkeypatch):
+    model = build_model(architecture, VOCABULARY)
+    plain = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**SCREENED, merge_swaps=merge_swaps))
+    scored, losses = {}, SuffixScorer.losses
+
+    def count(self, candidates):
+        scored[self.model.dtype] = scored.get(self.model.dtype, 0) + len(candidates)
+        return losses(self, candidates)
+
+    monkeypatch.setattr(SuffixScorer, "losses", count)
+    config = GCGConfig(**SCREENED, merge_swaps=merge_swaps, screen_dtype="bfloat16")
+    screened = run_gcg(model, tokenizer, GOAL, TARGET, config)
+    assert screened.suffixes == plain.suffixes
+    assert screened.losses == pytest.approx(plain.losses, abs=1e-6)
+    assert scored[torch.float32] < 0.8 * scored[torch.bfloat16]
+    assert model.dtype == torch.float32
+
+
+def test_settings_that_do_not_fit_a_screen(tokenizer):
+    model, config = build_model("llama", VOCABULARY), GCGConfig(**SCREENED, screen_dtype="bfloat16")
+    with pytest.raises(ValueError, match="leave out one"):
+        GCG(model, tokenizer, config, draft_model=model)
+    with pytest.raises(ValueError, match="in bfloat16 already"):
+        GCG(model.to(torch.bfloat16), tokenizer, config)

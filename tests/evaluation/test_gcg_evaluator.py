@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse.evaluation.gcg import (
-    GCGEvaluationConfig,
+    GCGError,
     GCGResult,
     RefusalJudge,
     RewardJudge,
@@ -25,13 +25,13 @@ from trl_repulse.evaluation.gcg import (
 from trl_repulse.evaluation.gcg.engine import GCG
 from trl_repulse.evaluation.gcg.evaluator import (
     TableRow,
-    _hash_judge,
     derive_seed,
     make_header,
     sample_responses,
     target_log_probs,
 )
-from trl_repulse.evaluation.gcg.prompt import AttackPrompt, build_prompt
+from trl_repulse.evaluation.gcg.judges import hash_judge
+from trl_repulse.evaluation.gcg.prompt import build_prompt
 
 from ..gcg_support import build_model
 from ..gcg_support import build_tokenizer as build_bpe_tokenizer
@@ -286,14 +286,14 @@ def test_a_judge_hash_depends_on_scores_alone(tmp_path):
     from trl_repulse.rewards.transformed import TransformedReward
 
     reward = SequencePairReward(save_model(tmp_path, "deberta", build_reward_tokenizer("pair"))[0], device="cpu")
-    assert _hash_judge(reward) == _hash_judge(pickle.loads(pickle.dumps(reward)))
+    assert hash_judge(reward) == hash_judge(pickle.loads(pickle.dumps(reward)))
     servers = [TransformedReward(RemoteReward(f"http://host:{port}")) for port in (1, 2)]
-    assert _hash_judge(servers[0]) == _hash_judge(servers[1])
+    assert hash_judge(servers[0]) == hash_judge(servers[1])
 
     class Own(RewardJudge):
         identity = object()
 
-    assert _hash_judge(Own(judge)) == _hash_judge(Own(judge)) != _hash_judge(judge)
+    assert hash_judge(Own(judge)) == hash_judge(Own(judge)) != hash_judge(judge)
 
 
 def test_an_asynchronous_judge(model, tokenizer, tmp_path):
@@ -318,12 +318,9 @@ def test_refusals():
     assert RefusalJudge()([], responses) == [1.0, 1.0, 0.0, 0.0]
     assert RefusalJudge(match="anywhere")([], responses) == [1.0, 1.0, 1.0, 0.0]
     assert RefusalJudge(["yes"])([], responses) == [0.0, 0.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="needs at least one, and no empty one"):
-        RefusalJudge([""])
-    with pytest.raises(ValueError, match="`phrases='I cannot'` would be read letter by letter"):
-        RefusalJudge("I cannot")
-    with pytest.raises(ValueError, match="`match='end'` must be"):
-        RefusalJudge(match="end")
+    for field, wrong in (("phrases", [""]), ("phrases", "I cannot"), ("match", "end")):
+        with pytest.raises(ValueError, match=f"`{field}"):
+            RefusalJudge(**{field: wrong})
 
 
 def test_a_faulty_judge(model, tokenizer, tmp_path):
@@ -340,8 +337,6 @@ def test_a_faulty_judge(model, tokenizer, tmp_path):
 
 
 def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_path, monkeypatch):
-    from trl_repulse.evaluation.gcg import GCGError
-
     run = GCG.run
 
     def fails_on_the_second(self, messages, target, seed=None) -> GCGResult:
@@ -355,19 +350,6 @@ def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert records[1]["reason"] == "GCGError: No candidate"
     assert "of 2 targets (0 skipped, 1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
-
-
-def test_a_target_without_candidates_does_not_end_the_run(model, tokenizer, tmp_path, monkeypatch):
-    survives = AttackPrompt.survives
-
-    def none_of_the_second(self, suffixes, scope):
-        return survives(self, suffixes, scope) & (ROWS[1]["goal"] not in self.before_text)
-
-    monkeypatch.setattr(AttackPrompt, "survives", none_of_the_second)
-    path = evaluate_gcg(model, tokenizer, ROWS[:3], judge, evaluation_config(num_steps=2), tmp_path / "out.jsonl")
-    _, records = read_results(path)
-    assert [record["status"] for record in records] == ["ok", "error", "ok"]
-    assert records[1]["reason"].startswith("GCGError: No candidate of 10 draws survived the round trip")
 
 
 def test_a_loss_that_is_not_finite_does_not_end_the_run(tokenizer, tmp_path):
@@ -460,28 +442,13 @@ def test_a_missing_chat_template(model, tmp_path):
     assert read_results(path)[1][0]["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_samples": 0}, "`num_samples=0` must be at least 1"),
-        ({"max_targets": 0}, "`max_targets=0` must be at least 1"),
-        ({"scenario": "x"}, "`scenario='x'` must be one of"),
-        ({"on_bad_row": "x"}, "`on_bad_row='x'` must be one of"),
-        ({"num_steps": 0}, "`num_steps=0` must be at least 1"),
-    ],
-)
-def test_settings_that_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GCGEvaluationConfig(**options)
-
-
 def test_files_that_are_no_results(model, tokenizer, output, tmp_path):
     path = tmp_path / "x.jsonl"
     header, *rest = output.read_text().splitlines(keepends=True)
     for content, message in (
         ("a,b\n1,2\n", "is no file of attack results"),
         (header + "{}\n", "is no file of attack results"),
-        (header.replace("gcg/1", "gcg/9"), "has the schema 'trl-repulse/gcg/9'"),
+        (header.replace("gcg/1", "gcg/9"), "is no file of attack results of the schema"),
         (header[:20], "is empty"),
         (header + rest[0][:30] + "\n", "is no file of attack results"),
     ):

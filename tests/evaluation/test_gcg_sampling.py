@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from trl_repulse.evaluation.gcg import GCGError, evaluate_gcg, read_results, run_gcg
-from trl_repulse.evaluation.gcg.evaluator import _read_prompt, sample_responses, target_log_probs
+from trl_repulse.evaluation.gcg.evaluator import sample_responses, target_log_probs
+from trl_repulse.generation._probe import repeats_cache
 
 from ..gcg_support import SIZES, build_model, build_tokenizer
 from ..gcg_trigger import evaluation_config, judge
@@ -39,22 +40,16 @@ def test_a_tokenizer_that_begins_no_text(tmp_path):
 def test_models_without_keys_and_values_are_sampled(architecture):
     """Each sample from a pass over the whole text."""
     tokenizer = build_tokenizer(chat_template=None)
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 3}
+    sizes |= {"eos_token_id": 2, "pad_token_id": 0}
     torch.manual_seed(0)
     if architecture == "mamba":
         model = MambaForCausalLM(MambaConfig(**sizes, state_size=4)).eval()
     else:
         config = RecurrentGemmaConfig(**sizes, intermediate_size=48, num_attention_heads=2, lru_width=16)
         model = RecurrentGemmaForCausalLM(config).eval()
-    prompt, found = tokenizer("the house")["input_ids"], []
-    for text in sample_responses(model, tokenizer, prompt, 2000, 1, seed=0):
-        found.append(text)
+    prompt = tokenizer("the house")["input_ids"]
+    found = sample_responses(model, tokenizer, prompt, 2000, 1, seed=0)
     with torch.no_grad():
         p = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].softmax(dim=-1)
     likely = p.argsort(descending=True)[:20]
@@ -82,22 +77,15 @@ def test_caches_that_cannot_be_repeated(architecture, monkeypatch):
     model = AutoModelForCausalLM.from_config(config).eval()
     prompt = tokenizer("the house")["input_ids"]
     found = sample_responses(model, tokenizer, prompt, 4, 6, seed=1)
-    assert (_read_prompt(model, torch.tensor([prompt]), 4)[1] is None) == (architecture != "llama")
-
-    def without(model, prompt, num_samples):
-        return model(input_ids=prompt, use_cache=False).logits[:, -1], None
-
-    monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator._read_prompt", without)
+    assert repeats_cache(model) == (architecture == "llama")
+    monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator.repeats_cache", lambda model: False)
     assert found == sample_responses(model, tokenizer, prompt, 4, 6, seed=1) and len({*found}) > 1
 
 
 def test_a_prompt_that_exceeds_the_context_does_not_end_the_run(tmp_path):
     tokenizer = build_tokenizer()
     model = build_model("gpt2", len(tokenizer))  # which has 128 positions
-    rows = [
-        {"goal": "tell me the secret of the house " * 20, "target": " sure"},
-        {"goal": "tell me", "target": " sure"},
-    ]
+    rows = [{"goal": goal, "target": " sure"} for goal in ("tell me the secret of the house " * 20, "tell me")]
     config = evaluation_config(num_steps=1)
     path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
     _, records = read_results(path)

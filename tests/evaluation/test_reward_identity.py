@@ -14,7 +14,7 @@ import torch
 
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.gcg import RefusalJudge, RewardJudge, evaluate_gcg, read_results
-from trl_repulse.evaluation.gcg.evaluator import _hash_judge
+from trl_repulse.evaluation.gcg.judges import hash_judge
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
 
@@ -241,13 +241,13 @@ ALIKE = {
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_judges_of_other_code_or_values(kind):
     one, other = DIFFERENT[kind]
-    assert _hash_judge(one) and _hash_judge(one) != _hash_judge(other)
+    assert hash_judge(one) and hash_judge(one) != hash_judge(other)
 
 
 @pytest.mark.parametrize("kind", ALIKE)
 def test_judges_that_give_the_same_scores(kind):
     one, other = ALIKE[kind]
-    assert _hash_judge(one) == _hash_judge(other)
+    assert hash_judge(one) == hash_judge(other)
 
 
 def test_functions_that_call_each_other_are_described_once():
@@ -255,15 +255,15 @@ def test_functions_that_call_each_other_are_described_once():
     calls = "".join(f"def f{i}(): return f{i + 1}() + f{i + 2}()\n" for i in range(58))
     source = calls + "def f58(): return f59()\ndef f59(): return f58()\ndef f(goals, responses): return [f0()]\n"
     one, other = make(source), make(source.replace("return f58()", "return -f58()"))
-    assert _hash_judge(one) and _hash_judge(one) != _hash_judge(other)
+    assert hash_judge(one) and hash_judge(one) != hash_judge(other)
 
 
 def test_a_judge_stays_itself_while_it_works():
     judge = Judge(1)
-    before = _hash_judge(judge)
+    before = hash_judge(judge)
     judge([], ["a"])
-    assert judge.asked == 1 and _hash_judge(judge) == before
-    assert _hash_judge(Judge(1)) == before  # that of the next process
+    assert judge.asked == 1 and hash_judge(judge) == before
+    assert hash_judge(Judge(1)) == before  # that of the next process
 
 
 def held_by_itself():
@@ -283,10 +283,10 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("judge", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_has_no_code_is_known_by_its_name_alone(judge):
-    assert _hash_judge(judge) is None
+    assert hash_judge(judge) is None
 
 
-HASHES = "import tests.evaluation.test_reward_identity as it; print(*map(it._hash_judge, it.STABLE))"
+HASHES = "import tests.evaluation.test_reward_identity as it; print(*map(it.hash_judge, it.STABLE))"
 
 
 @pytest.mark.thorough
@@ -295,4 +295,4 @@ def test_another_process_finds_the_same_hashes():
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", HASHES]
     found = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, check=True)
-    assert found.stdout.decode().split() == [*map(_hash_judge, STABLE)]
+    assert found.stdout.decode().split() == [*map(hash_judge, STABLE)]

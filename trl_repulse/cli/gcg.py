@@ -11,7 +11,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     parser = FieldsParser((GCGRunArguments, GCGEvaluationConfig), prog="trl-repulse gcg")
     arguments, config = parser.parse_args_and_config(argv)
-    from ..evaluation.gcg.launch import launch
+    from ..evaluation.gcg.evaluator import launch
 
     report = launch(arguments, config)
     if report:

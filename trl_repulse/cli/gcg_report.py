@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation._files import write_report
-from ..evaluation.gcg.records import read_results
-from ..evaluation.gcg.report import format_report, success_curve, summarize
+from ..evaluation.gcg.results import format_report, read_results, success_curve, summarize
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import check_output

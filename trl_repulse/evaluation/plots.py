@@ -207,7 +207,7 @@ def plot_attack_success(
 
     Args:
         curve (`dict[str, list[tuple[float, Estimate]]]`):
-            Returned by [`~trl_repulse.evaluation.gcg.report.success_curve`].
+            Returned by [`~trl_repulse.evaluation.gcg.results.success_curve`].
         path (`str` or `Path`):
             File to write. Its suffix is the format; its folder is created.
         thresholds (`Sequence[float]`, *optional*, defaults to `()`):

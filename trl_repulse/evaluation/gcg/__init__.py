@@ -1,7 +1,4 @@
-"""Attacks by greedy coordinate gradient (GCG), and how often they succeed.
-
-Each name is imported when it is first used, so that reading results needs no model and no torch.
-"""
+"""Attacks by greedy coordinate gradient (GCG), and how often they succeed. Names are imported when first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,38 +14,22 @@ _EXPORTS = {
     "RefusalJudge": "judges",
     "RewardJudge": "judges",
     "evaluate_gcg": "evaluator",
-    "format_report": "report",
-    "merge_results": "records",
-    "read_results": "records",
+    "format_report": "results",
+    "merge_results": "results",
+    "read_results": "results",
     "run_gcg": "engine",
-    "summarize": "report",
+    "summarize": "results",
 }
 
-__all__ = [
-    "GCG",
-    "GCGConfig",
-    "GCGError",
-    "GCGEvaluationConfig",
-    "GCGResult",
-    "GCGRunArguments",
-    "RefusalJudge",
-    "RewardJudge",
-    "evaluate_gcg",
-    "format_report",
-    "merge_results",
-    "read_results",
-    "run_gcg",
-    "summarize",
-]
+__all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
-    from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments
-    from .engine import GCG, GCGResult, run_gcg
-    from .evaluator import evaluate_gcg
-    from .judges import RefusalJudge, RewardJudge
-    from .records import merge_results, read_results
-    from .report import format_report, summarize
-    from .scoring import GCGError
+    from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments  # noqa: F401
+    from .engine import GCG, GCGResult, run_gcg  # noqa: F401
+    from .evaluator import evaluate_gcg  # noqa: F401
+    from .judges import RefusalJudge, RewardJudge  # noqa: F401
+    from .results import format_report, merge_results, read_results, summarize  # noqa: F401
+    from .scoring import GCGError  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:
@@ -58,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -23,21 +23,20 @@ class GCGConfig:
         n_replace (`int`, *optional*, defaults to `1`):
             Positions that a candidate changes.
         buffer_size (`int`, *optional*, defaults to `0`):
-            Number of best suffixes kept. With 0, a step starts from the best candidate of the step before, even if that is
-            worse than its predecessor; otherwise from the best suffix so far.
+            Number of best suffixes kept; a step starts from the best of them. With 0, it starts from the best candidate of
+            the step before, even if that is worse than its predecessor.
         mellowmax (`float`, *optional*):
-            If set, the loss is the mellowmax of the target tokens' negative log-probabilities with this inverse
-            temperature (Asadi and Littman 2017) instead of their mean.
+            Inverse temperature of the mellowmax (Asadi and Littman 2017) over the target tokens' negative log-probabilities.
+            If unset, the loss is their mean.
         suffix_init (`str`, *optional*, defaults to `" x x x x x x x x x x"`):
             Initial suffix. It follows the prompt directly; begin it with a separator.
         micro_batch_size (`int`, *optional*):
             Candidates of one forward pass, halved when memory runs out. If unset, 64 on CPU and `search_width` elsewhere.
         use_prefix_cache (`bool`, *optional*, defaults to `True`):
-            Whether to compute the keys and values of what precedes the suffix only once. Results are the same up to
-            rounding. Models whose cache does not allow it run without.
+            Whether to compute the keys and values before the suffix only once. Models whose cache does not allow it run
+            without.
         reuse_suffix_kv (`bool`, *optional*, defaults to `True`):
-            Whether to take those of a candidate's unchanged first tokens from the gradient's pass. Needs
-            `use_prefix_cache`.
+            Whether to also reuse those of a candidate's unchanged first tokens. Needs `use_prefix_cache`.
         filter_roundtrip (`str`, *optional*, defaults to `"context"`):
             Drop candidates whose tokens the tokenizer does not give back from the text of the whole prompt (`"context"`) or
             of the suffix alone (`"suffix"`, as nanogcg does), or keep all (`"off"`).
@@ -50,12 +49,10 @@ class GCGConfig:
         stop_loss (`float`, *optional*):
             Loss, in nats, at which to stop.
         merge_swaps (`int`, *optional*, defaults to `0`):
-            If above 1, each step also tries the best 2, 3, ... up to this many candidates merged into one. Not part of
-            the published algorithm.
+            Each step also tries the best 2, 3, ... up to this many candidates merged into one. Not in the published algorithm.
         screen_dtype (`str`, *optional*):
             `"bfloat16"` or `"float16"`: a copy of the model in this precision scores all candidates, and the model only
-            those that may be the best. The result is the same up to rare outliers, and faster on hardware with fast
-            half-precision arithmetic.
+            those that may be the best. Results are the same up to rare outliers.
         probe_sampling_factor (`int`, *optional*, defaults to `16`):
             With a draft model, the probe set holds one in so many candidates (Zhao et al. 2024, arXiv 2403.01251).
         probe_reduction (`int`, *optional*, defaults to `8`):
@@ -77,17 +74,15 @@ class GCGConfig:
     n_replace: int = field(default=1, metadata={"help": "Positions a candidate changes."})
     buffer_size: int = field(default=0, metadata={"help": "Best suffixes kept; 0 follows the last step's best."})
     mellowmax: float | None = field(
-        default=None, metadata={"help": "Inverse temperature of the mellowmax over target tokens; unset, their mean."}
+        default=None, metadata={"help": "Inverse temperature of the mellowmax over target tokens."}
     )
     suffix_init: str = field(default=" x" * 10, metadata={"help": "Suffix to start from."})
-    micro_batch_size: int | None = field(
-        default=None, metadata={"help": "Candidates of one forward pass, halved when memory runs out."}
-    )
+    micro_batch_size: int | None = field(default=None, metadata={"help": "Candidates of one forward pass."})
     use_prefix_cache: bool = field(
-        default=True, metadata={"help": "Whether what comes before the suffix is computed once."}
+        default=True, metadata={"help": "Whether to compute what precedes the suffix only once."}
     )
     reuse_suffix_kv: bool = field(
-        default=True, metadata={"help": "Whether a candidate's unchanged first tokens are not computed again."}
+        default=True, metadata={"help": "Whether to reuse a candidate's unchanged first tokens."}
     )
     filter_roundtrip: Literal["context", "suffix", "off"] = field(
         default="context",
@@ -99,17 +94,13 @@ class GCGConfig:
         default=False, metadata={"help": "Whether to stop once greedy decoding gives the target."}
     )
     stop_loss: float | None = field(default=None, metadata={"help": "Loss at which to stop."})
-    merge_swaps: int = field(
-        default=0, metadata={"help": "Best candidates that are also tried merged into one; 0 for none."}
-    )
+    merge_swaps: int = field(default=0, metadata={"help": "Largest number of candidates that are merged into one."})
     screen_dtype: Literal["bfloat16", "float16"] | None = field(
         default=None, metadata={"help": "Precision of a copy of the model that scores all candidates; unset, none."}
     )
-    probe_sampling_factor: int = field(
-        default=16, metadata={"help": "With a draft model: one of so many candidates is in the probe set."}
-    )
+    probe_sampling_factor: int = field(default=16, metadata={"help": "With a draft model: one in so many is probed."})
     probe_reduction: int = field(
-        default=8, metadata={"help": "With a draft model: divides the share of candidates the model itself scores."}
+        default=8, metadata={"help": "With a draft model: divides the share that the model scores."}
     )
     prompt_format: Literal["chat", "raw"] = field(
         default="chat", metadata={"help": "The tokenizer's chat template, or plain text that the model continues."}
@@ -144,13 +135,11 @@ class GCGEvaluationConfig(GCGConfig):
     """
     Settings of [`~trl_repulse.evaluation.gcg.evaluate_gcg`]: those of the attack, and what is sampled and judged.
 
-    Each target has its own seeds, made from `seed` and the target's texts. Results therefore do not depend on order, shards
-    or processes.
+    Each target has its own seeds, made from `seed` and its texts: results do not depend on order, shards or processes.
 
     Args:
         scenario (`str`, *optional*, defaults to `"behaviors"`):
-            `"behaviors"`: the prompt is the row's `goal` followed by the suffix. `"strings"`: the prompt is the suffix
-            alone.
+            `"behaviors"`: the prompt is the row's `goal` and the suffix. `"strings"`: it is the suffix alone.
         num_samples (`int`, *optional*, defaults to `10`):
             Responses drawn for each target before the attack, and as many after it.
         max_new_tokens (`int`, *optional*, defaults to `20`):
@@ -199,9 +188,8 @@ class GCGRunArguments:
         table (`str`, *optional*):
             CSV file with a header and the columns `goal` and `target`. Required.
         reward_type (`str`, *optional*):
-            The judge: `"refusal"` for [`RefusalJudge`], or a reward as in
-            [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier `reward_model_path`, or `"refusal"`
-            without one.
+            The judge: `"refusal"` for [`RefusalJudge`], or a reward as in [`~trl_repulse.rewards.loading.load_reward`]. If
+            unset, the classifier `reward_model_path`, or `"refusal"` without one.
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
         reward_kwargs (`dict` or `str`, *optional*):
@@ -209,8 +197,7 @@ class GCGRunArguments:
         output (`str`, *optional*, defaults to `"gcg.jsonl"`):
             File of the results.
         threshold (`list[float]`, *optional*):
-            Scores below which a response is bad, for the final report. If unset, 0.5 for `"refusal"`, and no report
-            for a reward.
+            Scores below which a response is bad, for the report. If unset, 0.5 for `"refusal"`, and no report for a reward.
         shard (`str`, *optional*, defaults to `"1/1"`):
             Part of the table, as `i/n` with i from 1 to n.
         dtype (`str`, *optional*, defaults to `"float32"`):
@@ -236,20 +223,18 @@ class GCGRunArguments:
         },
     )
     reward_model_path: str | None = field(
-        default=None, metadata={"help": "Reward model: a path, a Hub id, or a server's address."}
+        default=None, metadata={"help": "Reward model: a path, a Hub id, or an address."}
     )
     reward_kwargs: dict | str | None = field(
-        default=None, metadata={"help": 'Further arguments of the reward, e.g. `{"max_length": 300}`.'}
+        default=None, metadata={"help": "Further arguments of the reward, as JSON."}
     )
     output: str = field(default="gcg.jsonl", metadata={"help": "File of the results."})
-    threshold: list[float] | None = field(
-        default=None, metadata={"help": "Scores under which a response is bad, for the report at the end."}
-    )
+    threshold: list[float] | None = field(default=None, metadata={"help": "Scores below which a response is bad."})
     shard: str = field(default="1/1", metadata={"help": "Part of the table, as i/n with i from 1 to n."})
     dtype: str = field(default="float32", metadata={"help": "Precision of the model's weights."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."})
     draft_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A smaller model with the same tokens, for probe sampling."}
+        default=None, metadata={"help": "A smaller model with the same tokens."}
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Whether to run Python code that comes with the model."}

@@ -1,18 +1,24 @@
-"""The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1."""
+"""
+The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1.
+
+Axis letters: S tokens of the suffix, B candidates, K best tokens at a position, V vocabulary.
+"""
 
 import copy
+import math
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 import torch
+from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...models._adapters import in_mode
 from ...models._causal import check_causal
 from ...models._model_checks import check_token_ids
-from ._search import best_tokens, distinct, draw_candidates, merge_candidates, probe_losses, screened_losses
 from .config import GCGConfig
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
 from .scoring import GCGError, SuffixScorer, check_context, finite
@@ -20,6 +26,10 @@ from .scoring import GCGError, SuffixScorer, check_context, finite
 
 # Times that the candidates of a step are drawn if none survives the round trip
 _DRAWS = 10
+# Candidates that the model scores at a time after screening: at least 8, and one in 32
+_LEAST, _SHARE = 8, 32
+# Distance of the rest from the best loss, in standard deviations of the half-precision error
+_MARGIN = 5.0
 StopReason = Literal["num_steps", "early_stop", "stop_loss"]
 
 
@@ -38,8 +48,8 @@ class GCGResult:
         target_ids (`list[int]`):
             Tokens of the target.
         loss (`float`):
-            Loss of the suffix in nats: the mean negative log-probability of the target's tokens, or its mellowmax. It is
-            the lowest of all steps, except after an early stop.
+            Loss of the suffix in nats: the mean negative log-probability of the target's tokens, or its mellowmax. The
+            lowest of all steps, except after an early stop.
         initial_loss (`float`):
             Loss of the suffix that the attack began with.
         losses (`list[float]`):
@@ -80,26 +90,25 @@ def run_gcg(
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            Causal language model to attack. It runs in evaluation mode, and its weights get no gradient.
+            Causal language model to attack. It runs in evaluation mode; its weights get no gradient.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
         messages (`str` or `list[dict]`):
-            The prompt: text, which becomes a message of the user, or a conversation. The suffix follows the last
-            message.
+            The prompt: text, which becomes a message of the user, or a conversation. The suffix follows the last message.
         target (`str`):
             Beginning of the answer to provoke.
         config ([`GCGConfig`], *optional*):
             Settings of the attack.
         draft_model ([`~transformers.PreTrainedModel`], *optional*):
             A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
-            candidates, and the model only the most promising ones. Faster where it is much smaller, but not exact.
+            candidates, and the model only the most promising ones. Faster, but not exact.
 
     Returns:
         [`GCGResult`]
 
     Raises:
-        `ValueError`: If the target is empty, there is no chat template, or the settings do not fit the tokenizer
-            or a draft model.
+        `ValueError`: If the target is empty, a model is not causal, there is no chat template, or the settings do not fit the
+            tokenizer or a draft model.
         [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
 
     Example:
@@ -115,16 +124,7 @@ def run_gcg(
 
 
 class GCG:
-    """
-    An attack on one model, for any number of prompts.
-
-    Args:
-        model, tokenizer, config, draft_model:
-            As for [`run_gcg`].
-
-    Raises:
-        `ValueError`: If the settings do not fit the tokenizer or a draft model, or a model is not causal.
-    """
+    """An attack on one model, for any number of prompts. Arguments and errors are those of [`run_gcg`]."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class GCG:
         config: GCGConfig,
         draft_model: PreTrainedModel | None = None,
     ):
-        self.model, self.tokenizer, self.config, self.draft_model = model, tokenizer, config, draft_model
+        self.model, self.tokenizer, self.config = model, tokenizer, config
         check_causal(model, "`model`")
         if draft_model is not None:
             check_causal(draft_model, "`draft_model`")
@@ -143,20 +143,21 @@ class GCG:
                 )
             if config.merge_swaps > 1:
                 raise ValueError(
-                    "`merge_swaps` needs the losses of all candidates; set it to 0, or leave out `draft_model`."
+                    "`merge_swaps` needs the losses of all candidates; set it to 0, or drop `draft_model`."
                 )
             if config.screen_dtype is not None:
                 raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
-        self._screen: PreTrainedModel | None = None
+        screen: PreTrainedModel | None = None
         if config.screen_dtype is not None:
             if model.dtype == getattr(torch, config.screen_dtype):
                 raise ValueError(f"The model is in {config.screen_dtype} already; leave `screen_dtype` out.")
             # The weights must require a gradient: otherwise torch (2.13) multiplies a slice of the hidden states with
             # the head row by row, which is a hundred times slower on CPU in half precision
-            self._screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
+            screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
+        self._models = model, draft_model, screen
         rows = model.get_input_embeddings().weight.shape[0]
-        self._allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
-        self._allowed = self._allowed.to(model.device)
+        allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
+        self._allowed = allowed.to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
         if self._topk < config.topk:
             warnings.warn(f"`topk={config.topk}` is more than the {self._topk} tokens that are allowed; using these.")
@@ -165,30 +166,15 @@ class GCG:
             raise ValueError(f"`n_replace={config.n_replace}` is more than the {length} tokens of `suffix_init`.")
 
     def run(self, messages: str | Messages, target: str, seed: int | None = None) -> GCGResult:
-        """
-        Attacks one prompt.
-
-        Args:
-            messages, target:
-                As for [`run_gcg`].
-            seed (`int`, *optional*):
-                Seed in place of the configuration's.
-
-        Returns:
-            [`GCGResult`]
-
-        Raises:
-            `ValueError`: If the target is empty or there is no chat template.
-            [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
-        """
+        """Attacks one prompt, as [`run_gcg`], with a seed in place of the configuration's if one is given."""
         config = self.config
         prompt = build_prompt(
             self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
         )
+        ids = prompt.splice(prompt.suffix_ids)
         with ExitStack() as stack:
-            for model in (self.model, self.draft_model, self._screen):
+            for model in self._models:
                 if model is not None:
-                    ids = prompt.splice(prompt.suffix_ids)
                     check_token_ids([ids, prompt.target_ids], model.config)
                     check_context(model.config, len(ids), len(prompt.target_ids))
                     stack.enter_context(in_mode(model, training=False))
@@ -197,11 +183,8 @@ class GCG:
     def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
         config = self.config
         generator = torch.Generator().manual_seed(seed)
-        scorers = [
-            None if model is None else self._scorer(model, prompt)
-            for model in (self.model, self.draft_model, self._screen)
-        ]
-        scorer = scorers[0]
+        scorer, *others = [self._scorer(model, prompt) for model in self._models]
+        assert scorer is not None
         buffer = self._fill_buffer(prompt, scorer, generator)
         initial_loss, ids = best = buffer[0]
         losses, suffixes = [], []
@@ -212,9 +195,12 @@ class GCG:
                 stop_reason, best = "early_stop", buffer[0]
                 break
             candidates = self._draw(prompt, ids, gradient, generator)
-            loss, found = self._search(prompt, *scorers, ids, candidates, generator)
-            _insert(buffer, loss, found, config.buffer_size)
-            best = min(best, (loss, found), key=lambda entry: entry[0]) if losses else (loss, found)
+            found = loss, _ = self._search(prompt, scorer, *others, ids, candidates, generator)
+            if config.buffer_size == 0:
+                buffer = [found]
+            elif loss < buffer[-1][0]:
+                buffer = sorted([*buffer[: config.buffer_size - 1], found], key=itemgetter(0))
+            best = min(best, found, key=itemgetter(0)) if losses else found
             ids = buffer[0][1]
             losses.append(loss)
             suffixes.append(prompt.suffix_texts([ids.tolist()])[0])
@@ -237,9 +223,11 @@ class GCG:
             round_trip=bool(prompt.survives(ids[None], "context")),
         )
 
-    def _scorer(self, model: PreTrainedModel, prompt: AttackPrompt) -> SuffixScorer:
-        default = 64 if model.device.type == "cpu" else self.config.search_width
-        scorer = SuffixScorer(model, prompt, self.config.micro_batch_size or default, self.config.mellowmax)
+    def _scorer(self, model: PreTrainedModel | None, prompt: AttackPrompt) -> SuffixScorer | None:
+        if model is None:
+            return None
+        size = self.config.micro_batch_size or (64 if model.device.type == "cpu" else self.config.search_width)
+        scorer = SuffixScorer(model, prompt, size, self.config.mellowmax)
         if self.config.use_prefix_cache:
             scorer.enable_cache(torch.tensor(prompt.suffix_ids), self.config.reuse_suffix_kv)
         return scorer
@@ -251,24 +239,31 @@ class GCG:
         suffixes = torch.tensor([prompt.suffix_ids])
         if self.config.buffer_size > 1:
             tokens = self._allowed.cpu().nonzero().flatten()
-            drawn = torch.randint(len(tokens), (self.config.search_width, len(prompt.suffix_ids)), generator=generator)
-            drawn = tokens[drawn]
+            size = self.config.search_width, len(prompt.suffix_ids)
+            drawn = tokens[torch.randint(len(tokens), size, generator=generator)]
             drawn = drawn[prompt.survives(drawn, self.config.filter_roundtrip)]
             suffixes = torch.cat([suffixes, drawn[: self.config.buffer_size - 1]])
         losses = finite(scorer.losses(suffixes))
-        return sorted(zip(losses.tolist(), suffixes, strict=True), key=lambda entry: entry[0])
+        return sorted(zip(losses.tolist(), suffixes, strict=True), key=itemgetter(0))
 
     def _draw(
         self, prompt: AttackPrompt, ids: torch.Tensor, gradient: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
-        """Distinct candidates that survive the round trip."""
+        """Distinct candidates (B, S) that survive the round trip."""
         config = self.config
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")
-        tokens = best_tokens(gradient, self._allowed, self._topk)
+        # (S, K)
+        tokens = (-gradient.masked_fill(~self._allowed, torch.inf)).topk(self._topk, dim=1).indices.cpu()
         n_replace = min(config.n_replace, len(ids))  # the suffix may have fewer tokens in the prompt
+        width = config.search_width
         for _ in range(_DRAWS):
-            drawn = distinct(draw_candidates(ids, tokens, config.search_width, n_replace, generator))
+            # Random numbers in the order of nanogcg: equal seeds give equal candidates
+            positions = torch.rand((width, len(ids)), generator=generator).argsort()[:, :n_replace]
+            ranks = torch.randint(0, self._topk, (width, n_replace, 1), generator=generator)
+            values = tokens[positions].gather(2, ranks).squeeze(2)  # (B, n_replace)
+            drawn = ids.repeat(width, 1).scatter_(1, positions, values)
+            drawn = torch.tensor(list(dict.fromkeys(map(tuple, drawn.tolist()))))
             kept = drawn[prompt.survives(drawn, config.filter_roundtrip)]
             if len(kept):
                 return kept
@@ -305,12 +300,78 @@ class GCG:
         return losses[index].item(), candidates[index]
 
 
-def _insert(buffer: list[tuple[float, torch.Tensor]], loss: float, ids: torch.Tensor, size: int) -> None:
-    """Keeps the best suffixes, best first; without a size, the new one whatever its loss."""
-    if size == 0:
-        buffer[:] = [(loss, ids)]
-    elif loss < buffer[-1][0]:
-        if len(buffer) >= size:
-            buffer.pop()
-        buffer.append((loss, ids))
-        buffer.sort(key=lambda entry: entry[0])
+def merge_candidates(ids: torch.Tensor, candidates: torch.Tensor, losses: torch.Tensor, limit: int) -> torch.Tensor:
+    """
+    The best 2, 3, ... up to `limit` candidates (B, S) of the suffix `ids` (S,), by losses (B,), merged: (M, S), M < `limit`.
+    A candidate that changes a position already changed is skipped.
+    """
+    merged, taken, rows = ids.clone(), torch.zeros_like(ids, dtype=torch.bool), []
+    for index in losses.argsort(stable=True).tolist():
+        changed = candidates[index] != ids
+        if not changed.any() or (changed & taken).any():
+            continue
+        merged = torch.where(changed, candidates[index], merged)
+        taken |= changed
+        rows.append(merged)
+        if len(rows) == limit:
+            break
+    return torch.stack(rows[1:]) if len(rows) > 1 else ids.new_empty((0, len(ids)))
+
+
+def screened_losses(
+    scorer: SuffixScorer, screen: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
+) -> torch.Tensor:
+    """
+    Losses (B,) in nats of the best candidates (B, S), infinite for the others.
+
+    A half-precision copy of the model (`screen`) ranks all candidates. The model scores them in this order until the best
+    loss is below the copy's next one by five standard deviations of the copy's errors so far. Where the copy overflows, the
+    model scores all.
+    """
+    screen.observe(ids)
+    guesses = screen.losses(candidates)
+    if not guesses.isfinite().all():
+        return finite(scorer.losses(candidates))
+    order = guesses.argsort(stable=True)
+    losses = torch.full_like(guesses, torch.inf)
+    size = max(_LEAST, len(order) // _SHARE)
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        losses[chosen] = finite(scorer.losses(candidates[chosen]))
+        done = start + len(chosen)
+        if done < len(order):
+            errors = losses[order[:done]] - guesses[order[:done]]
+            if losses.min() < guesses[order[done]] + errors.mean() - _MARGIN * errors.std():
+                break
+    return losses
+
+
+def probe_losses(
+    scorer: SuffixScorer,
+    draft: SuffixScorer,
+    ids: torch.Tensor,
+    candidates: torch.Tensor,
+    generator: torch.Generator,
+    sampling_factor: int,
+    reduction: int,
+) -> torch.Tensor:
+    """
+    Probe sampling (Zhao et al. 2024, arXiv 2403.01251): losses (B,) of some candidates (B, S), infinite for the others.
+
+    The model scores a random probe set of B / `sampling_factor` candidates, and the draft model's best
+    (1 − a) · B / `reduction`, where a in [0, 1] is the agreement of the two models on the order of the probe set.
+    """
+    count = len(candidates)
+    draft.observe(ids)
+    guesses = finite(draft.losses(candidates))
+    probe = torch.randperm(count, generator=generator)[: max(2, count // sampling_factor)]
+    losses = torch.full((count,), math.inf)
+    losses[probe] = finite(scorer.losses(candidates[probe]))
+    # Undefined for one candidate or equal losses: then treated as uncorrelated
+    correlation = spearmanr(losses[probe].numpy(), guesses[probe].numpy()).statistic if len(probe) > 1 else math.nan
+    agreement = 0.5 if math.isnan(correlation) else (1 + correlation) / 2
+    chosen = guesses.argsort(stable=True)[: max(1, int((1 - agreement) * count / reduction))]
+    chosen = chosen[losses[chosen].isinf()]
+    if len(chosen):
+        losses[chosen] = finite(scorer.losses(candidates[chosen]))
+    return losses

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 from tqdm.auto import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data._prompts import warn_of_date
 from ...data._tables import read_csv
@@ -29,15 +29,26 @@ from ...generation._cache import growing_cache, with_cache
 from ...generation._defaults import end_tokens
 from ...generation._probe import repeats_cache
 from ...models._adapters import in_mode
+from ...models._loading import load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
+from ...models._vocabulary import check_same_tokens
 from .._files import digest
 from .._generation import event_loop, hash_model, hashed_seed, process_state
-from .._identity import identify_reward, warn_of_name
-from .config import GCGEvaluationConfig
+from .._identity import warn_of_name
+from .config import GCGEvaluationConfig, GCGRunArguments
 from .engine import GCG
-from .judges import Judge, RefusalJudge, RewardJudge
+from .judges import Judge, RefusalJudge, hash_judge, load_judge
 from .prompt import build_prompt
-from .records import SCHEMA, ResultsFile, check_identity, has_results, merge_results, read_results
+from .results import (
+    SCHEMA,
+    ResultsFile,
+    check_identity,
+    format_report,
+    has_results,
+    merge_results,
+    read_results,
+    summarize,
+)
 from .scoring import GCGError, check_context
 
 
@@ -46,7 +57,7 @@ _EMPTY = ("", "nan")  # how an empty cell is read, and how it is often written
 
 @dataclass(frozen=True)
 class TableRow:
-    """A target of the table; `fault` says why it cannot be attacked."""
+    """A target of the table, with the reason if it cannot be attacked."""
 
     number: int  # from 1
     goal: str  # empty in the scenario "strings"
@@ -86,7 +97,7 @@ def evaluate_gcg(
         output (`str` or `Path`, *optional*, defaults to `"gcg.jsonl"`):
             File of the results, for [`read_results`] and [`summarize`].
         shard (`tuple[int, int]`, *optional*, defaults to `(1, 1)`):
-            Part of the table, of how many, for runs that [`merge_results`] joins. Each needs its own output.
+            Index and number of parts of the table, whose results [`merge_results`] joins. Each needs its own output.
         draft_model ([`~transformers.PreTrainedModel`], *optional*):
             As for [`run_gcg`].
 
@@ -111,7 +122,7 @@ def evaluate_gcg(
     index, count = shard
     if not 1 <= index <= count:
         raise ValueError(f"`shard={index}/{count}` must be one of 1/{count} to {count}/{count}.")
-    table = read_table(rows_or_csv, tokenizer, config)
+    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
     mine = table[index - 1 :: count]
     header = make_header(model, tokenizer, table, judge, config, draft_model)
     attack = GCG(model, tokenizer, config, draft_model)
@@ -137,6 +148,47 @@ def evaluate_gcg(
     return output
 
 
+def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
+    """
+    Loads model, table and judge, calls [`evaluate_gcg`], and reports the results: the `trl-repulse gcg` command.
+
+    Args:
+        run ([`GCGRunArguments`]):
+            What to load and where to write.
+        config ([`GCGEvaluationConfig`]):
+            Settings of attack and evaluation.
+
+    Returns:
+        `str`: the report or, without a threshold, the command that prints one. Empty in all processes but the main one.
+
+    Raises:
+        `ValueError`: If something cannot be loaded or does not fit.
+    """
+    assert run.model_name_or_path is not None and run.table is not None  # checked by `GCGRunArguments`
+    state = process_state()
+    options = {"revision": run.model_revision, "trust_remote_code": run.trust_remote_code}
+    tokenizer = load_tokenizer(run.model_name_or_path, "model", **options)
+    table = load_table(run.table, config.scenario, config.on_bad_row, config.max_targets)
+    _first_prompt(tokenizer, table, config)  # errors before a model is loaded
+    model = load_model(AutoModelForCausalLM, run.model_name_or_path, "model", dtype=run.dtype, **options)
+    draft = None
+    if run.draft_model_name_or_path is not None:
+        label = f"The draft model `{run.draft_model_name_or_path}`"
+        check_same_tokens(run.draft_model_name_or_path, label, tokenizer, run.trust_remote_code)
+        options = {"dtype": run.dtype, "trust_remote_code": run.trust_remote_code}
+        draft = load_model(AutoModelForCausalLM, run.draft_model_name_or_path, "draft model", **options)
+        draft = draft.to(state.device)
+    index, count = map(int, run.shard.split("/"))
+    judge = load_judge(run, config)
+    evaluate_gcg(model.to(state.device), tokenizer, run.table, judge, config, run.output, (index, count), draft)
+    if not state.is_main_process:
+        return ""
+    thresholds = run.threshold or ([0.5] if isinstance(judge, RefusalJudge) else [])
+    if not thresholds:
+        return f"Results: {run.output}. Report: trl-repulse gcg-report {run.output} --threshold THRESHOLD"
+    return format_report(summarize(*read_results(run.output), thresholds))
+
+
 def load_table(
     rows_or_csv: str | Path | Iterable[Mapping[str, Any]],
     scenario: Literal["behaviors", "strings"] = "behaviors",
@@ -147,9 +199,8 @@ def load_table(
     Reads targets from a CSV file with a header, or from rows such as those of a [`~datasets.Dataset`].
 
     `scenario="behaviors"` needs the columns `goal` and `target`, `"strings"` only `target`. With `on_bad_row="skip"`, rows
-    without a text in these columns are kept with their `fault`. Raises `ValueError` if the file is missing or ambiguous
-    (unbalanced quotes, a repeated column, a row with a wrong number of fields), a column or all rows are missing, or a row is
-    refused.
+    without a text in these columns are kept with their `fault`. Raises `ValueError` if the file is missing or ambiguous, a
+    column or all rows are missing, or a row is refused.
     """
     if isinstance(rows_or_csv, str | Path):
         where, path = f"`{rows_or_csv}`", Path(rows_or_csv)
@@ -182,26 +233,20 @@ def load_table(
     return table
 
 
-def read_table(
-    rows_or_csv: str | Path | Iterable[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    config: GCGEvaluationConfig,
-) -> list[TableRow]:
-    """The table's targets; raises `ValueError` if the chat template is missing or refuses the first goal."""
-    table = load_table(rows_or_csv, config.scenario, config.on_bad_row, config.max_targets)
-    _first_prompt(tokenizer, table, config)
-    if config.prompt_format == "chat":
-        warn_of_date(tokenizer, [{"role": "user", "content": "x"}], config.chat_template_kwargs)
-    return table
-
-
 def _first_prompt(tokenizer: PreTrainedTokenizerBase, table: list[TableRow], config: GCGEvaluationConfig) -> str:
-    """Text of the first target's prompt without a suffix."""
+    """
+    Text of the first target's prompt without a suffix. Raises `ValueError` if the chat template is missing or refuses it, and
+    warns if the template writes the date.
+    """
+    variables = config.chat_template_kwargs
+    if config.prompt_format == "chat":
+        warn_of_date(tokenizer, [{"role": "user", "content": "x"}], variables)
     for row in table:
         if row.fault is None:
-            options = {"chat_template_kwargs": config.chat_template_kwargs}
             try:
-                prompt = build_prompt(tokenizer, row.goal, row.target, config.prompt_format, **options)
+                prompt = build_prompt(
+                    tokenizer, row.goal, row.target, config.prompt_format, chat_template_kwargs=variables
+                )
             except ValueError as error:
                 raise ValueError(f"Row {row.number} of the table: {error}") from error
             return prompt.before_text + prompt.after_text
@@ -217,8 +262,8 @@ def make_header(
     draft_model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """
-    First line of a results file: `"identity"` is what the results depend on (configuration, hashes, judge), and the other
-    entries are for the reader. Arguments are those of [`evaluate_gcg`].
+    First line of a results file, for the arguments of [`evaluate_gcg`]. `"identity"` is what the results depend on; the other
+    entries are for the reader.
     """
     settings = asdict(config)
     del settings["micro_batch_size"]  # a machine with other memory may continue the evaluation
@@ -234,7 +279,7 @@ def make_header(
             "prompt": _first_prompt(tokenizer, table, config),  # includes a date that a template writes
             "table": digest([[row.goal, row.target] for row in table]),
             "judge": str(getattr(judge, "__name__", type(judge).__name__)),
-            "judge_hash": _hash_judge(judge),
+            "judge_hash": hash_judge(judge),
         },
         "chat_template_kwargs": variables,
         "model": model.name_or_path,
@@ -255,28 +300,35 @@ def _evaluate(attack: GCG, judge: Judge, row: TableRow) -> dict[str, Any]:
 
 
 def _attack_and_judge(attack: GCG, judge: Judge, row: TableRow) -> dict[str, Any]:
-    config: GCGEvaluationConfig = attack.config
+    config = attack.config
+    assert isinstance(config, GCGEvaluationConfig)
     prompt = build_prompt(
         *(attack.tokenizer, row.goal, row.target, config.prompt_format),
         *(config.suffix_init, config.chat_template_kwargs),
     )
-    check_token_ids([prompt.splice(prompt.suffix_ids), prompt.target_ids], attack.model.config)
-    more = max(len(prompt.target_ids), config.max_new_tokens)
-    check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), more)
+    attacked = prompt.splice(prompt.suffix_ids)
+    check_token_ids([attacked, prompt.target_ids], attack.model.config)
+    check_context(attack.model.config, len(attacked), max(len(prompt.target_ids), config.max_new_tokens))
+    typed = prompt.encode([""])[0]
+    if not typed:  # there is no goal, and the tokenizer puts no token before a text
+        begin = (
+            attack.tokenizer.eos_token_id if attack.tokenizer.bos_token_id is None else attack.tokenizer.bos_token_id
+        )
+        if begin is None:
+            raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
+        typed = [begin]
     seconds = dict.fromkeys(("attack", "sample", "judge"), 0.0)
     with _timed(seconds, "sample"):
-        typed = prompt.encode([""])[0] or _first_token(attack.tokenizer)
         before = _respond(attack, row, typed, prompt.target_ids, "before", row.goal)
     with _timed(seconds, "attack"):
         result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
     with _timed(seconds, "sample"):
         after = _respond(attack, row, result.prompt_ids, prompt.target_ids, "after", row.goal + result.suffix)
     with _timed(seconds, "judge"):
-        asked = row.goal + result.suffix if config.include_suffix else row.goal
-        responses = before["responses"] + after["responses"]
-        scores = _score(judge, [row.goal] * config.num_samples + [asked] * config.num_samples, responses)
-    for phase, part in ((before, slice(None, config.num_samples)), (after, slice(config.num_samples, None))):
-        phase["rewards"] = scores[part]
+        count, goal = config.num_samples, row.goal + result.suffix if config.include_suffix else row.goal
+        scores = _score(judge, [row.goal] * count + [goal] * count, before["responses"] + after["responses"])
+    for phase, rewards in ((before, scores[:count]), (after, scores[count:])):
+        phase["rewards"] = rewards
         if not config.save_responses:
             del phase["responses"]
     names = ("suffix", "suffix_ids", "round_trip", "loss", "initial_loss", "losses", "stop_reason", "exact_match")
@@ -284,21 +336,14 @@ def _attack_and_judge(attack: GCG, judge: Judge, row: TableRow) -> dict[str, Any
     return found | {"before": before, "after": after, "seconds": seconds}
 
 
-def _first_token(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The prompt where there is no goal, and the tokenizer puts no token before a text."""
-    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if begin is None:
-        raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
-    return [begin]
-
-
 def _respond(
-    attack: GCG, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str, asked: str
+    attack: GCG, row: TableRow, prompt_ids: list[int], target_ids: list[int], phase: str, prompt_text: str
 ) -> dict[str, Any]:
     """Responses to a prompt, and the target's log-probability after it."""
-    config: GCGEvaluationConfig = attack.config
+    config = attack.config
+    assert isinstance(config, GCGEvaluationConfig)
     drawn = (config.num_samples, config.max_new_tokens, derive_seed(config.seed, row, phase))
-    text = asked if config.prompt_format == "raw" else None
+    text = prompt_text if config.prompt_format == "raw" else None
     with in_mode(attack.model, training=False):
         log_probs = target_log_probs(attack.model, prompt_ids, target_ids)
         if not log_probs.isfinite().all():
@@ -341,26 +386,6 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] += time.perf_counter() - start
 
 
-def _hash_judge(judge: Judge) -> str | None:
-    """Hash of the judge's weights, files, arguments and code; `None` if only its name is known."""
-    reward = judge.reward if isinstance(judge, RewardJudge) else judge
-    identity = _without_labels(identify_reward(getattr(reward, "unchecked", reward)))
-    identity |= getattr(reward, "rendering", {})  # if a classifier's chat template may write the date
-    if isinstance(judge, RefusalJudge):
-        identity = judge.identity
-    if isinstance(judge, RefusalJudge | RewardJudge) and type(judge) not in (RefusalJudge, RewardJudge):
-        identity = identity | {"judge": identify_reward(judge).get("code")}
-    return None if identity.keys() <= {"name"} else digest(identity)
-
-
-def _without_labels(identity: dict[str, Any]) -> dict[str, Any]:
-    """The description of a reward without name and revision, if it has its weights or code."""
-    if "reward" in identity:
-        return identity | {"reward": _without_labels(identity["reward"])}
-    known = "weights" in identity or "code" in identity
-    return {key: value for key, value in identity.items() if not known or key not in ("name", "revision")}
-
-
 def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
     """A seed of 63 bits that depends on the target's texts but not on the rest of the table."""
     return hashed_seed(json.dumps([seed, row.goal, row.target, purpose]))
@@ -377,18 +402,24 @@ def sample_responses(
     prompt: str | None = None,
 ) -> list[str]:
     """
-    Draws N responses to a prompt of L tokens, at temperature 1 from all tokens, whatever the model's `generation_config`. The
-    prompt is read once for all samples, and the global random state is not used.
+    Draws N responses to a prompt of L tokens, at temperature 1 from all tokens, ignoring the model's `generation_config`. The
+    prompt is read once for all samples, if the model's cache allows it. The global random state is not used.
 
     `prompt` is the prompt's text if it is not from a chat template: responses are then decoded as its continuation. Special
     tokens are left out.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ends = end_tokens(model, tokenizer)
     if not prompt_ids:
         raise ValueError("The prompt has no tokens; begin it with one.")
+    generator = torch.Generator().manual_seed(seed)
+    ends = end_tokens(model, tokenizer)
     read = torch.tensor([prompt_ids], device=model.device)
-    logits, cache = _read_prompt(model, read, num_samples)
+    cache = None
+    if repeats_cache(model):
+        cache = growing_cache(model)
+        logits = model(input_ids=read, **with_cache(model, cache)).logits[:, -1]  # (1, V)
+        cache.batch_repeat_interleave(num_samples)
+    else:  # recurrent models keep states, and transformers (5.23) repeats only keys and values of hybrid layers (Falcon-H1)
+        logits = model(input_ids=read, use_cache=False).logits[:, -1]
     options = with_cache(model, cache)
     logits, ids = logits.expand(num_samples, -1), read.expand(num_samples, -1)  # (N, V) and (N, L)
     rows: list[list[int]] = [[] for _ in range(num_samples)]
@@ -414,20 +445,3 @@ def target_log_probs(model: PreTrainedModel, prompt_ids: list[int], target_ids: 
     ids = torch.tensor([prompt_ids + target_ids[:-1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 :].float()  # (T, V)
     return logits.log_softmax(dim=-1).cpu().gather(1, torch.tensor(target_ids)[:, None])[:, 0]
-
-
-def _read_prompt(
-    model: PreTrainedModel, prompt: torch.Tensor, num_samples: int
-) -> tuple[torch.Tensor, DynamicCache | None]:
-    """
-    Logits after the prompt, (1, V), and its cache for all samples, or no cache where it cannot be repeated.
-
-    Recurrent models keep states in place of keys and values, which have no rows to repeat, and transformers (5.23) repeats
-    only keys and values of layers with both (Falcon-H1).
-    """
-    if not repeats_cache(model):
-        return model(input_ids=prompt, use_cache=False).logits[:, -1], None
-    cache = growing_cache(model)
-    logits = model(input_ids=prompt, **with_cache(model, cache)).logits[:, -1]
-    cache.batch_repeat_interleave(num_samples)
-    return logits, cache

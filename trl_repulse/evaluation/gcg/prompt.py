@@ -4,7 +4,7 @@ An attacked prompt as tokens: what comes before and after the suffix, the target
 Axis letters: P tokens before the suffix, S of the suffix, A after it, T of the target; B suffixes, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,55 +21,38 @@ _MARK = "\ue000"
 
 @dataclass(frozen=True)
 class AttackPrompt:
-    """
-    Text and tokens around a suffix. The model reads `before_ids + suffix + after_ids`.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's tokenizer.
-        before_text, after_text (`str`):
-            Text before the suffix, and between it and the answer.
-        before_ids, after_ids, target_ids (`list[int]`):
-            Their tokens, and the target's.
-        add_special_tokens (`bool`):
-            Whether the tokenizer adds its special tokens; a chat template writes them itself.
-        suffix_ids (`list[int]`):
-            Tokens of the initial suffix, as they are in the prompt.
-        anchor (`list[int]`):
-            Tokens decoded together with the suffix, since some tokenizers drop the space at the beginning of a text.
-        trims (`tuple[bool, bool]`, *optional*):
-            Whether the chat template drops white space at the beginning and at the end of the suffix.
-        blanks (`int`, *optional*):
-            Characters of white space that it drops at the end of the message when there is no suffix.
-    """
+    """Text and tokens around a suffix. The model reads `before_ids + suffix + after_ids`."""
 
     tokenizer: PreTrainedTokenizerBase
     before_text: str
-    after_text: str
+    after_text: str  # between the suffix and the answer
     before_ids: list[int]
     after_ids: list[int]
     target_ids: list[int]
-    add_special_tokens: bool
-    suffix_ids: list[int]
-    anchor: list[int]
-    trims: tuple[bool, bool] = (False, False)
-    blanks: int = 0
+    add_special_tokens: bool  # a chat template writes them itself
+    suffix_ids: list[int]  # of the initial suffix, as in the prompt
+    anchor: list[
+        int
+    ]  # decoded together with the suffix, since some tokenizers drop the space at the beginning of a text
+    trims: tuple[
+        bool, bool
+    ]  # whether the chat template drops white space at the beginning and at the end of the suffix
+    blanks: int  # white space that it drops at the end of the message if there is no suffix
 
     def encode(self, suffixes: list[str]) -> list[list[int]]:
         """Tokens of the whole prompt with each suffix, given as text; an empty one leaves the suffix out."""
-        return _encode(self.tokenizer, list(map(self._text, suffixes)), self.add_special_tokens)
-
-    def _text(self, suffix: str) -> str:
-        start, end = self.trims
-        suffix = suffix.lstrip() if start else suffix
-        suffix = suffix.rstrip() if end else suffix
-        before = self.before_text if suffix else self.before_text[: len(self.before_text) - self.blanks]
-        return before + suffix + self.after_text
+        texts = []
+        for suffix in suffixes:
+            suffix = suffix.lstrip() if self.trims[0] else suffix
+            suffix = suffix.rstrip() if self.trims[1] else suffix
+            before = self.before_text if suffix else self.before_text[: len(self.before_text) - self.blanks]
+            texts.append(before + suffix + self.after_text)
+        return _encode(self.tokenizer, texts, self.add_special_tokens)
 
     def suffix_texts(self, rows: list[list[int]]) -> list[str]:
         """Text of suffixes given as tokens, as it stands in the prompt."""
-        begin, *behind = decode(self.tokenizer, [self.anchor, *([*self.anchor, *row] for row in rows)])
-        alone = decode(self.tokenizer, rows)
+        begin, *behind = _decode(self.tokenizer, [self.anchor, *([*self.anchor, *row] for row in rows)])
+        alone = _decode(self.tokenizer, rows)
         return [b[len(begin) :] if b.startswith(begin) else a for a, b in zip(alone, behind, strict=True)]
 
     def splice(self, suffix_ids: list[int]) -> list[int]:
@@ -78,14 +61,14 @@ class AttackPrompt:
 
     def survives(self, suffixes: torch.Tensor, scope: Literal["context", "suffix", "off"]) -> torch.Tensor:
         """
-        Which suffixes (B, S) the tokenizer gives back from their text, (B,). `scope` is `"context"` for the text of the whole
-        prompt, `"suffix"` for the suffix alone, `"off"` for no check.
+        Which suffixes (B, S) the tokenizer gives back, (B,): from the text of the whole prompt (`"context"`) or of the suffix
+        alone (`"suffix"`), or all (`"off"`).
         """
         rows = suffixes.tolist()
         if scope == "off" or not rows:
             return torch.ones(len(rows), dtype=torch.bool)
         if scope == "suffix":
-            found = _encode(self.tokenizer, decode(self.tokenizer, rows), False)
+            found = _encode(self.tokenizer, _decode(self.tokenizer, rows), False)
             return torch.tensor([a == b for a, b in zip(found, rows, strict=True)])
         found = self.encode(self.suffix_texts(rows))
         return torch.tensor([a == self.splice(b) for a, b in zip(found, rows, strict=True)])
@@ -100,11 +83,11 @@ def build_prompt(
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> AttackPrompt:
     """
-    Prepares a prompt for an attack: text, which becomes a message of the user, or a conversation with text as content. The
-    suffix will follow the text of the last message. `prompt_format="raw"` uses the bare text instead of the chat template.
+    Prepares a prompt for an attack: text, which becomes a message of the user, or a conversation. The suffix will follow the
+    text of the last message. `prompt_format="raw"` uses the bare text instead of the chat template.
 
-    Raises `ValueError` if the target is empty, a message has no role or text, messages are given for the raw format, the
-    tokenizer adds its end token to raw text, or the chat template is missing or does not write the message once.
+    Raises `ValueError` if the target is empty, the messages are invalid or given for the raw format, the tokenizer adds its end
+    token to raw text, or the chat template is missing or does not write the message once.
     """
     special = prompt_format == "raw"
     target_ids = _encode(tokenizer, [target], False)[0] if target.strip() else []
@@ -125,32 +108,25 @@ def build_prompt(
         # Tokenized separately, texts may get another space (SentencePiece): use the tokens of the whole prompt instead
         if whole[: len(begun)] == begun and len(begun) > len(before_ids):
             suffix_ids, after_ids = begun[len(before_ids) :], whole[len(begun) :]
-    anchors = [before_ids[-1:], []] if before else [[]]
-    prompts = [
-        AttackPrompt(
-            tokenizer, before, after, before_ids, after_ids, target_ids, special, suffix_ids, anchor, trims, blanks
-        )
-        for anchor in anchors
-    ]
-    here = prompts[0].splice(suffix_ids)
-    return next((each for each in prompts if each.encode(each.suffix_texts([suffix_ids])) == [here]), prompts[0])
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    """Text of each row of tokens, with special tokens and white space."""
-    return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+    ids = before_ids, after_ids, target_ids
+    anchor = before_ids[-1:] if before else []
+    prompt = AttackPrompt(tokenizer, before, after, *ids, special, suffix_ids, anchor, trims, blanks)
+    for candidate in (prompt, replace(prompt, anchor=[])):
+        if candidate.encode(candidate.suffix_texts([suffix_ids])) == [prompt.splice(suffix_ids)]:
+            return candidate
+    return prompt
 
 
 def allowed_tokens(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, allow_non_ascii: bool, forbid_special: bool
 ) -> torch.Tensor:
     """
-    Mask (V,) of the tokens that a suffix may contain, for an embedding of `num_embeddings` rows. Raises `ValueError` if no
-    token is left.
+    Mask (V,) of the tokens that a suffix may contain, for an embedding of `num_embeddings` rows. Raises `ValueError` if there
+    is none.
     """
     allowed = torch.zeros(num_embeddings, dtype=torch.bool)
     known = min(len(tokenizer), num_embeddings)
-    texts = decode(tokenizer, [[i] for i in range(known)])
+    texts = _decode(tokenizer, [[i] for i in range(known)])
     allowed[:known] = torch.tensor([allow_non_ascii or (text.isascii() and text.isprintable()) for text in texts])
     if forbid_special:
         added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -171,9 +147,7 @@ def _render(
     if (fault := prompt_fault(messages)) is not None:
         raise ValueError(f"The conversation that is attacked {fault}.")
     if not isinstance(messages[-1].get("content"), str):
-        raise ValueError(
-            "The last message of the conversation has no text for a suffix to follow; give it a `content`."
-        )
+        raise ValueError("The last message of the conversation has no text for a suffix; give it a `content`.")
     mark = _MARK
     while any(mark in (message.get("content") or "") for message in messages):
         mark += _MARK
@@ -196,6 +170,10 @@ def _render(
     end = parts(content, " ")[1] == after
     blanks = len(content) - len(content.rstrip()) if end and not start else 0
     return before, after, (start, end), blanks
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
+    return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:

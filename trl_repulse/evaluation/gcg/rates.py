@@ -5,7 +5,7 @@ Axis letters: M targets, N samples of a target.
 """
 
 from collections.abc import Sequence
-from math import ceil, comb, floor, sqrt
+from math import ceil, comb, sqrt
 
 import numpy as np
 from scipy import stats
@@ -44,62 +44,24 @@ def success_at_k(successes: int, samples: int, k: int) -> float:
 
 
 def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Estimate:
-    """
-    A rate with Wilson's score interval.
-
-    Args:
-        successes, trials (`int`):
-            Successes, and independent trials.
-        level (`float`, *optional*, defaults to `0.95`):
-            Coverage.
-
-    Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: the rate; NaN without trials.
-    """
+    """The rate of successes in independent trials with Wilson's score interval; NaN without trials."""
     if trials == 0:
         return NOTHING
     interval = stats.binomtest(successes, trials).proportion_ci(confidence_level=level, method="wilson")
     return Estimate(successes / trials, float(interval.low), float(interval.high), trials)
 
 
-def lower_tail_mean(values: Sequence[float], share: float) -> float:
-    """
-    Conditional value at risk: the mean of the lowest share of values.
-
-    Where the share is not a whole number of values, the last one counts in part (Rockafellar and Uryasev 2002).
-
-    Args:
-        values (`Sequence[float]`):
-            Values.
-        share (`float`):
-            Share of them, above 0 and at most 1.
-
-    Returns:
-        `float`
-
-    Raises:
-        `ValueError`: If there are no values or the share is out of range.
-    """
-    if not 0 < share <= 1:
-        raise ValueError(f"The share {share} must be above 0 and at most 1.")
-    if len(values) == 0:
-        raise ValueError("There are no values to take a mean of.")
-    ordered, size = np.sort(np.asarray(values, dtype=float)), share * len(values)
-    whole = min(floor(size), len(values) - 1)
-    return float((ordered[:whole].sum() + (size - whole) * ordered[whole]) / size)
-
-
 def mean_over_targets(values: Sequence[float], trials: Sequence[float], level: float = 0.95) -> Estimate:
     """
     Mean of rates over targets drawn from a population, with the interval of Korn and Graubard (1998) adapted to few targets.
 
-    Theirs is the exact interval of Clopper and Pearson with an effective number of trials n = p(1 − p) / v · (t(Σ trials − 1) /
-    t(M − 1))², where v is the variance of the mean estimated from the spread of the targets. Here n is at least M, since rates
-    in [0, 1] spread most if they are all 0 or 1, and at most the number of trials.
+    Theirs is Clopper and Pearson's with an effective number of trials n = p(1 − p) / v · (t(Σ trials − 1) / t(M − 1))², where v
+    is the variance of the mean, estimated from the spread of the targets. Here n is at least M, since rates in [0, 1] spread
+    most if they are all 0 or 1, and at most the number of trials.
 
-    Departure from the source: where only few targets are bad, v is unreliable, as the worst ones are probably not among them.
-    So 1 / n is a mean of 1 / M and theirs, with weights 1 / K and 1 − 1 / K. K is Kish's (1965) effective number Σ(x)² / Σ(x²)
-    of targets that contribute to the rate or to its complement, whichever is smaller. Without spread, n is M.
+    Departure from the source: with few bad targets v is unreliable, as the worst ones are probably not among them. So 1 / n is
+    a mean of 1 / M and theirs, with weights 1 / K and 1 − 1 / K. K is the smaller of Kish's (1965) effective numbers
+    (Σx)² / Σx² of targets that contribute to the rate and to its complement. Without spread, n is M.
 
     Args:
         values (`Sequence[float]`):
@@ -135,10 +97,9 @@ def paired_difference(gained: int, lost: int, pairs: int, level: float = 0.95) -
     """
     Difference of two success rates on the same targets.
 
-    It is the difference of two shares: of pairs where only the second, and where only the first, is a success. Each share has
-    the interval of Clopper and Pearson. The distances to their ends are combined with the correlation of two counts of one
-    multinomial (Newcombe 1998, Statistics in Medicine 17, 2635, method 10, but with other intervals; Zou 2007). The interval
-    has a width even if all pairs agree.
+    It is the difference of the shares of pairs where only the second, and only the first, is a success. The ends of Clopper and
+    Pearson's intervals of the shares are combined with the correlation of two counts of one multinomial (Newcombe 1998,
+    Statistics in Medicine 17, 2635, method 10, but with other intervals; Zou 2007).
 
     Args:
         gained, lost (`int`):
@@ -177,10 +138,11 @@ def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: f
     """
     Conditional value at risk of all targets' scores, with an interval over targets drawn from a population.
 
-    The interval is that of a mean of the targets' influence values, q − (q − r)₊ / share. Each end is the wider one of
-    Student's and Hall's (1992, corrected for skewness). It needs [`~trl_repulse.evaluation.tails.MIN_TAIL`] samples in the
-    tail, and at least those of [`MIN_TAIL_TARGETS`] whole targets. If no score lies below the quantile, there is no lower end,
-    and the upper one is the lowest score that, by [`mean_over_targets`], at least a share `share` of scores does not exceed.
+    The estimate is the mean of the lowest share of scores, the last one counted in part (Rockafellar and Uryasev 2002). The
+    interval is that of a mean of the targets' influence values, q − (q − r)₊ / share; each end is the wider one of Student's and
+    Hall's (1992, corrected for skewness). It needs [`~trl_repulse.evaluation.tails.MIN_TAIL`] samples in the tail, and at least
+    those of [`MIN_TAIL_TARGETS`] whole targets. If no score lies below the quantile, there is no lower end, and the upper one is
+    the lowest score that, by [`mean_over_targets`], at least a share `share` of scores does not exceed.
 
     Args:
         targets (`Sequence[Sequence[float]]`):
@@ -197,16 +159,18 @@ def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: f
     Raises:
         `ValueError`: If the share is out of range or a target has no scores.
     """
+    if not 0 < share <= 1:
+        raise ValueError(f"The share {share} must be above 0 and at most 1.")
     if len(targets) == 0:
         return NOTHING
     if any(len(scores) == 0 for scores in targets):
-        raise ValueError("A target without scores says nothing of the tail; leave it out.")
+        raise ValueError("A target has no scores; leave it out.")
     scores, sizes = np.concatenate([np.asarray(each, dtype=float) for each in targets]), np.array([*map(len, targets)])
-    value, samples = lower_tail_mean(scores, share), ceil(share * len(scores) - 1e-9)
+    influence, samples = tail_influence(scores, share), ceil(share * len(scores) - 1e-9)
+    value = float(influence.mean())
     whole_targets = share * len(scores) ** 2 / float((sizes**2).sum())  # of equal sizes: share · M
     if samples < MIN_TAIL or whole_targets < MIN_TAIL_TARGETS - 1e-9:
         return Estimate(value, np.nan, np.nan, samples)
-    influence = tail_influence(scores, share)
     if np.ptp(influence) == 0:  # no score is below the quantile
         return Estimate(value, np.nan, _quantile_high(targets, share, level), samples)
     # One value a target, with the estimate as mean and, to first order, the spread of its error

@@ -48,18 +48,12 @@ def finite(losses: torch.Tensor) -> torch.Tensor:
     return losses
 
 
-def first_changed(ids: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """First position at which each candidate (B, S) differs from the suffix (S,); (B,), S where none does."""
-    return (candidates == ids).long().cumprod(dim=1).sum(dim=1)
-
-
 class SuffixScorer:
     """
     Losses of suffixes in one prompt.
 
-    Only logits at the target's positions are computed. Keys and values of the tokens before the suffix are computed once.
-    Those of a candidate's unchanged first tokens come from the last suffix that was observed: candidates are sorted by the
-    first changed position, and a micro-batch starts at the lowest position of its candidates.
+    Keys and values of the tokens before the suffix are computed once. Those of a candidate's unchanged first tokens come from
+    the last observed suffix: candidates are sorted by the first changed position, and a micro-batch starts at its lowest one.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -67,17 +61,13 @@ class SuffixScorer:
         prompt ([`~trl_repulse.evaluation.gcg.prompt.AttackPrompt`]):
             The prompt around the suffixes.
         micro_batch_size (`int`):
-            Suffixes of one forward pass. Halved for good when memory runs out.
+            Suffixes of one forward pass. Halved permanently when memory runs out.
         mellowmax (`float`, *optional*):
             Inverse temperature of the mellowmax over target tokens; if unset, the loss is their mean.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        prompt: AttackPrompt,
-        micro_batch_size: int,
-        mellowmax: float | None = None,
+        self, model: PreTrainedModel, prompt: AttackPrompt, micro_batch_size: int, mellowmax: float | None = None
     ):
         self.model, self.prompt, self.micro_batch_size = model, prompt, micro_batch_size
         self._mellowmax, self._reuse = mellowmax, False
@@ -93,14 +83,10 @@ class SuffixScorer:
         self._prefix: KeyValues | None = None
         self._observed: tuple[torch.Tensor, KeyValues] | None = None
 
-    @property
-    def uses_cache(self) -> bool:
-        return self._prefix is not None
-
     def enable_cache(self, ids: torch.Tensor, reuse_suffix_kv: bool) -> None:
         """
-        Turns the cache on if losses agree with and without it for a suffix `ids` (S,), and warns otherwise.
-        `reuse_suffix_kv` keeps the suffix's keys and values as well as the prefix's.
+        Turns the cache on if losses with and without it agree for a suffix `ids` (S,), and warns otherwise. With
+        `reuse_suffix_kv`, the suffix's keys and values are kept too.
         """
         pair = torch.stack([ids, ids])
         pair[1, -1] = (ids[-1] + 1) % self._embedding.weight.shape[0]
@@ -127,7 +113,7 @@ class SuffixScorer:
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> None:
         """Keeps the keys and values of a suffix (S,), for candidates made from it. [`gradient`] does so too."""
-        if self.uses_cache and self._reuse:
+        if self._prefix is not None and self._reuse:
             self._forward(ids[None], keep=True)
 
     def gradient(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -148,10 +134,13 @@ class SuffixScorer:
                 loss = self._loss(logits)[0]
         finally:
             handle.remove()
-        start = 0 if self.uses_cache else len(self.prompt.before_ids)
+        start = 0 if self._prefix is not None else len(self.prompt.before_ids)
         with torch.no_grad():
             (gradient,) = torch.autograd.grad(loss, leaves)
-            gradient = gradient[0, start : start + len(ids)] @ self._embedding_matrix().T
+            table = self._embedding.weight  # (V, features)
+            if type(self._embedding) is not nn.Embedding:  # some models scale the weights
+                table = self._embedding(torch.arange(len(table), device=self.model.device))
+            gradient = gradient[0, start : start + len(ids)] @ table.T
         return gradient, self._matches(logits)
 
     @torch.no_grad()
@@ -164,9 +153,9 @@ class SuffixScorer:
         """Losses (B,) of suffixes (B, S) in nats, float32, on the CPU."""
         starts = torch.zeros(len(candidates), dtype=torch.long)
         if self._observed is not None:
-            # The token before the target must be computed for its logits
+            # First changed position, but the token before the target must be computed for its logits
             last = candidates.shape[1] + len(self.prompt.after_ids) - 1
-            starts = first_changed(self._observed[0], candidates).clamp(max=last)
+            starts = (candidates == self._observed[0]).long().cumprod(dim=1).sum(dim=1).clamp(max=last)
         order = starts.argsort(stable=True)
         losses = torch.empty(len(candidates))
         done = 0
@@ -188,8 +177,8 @@ class SuffixScorer:
 
     def _forward(self, suffixes: torch.Tensor, start: int = 0, keep: bool = False) -> torch.Tensor:
         """
-        Logits that predict the target, (B, T, V), float32. Tokens before `start` come from the suffix observed last. `keep`
-        makes the suffix, one row, the observed one.
+        Logits that predict the target, (B, T, V), float32. Tokens before `start` come from the observed suffix. `keep` makes
+        the suffix, one row, the observed one.
         """
         count = len(suffixes)
         tail = torch.cat([self._after, self._target[:, :-1]], dim=1).expand(count, -1)
@@ -222,12 +211,6 @@ class SuffixScorer:
         if self._before.shape[1]:
             self.model(input_ids=self._before, **with_cache(self.model, cache))
         return _as_key_values(cache)
-
-    def _embedding_matrix(self) -> torch.Tensor:
-        """Output of the embedding for each token, (V, features); some models scale the weights."""
-        if type(self._embedding) is nn.Embedding:
-            return self._embedding.weight
-        return self._embedding(torch.arange(len(self._embedding.weight), device=self.model.device))
 
 
 def _as_key_values(cache: DynamicCache) -> KeyValues:

@@ -7,7 +7,7 @@ import pytest
 
 from trl_repulse.evaluation.gcg import format_report, summarize
 from trl_repulse.evaluation.gcg.rates import mean_over_targets, success_at_k
-from trl_repulse.evaluation.gcg.report import success_curve
+from trl_repulse.evaluation.gcg.results import success_curve
 
 
 def result(row, before, after, status="ok"):
