@@ -2,15 +2,13 @@
 
 from trl_repulse.math.losses import (
     WeightedSamples,
-    compute_advantages,
-    ctl_coefficients,
-    kl_token_rewards,
-    log_ratio_loss,
     negative_coefficients,
     negative_reinforce_coefficients,
     policy_gradient_loss,
     repulse_loss,
 )
+from trl_repulse.math.proposal_losses import ctl_coefficients, log_ratio_loss
+from trl_repulse.math.returns import compute_advantages, kl_token_rewards
 
 
 def reinforce_loss(log_p, mask, returns, baseline="leave_one_out", constant=0.0, reduction="mean"):

@@ -12,14 +12,9 @@ import pytest
 import torch
 
 from trl_repulse.math.importance import log_importance_weights, normalize_weights
-from trl_repulse.math.losses import (
-    dpg_loss,
-    kl_token_rewards,
-    negative_reinforce_coefficients,
-    policy_gradient_loss,
-    sixo_loss,
-    sixo_negative_weights,
-)
+from trl_repulse.math.losses import negative_reinforce_coefficients, policy_gradient_loss
+from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
+from trl_repulse.math.returns import kl_token_rewards
 from trl_repulse.rewards.transforms import (
     class_log_potential,
     exponential_transform,

@@ -143,16 +143,15 @@ def test_one_sample():
 
 def test_shapes_are_checked():
     log_p, log_q, potential, mask = random_inputs()
-    with pytest.raises(ValueError, match="log_potential"):
-        log_importance_weights(log_p, log_q, potential[0], mask)
-    with pytest.raises(ValueError, match="log_q"):
-        log_importance_weights(log_p, log_q[:1], potential, mask)
-    with pytest.raises(ValueError, match="mask"):
-        sequence_log_prob(log_p, mask[:, :1])
-    with pytest.raises(ValueError, match="unsqueeze"):
-        sequence_log_prob(log_p[0], mask[0])
-    with pytest.raises(ValueError, match="log_w"):
-        normalize_weights(potential[0])
+    for function, inputs, name in (
+        (log_importance_weights, (log_p, log_q, potential[0], mask), "log_potential"),
+        (log_importance_weights, (log_p, log_q[:1], potential, mask), "log_q"),
+        (sequence_log_prob, (log_p, mask[:, :1]), "mask"),
+        (sequence_log_prob, (log_p[0], mask[0]), "unsqueeze"),
+        (normalize_weights, (potential[0],), "log_w"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            function(*inputs)
 
 
 def test_log_z_counts_the_samples_that_have_a_reward():

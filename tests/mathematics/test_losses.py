@@ -5,20 +5,16 @@ import math
 import pytest
 import torch
 
-from trl_repulse.math.importance import normalize_weights
-from trl_repulse.math.losses import (
-    compute_advantages,
+from trl_repulse.math.importance import normalize_weights, reduce_log_probs
+from trl_repulse.math.losses import negative_coefficients, negative_reinforce_coefficients, policy_gradient_loss
+from trl_repulse.math.proposal_losses import (
     ctl_coefficients,
     dpg_loss,
-    kl_token_rewards,
     log_ratio_loss,
-    negative_coefficients,
-    negative_reinforce_coefficients,
-    policy_gradient_loss,
-    reduce_log_probs,
     sixo_loss,
     sixo_negative_weights,
 )
+from trl_repulse.math.returns import compute_advantages, kl_token_rewards
 
 from ..whole_losses import ctl_loss, eq_4, kl_penalized_returns, negative_loss, negative_reinforce_loss, reinforce_loss
 
@@ -70,20 +66,10 @@ POLICY = {
 }
 
 
-def proposal_value_and_gradient(name, batch, log_w=None):
-    leaf = batch.now_all.clone().requires_grad_()
-    loss = PROPOSAL[name](batch, leaf, normalize_weights(batch.log_w if log_w is None else log_w))
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
-
-
-def policy_value_and_gradient(name, batch, log_w=None):
-    leaf = batch.p.clone().requires_grad_()
-    loss = POLICY[name](batch, leaf, normalize_weights(batch.log_w if log_w is None else log_w))
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
-
-
 def value_and_gradient(name, batch, log_w=None):
-    return (proposal_value_and_gradient if name in PROPOSAL else policy_value_and_gradient)(name, batch, log_w)
+    leaf = (batch.now_all if name in PROPOSAL else batch.p).clone().requires_grad_()
+    loss = (PROPOSAL | POLICY)[name](batch, leaf, normalize_weights(batch.log_w if log_w is None else log_w))
+    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
 # Reductions
@@ -203,13 +189,13 @@ def test_negative_reinforce_baselines():
 
 
 def test_negative_reinforce_refuses():
-    w, returns = double([[1.0]]), double([[1.0]])
-    with pytest.raises(ValueError, match="N >= 2"):
-        negative_reinforce_coefficients(w, returns, 1.0, "proposal")
-    with pytest.raises(ValueError, match="needs `returns`"):
-        negative_reinforce_coefficients(w, returns, 1.0, "policy")
-    with pytest.raises(ValueError, match="`baseline` must be"):
-        negative_reinforce_coefficients(w, returns, 1.0, "expectation")
+    for baseline, message in (
+        ("proposal", "N >= 2"),
+        ("policy", "needs `returns`"),
+        ("expectation", "`baseline` must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            negative_reinforce_coefficients(double([[1.0]]), double([[1.0]]), 1.0, baseline)
 
 
 # Edges shared by all losses
@@ -312,13 +298,11 @@ def test_micro_batches_add_up(sizes, reduction):
     for name, (loss, inputs) in losses.items():
         whole = loss(*inputs, None)
         flat = [x.flatten(0, 1)[order].unsqueeze(1) for x in inputs]  # (B, 1, ...)
-        parts = [loss(*chunk, P * N) for chunk in zip(*(x.split(sizes) for x in flat), strict=True)]
+        chunks = list(zip(*(x.split(sizes) for x in flat), strict=True))
+        parts = [loss(*chunk, P * N) for chunk in chunks]
         torch.testing.assert_close(sum(parts), whole, msg=name)
-        torch.testing.assert_close(
-            sum(loss(*chunk, torch.tensor(P * N)) for chunk in zip(*(x.split(sizes) for x in flat), strict=True)),
-            whole,
-        )
-        means = sum(loss(*chunk, None) for chunk in zip(*(x.split(sizes) for x in flat), strict=True)) / len(sizes)
+        torch.testing.assert_close(sum(loss(*chunk, torch.tensor(P * N)) for chunk in chunks), whole)
+        means = sum(loss(*chunk, None) for chunk in chunks) / len(sizes)
         if len(set(sizes)) > 1:
             assert (means - whole).abs() > 1e-6, f"{name}: uneven micro-batches cannot average to the whole"
 
@@ -340,18 +324,16 @@ def test_ctl_coefficients_by_hand():
 
 
 @pytest.mark.parametrize("parameterization", ["token", "prefix"])
-def test_ctl_is_the_loss_of_its_coefficients(parameterization):
+def test_ctl_is_a_policy_gradient_with_token_coefficients(parameterization):
     b = Batch()
     w = normalize_weights(b.log_w)
     now = b.now.clone().requires_grad_()
     c = ctl_coefficients(now, b.q, b.p, w, b.mask, parameterization=parameterization)
     assert not c.requires_grad and torch.equal(c[b.mask == 0], torch.zeros_like(c[b.mask == 0]))
-    whole = ctl_loss(now, b.q, b.p, w, b.mask, parameterization=parameterization)
-    split = log_ratio_loss(now, b.p, c, b.mask, parameterization)
-    assert torch.equal(whole, split)
-    if parameterization == "token":  # a policy gradient with token coefficients
+    if parameterization == "token":
+        loss = log_ratio_loss(now, b.p, c, b.mask)
         plain = policy_gradient_loss(now * c, b.mask, torch.ones(P, N))
-        torch.testing.assert_close(torch.autograd.grad(split, now), torch.autograd.grad(plain, now))
+        torch.testing.assert_close(torch.autograd.grad(loss, now), torch.autograd.grad(plain, now))
 
 
 @pytest.mark.parametrize("name", PROPOSAL)
@@ -436,7 +418,7 @@ def test_dpg_tolerates_tokens_nobody_can_draw():
     narrow = Batch()
     narrow.tokens = b.tokens
     narrow.p_all, narrow.now_all = (x[..., : V - 1] for x in (b.p_all, b.now_all))
-    (value, gradient), (expected, expected_gradient) = (proposal_value_and_gradient("dpg", x) for x in (b, narrow))
+    (value, gradient), (expected, expected_gradient) = (value_and_gradient("dpg", x) for x in (b, narrow))
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(gradient[..., : V - 1], expected_gradient)
     assert torch.equal(gradient[..., V - 1], torch.zeros(P, N, T, dtype=torch.float64))
@@ -446,10 +428,8 @@ def test_dpg_tolerates_tokens_nobody_can_draw():
 
 
 def test_kl_in_the_reward():
-    log_p, log_ref = (
-        double([[[-1.0, -2.0, NAN], [-1.0, NAN, NAN], [INF, NAN, NAN]]]),
-        double([[[-3.0, -1.0, 0.0]] * 3]),
-    )
+    log_p = double([[[-1.0, -2.0, NAN], [-1.0, NAN, NAN], [INF, NAN, NAN]]])
+    log_ref = double([[[-3.0, -1.0, 0.0]] * 3])
     mask, reward = torch.tensor([[[1, 1, 0], [1, 0, 0], [0, 0, 0]]]), double([[10.0, 20.0, 30.0]])
     tokens = kl_token_rewards(log_p, log_ref, reward, 0.5, mask)
     assert torch.equal(tokens, double([[[-1.0, 10.5, 0.0], [19.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]))

@@ -67,22 +67,6 @@ def test_the_statistics_are_those_of_the_batch_and_not_of_a_prompt():
     assert (a_prompt_at_a_time[0].abs() > 0.5).all()
 
 
-@pytest.mark.parametrize("baseline", ["none", "group_mean", "leave_one_out"])
-def test_normalised_advantages_have_mean_0_and_deviation_1_whatever_the_scale(baseline):
-    returns = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 5
-    one = compute_advantages(returns, baseline, normalize=True)
-    assert one.mean().abs() < 1e-12 and one.std() == pytest.approx(1, abs=2e-4)
-    torch.testing.assert_close(one, compute_advantages(returns * 50, baseline, normalize=True), rtol=3e-4, atol=0)
-
-
-def test_leave_one_out_and_group_mean_differ_by_a_factor_that_normalising_takes_away():
-    returns = double(RETURNS[:2])
-    one_out, mean = (compute_advantages(returns, name) for name in ("leave_one_out", "group_mean"))
-    torch.testing.assert_close(mean, one_out * 2 / 3)
-    normalised = [compute_advantages(returns, name, normalize=True) for name in ("leave_one_out", "group_mean")]
-    torch.testing.assert_close(*normalised, rtol=1e-4, atol=0)
-
-
 def test_a_sample_left_out_changes_nothing_else():
     with_it, without = double([[1.0, NAN, 5.0], [2.0, 4.0, NAN]]), double([[1.0, 5.0], [2.0, 4.0]])
     for baseline in ("none", "group_mean", "leave_one_out"):
@@ -102,17 +86,13 @@ def test_nothing_to_compare_is_no_advantage(returns, baseline):
     assert (compute_advantages(double(returns), baseline, normalize=True) == 0).all()
 
 
-def test_group_mean_needs_a_group():
-    with pytest.raises(ValueError, match="`baseline='group_mean'` needs N >= 2"):
-        compute_advantages(double([[1.0]]), "group_mean")
-
-
 def test_advantages():
     returns = double([[1.0, 2.0, 6.0], [0.0, 0.0, 3.0]])
     expected = double([[-3.0, -1.5, 4.5], [-1.5, -1.5, 3.0]])
     assert torch.equal(compute_advantages(returns), expected)
     assert torch.equal(compute_advantages(returns, "constant", 2.0), returns - 2.0)
     assert torch.equal(compute_advantages(returns, "none", 2.0), returns)
+    assert torch.equal(compute_advantages(double([[1.0]]), "none"), double([[1.0]]))
     assert not compute_advantages(returns.requires_grad_()).requires_grad
 
 
@@ -122,13 +102,16 @@ def test_advantages_leave_nan_out():
     assert torch.equal(compute_advantages(returns, "constant", 1.0), double([[0, 0, 4.0], [0, 3.0, 0], [0, 0, 0]]))
 
 
-def test_advantages_refuse():
-    with pytest.raises(ValueError, match="N >= 2"):
-        compute_advantages(double([[1.0], [2.0]]))
-    assert torch.equal(compute_advantages(double([[1.0]]), "none"), double([[1.0]]))
-    with pytest.raises(ValueError, match="infinite"):
-        compute_advantages(double([[1.0, -INF]]))
-    with pytest.raises(ValueError, match="`baseline` must be"):
-        compute_advantages(double([[1.0, 2.0]]), "mean")
-    with pytest.raises(ValueError, match="shape"):
-        compute_advantages(double([1.0, 2.0]))
+@pytest.mark.parametrize(
+    ("returns", "baseline", "message"),
+    [
+        ([[1.0], [2.0]], "leave_one_out", "N >= 2"),
+        ([[1.0]], "group_mean", "N >= 2"),
+        ([[1.0, -INF]], "none", "infinite"),
+        ([[1.0, 2.0]], "mean", "`baseline` must be"),
+        ([1.0, 2.0], "none", "shape"),
+    ],
+)
+def test_advantages_refuse(returns, baseline, message):
+    with pytest.raises(ValueError, match=message):
+        compute_advantages(double(returns), baseline)

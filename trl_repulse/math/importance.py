@@ -1,6 +1,7 @@
 """Importance weights of proposal samples against the target σ(s) ∝ p(s) φ(s), and what they say about the proposal.
 
-Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats.
+Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. A mask is 0 at the
+positions that do not count.
 
 The contract: for each prompt, the N completions are drawn independently from the proposal q, and `log_w` is
 log p(s) + log φ(s) − log q(s), unnormalised, so that the mean of w over samples estimates Z = E_p[φ] without bias and
@@ -18,20 +19,7 @@ Reduction = Literal["mean", "sum"]
 
 
 def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """
-    Refuse a tensor whose shape is not the one given, before broadcasting hides the mistake.
-
-    Args:
-        name (`str`):
-            Name of the argument, for the message.
-        tensor (`torch.Tensor`):
-            Tensor to check.
-        shape (`tuple[int, ...]`):
-            Shape it must have; −1 accepts any size.
-
-    Raises:
-        `ValueError`: If number or sizes of the axes differ.
-    """
+    """Raises `ValueError` unless the argument `name` has this shape, in which −1 accepts any size."""
     actual = tuple(tensor.shape)
     if len(actual) != len(shape) or any(want not in (-1, got) for got, want in zip(actual, shape, strict=True)):
         expected = "(" + ", ".join("any" if size == -1 else str(size) for size in shape) + ")"
@@ -40,21 +28,18 @@ def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
 
 def zero_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
-    Values at the positions that count and 0 elsewhere, whatever stood there (also −inf or NaN).
+    Values at the positions that count and 0 elsewhere, even for −inf or NaN.
 
     Args:
-        values (`torch.Tensor`):
-            Values of shape (P, N, T).
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), bool or numeric; positions where it is 0 do not count.
+        values, mask (`torch.Tensor`):
+            Values and mask (bool or numeric), both of shape (P, N, T).
 
     Returns:
-        `torch.Tensor`:
-            Values of shape (P, N, T), in float32 if they came in half precision (the sums that follow need it).
-            Gradient flows to `values` at the positions that count.
+        `torch.Tensor`: Values of shape (P, N, T), in float32 if they were in half precision, since sums follow. Gradient flows
+        to `values` at the positions that count.
 
     Raises:
-        `ValueError`: If the shapes are not (P, N, T) both.
+        `ValueError`: If a shape is not (P, N, T).
     """
     require_shape("log-probabilities", values, (-1, -1, -1))
     require_shape("mask", mask, tuple(values.shape))
@@ -66,14 +51,11 @@ def sequence_log_prob(log_p: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     Log-probability of each completion: the sum over its tokens.
 
     Args:
-        log_p (`torch.Tensor`):
-            Log-probabilities of the completion tokens, of shape (P, N, T), in nats.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
+        log_p, mask (`torch.Tensor`):
+            Log-probabilities of the completion tokens (nats) and mask, both of shape (P, N, T).
 
     Returns:
-        `torch.Tensor`:
-            Log-probabilities of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
+        `torch.Tensor`: Of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
     """
     return zero_masked(log_p, mask).sum(dim=-1)
 
@@ -83,19 +65,16 @@ def reduce_log_probs(log_p: torch.Tensor, mask: torch.Tensor, reduction: Reducti
     One number ℓ per completion from its token log-probabilities.
 
     The derivation of Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184) gives the sum; the published
-    hyper-parameters belong to the mean over the completion's own tokens.
+    hyper-parameters are for the mean.
 
     Args:
-        log_p (`torch.Tensor`):
-            Values of shape (P, N, T), in nats.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
+        log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) and mask, both of shape (P, N, T).
         reduction (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` over the tokens of each completion or `"sum"`.
+            `"mean"` over the tokens of each completion, or `"sum"`.
 
     Returns:
-        `torch.Tensor`:
-            Values of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
+        `torch.Tensor`: Of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
 
     Raises:
         `ValueError`: If `reduction` is neither of the two.
@@ -115,18 +94,14 @@ def log_importance_weights(
     Log importance weights log w = Σ_t log p + log φ − Σ_t log q of proposal samples (before Eq. 4's normalisation).
 
     Args:
-        log_p (`torch.Tensor`):
-            Log-probabilities of the completion tokens under the policy, of shape (P, N, T), in nats.
-        log_q (`torch.Tensor`):
-            The same under the model that drew the completions, as it was then, of shape (P, N, T), in nats.
+        log_p, log_q, mask (`torch.Tensor`):
+            Log-probabilities of the tokens (nats) under the policy and under the model that drew them, as it was then, and
+            mask, all of shape (P, N, T).
         log_potential (`torch.Tensor`):
             log φ of each completion, of shape (P, N), in nats. NaN marks a sample without a reward.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
 
     Returns:
-        `torch.Tensor`:
-            `log_w` of shape (P, N), in nats, detached; −inf where `log_potential` is NaN or −inf.
+        `torch.Tensor`: `log_w` of shape (P, N), in nats, detached; −inf where `log_potential` is NaN or −inf.
 
     Raises:
         `ValueError`: If the shapes do not fit together.
@@ -149,18 +124,15 @@ def log_mixture_weights(
     n + k samples estimates Z = E_p[φ] without bias.
 
     Args:
-        log_p (`torch.Tensor`):
-            Log-probabilities of all of a prompt's completions under the policy, of shape (P, n + k), in nats.
-        log_q (`torch.Tensor`):
-            The same under the other sampler, of shape (P, n + k), in nats.
+        log_p, log_q (`torch.Tensor`):
+            Log-probabilities of a prompt's completions under policy and other sampler, of shape (P, n + k), in nats.
         log_potential (`torch.Tensor`):
             log φ of each completion, of shape (P, n + k), in nats. NaN marks a sample without a reward.
         num_p, num_q (`int`):
             n and k, at least 1.
 
     Returns:
-        `torch.Tensor`:
-            `log_w` of shape (P, n + k), in nats, detached; −inf where `log_potential` is NaN or −inf.
+        `torch.Tensor`: `log_w` of shape (P, n + k), in nats, detached; −inf where `log_potential` is NaN or −inf.
 
     Raises:
         `ValueError`: If the shapes do not fit together.
@@ -178,8 +150,8 @@ def _check_log_w(log_w: torch.Tensor) -> None:
     require_shape("log_w", log_w, (-1, -1))
     if bool((log_w.isnan() | (log_w == torch.inf)).any()):
         raise ValueError(
-            "`log_w` holds NaN or +inf, which no weight can stand for. Look for NaN log-probabilities (a model that "
-            "diverged) or an infinite potential; to leave a sample out, set its `log_w` to -inf or its reward to NaN."
+            "`log_w` holds NaN or +inf. Look for NaN log-probabilities (a model that diverged) or an infinite potential; to "
+            "leave a sample out, set its `log_w` to -inf or its reward to NaN."
         )
 
 
@@ -192,9 +164,8 @@ def normalize_weights(log_w: torch.Tensor) -> torch.Tensor:
             Log-weights of shape (P, N), in nats; −inf for a sample of weight 0.
 
     Returns:
-        `torch.Tensor`:
-            `normalized_w` of shape (P, N), probabilities over each prompt's samples. A prompt whose samples all weigh
-            −inf gets zeros: its samples push nothing. Gradient flows to `log_w` if it carries any.
+        `torch.Tensor`: `normalized_w` of shape (P, N), probabilities over each prompt's samples; zeros for a prompt whose
+        log-weights are all −inf. Gradient flows to `log_w`.
 
     Raises:
         `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
@@ -213,8 +184,7 @@ def effective_sample_size(log_w: torch.Tensor) -> torch.Tensor:
             Log-weights of shape (P, N), in nats.
 
     Returns:
-        `torch.Tensor`:
-            Of shape (P,), in samples, from 1 (one sample bears all the weight) to N; 0 if all weights are −inf.
+        `torch.Tensor`: Of shape (P,), from 1 (one sample has all the weight) to N; 0 if all log-weights are −inf.
 
     Raises:
         `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
@@ -224,20 +194,7 @@ def effective_sample_size(log_w: torch.Tensor) -> torch.Tensor:
 
 
 def max_weight_share(log_w: torch.Tensor) -> torch.Tensor:
-    """
-    Largest normalised weight of each prompt.
-
-    Args:
-        log_w (`torch.Tensor`):
-            Log-weights of shape (P, N), in nats.
-
-    Returns:
-        `torch.Tensor`:
-            Of shape (P,), a share from 1/N to 1; 0 if all weights are −inf.
-
-    Raises:
-        `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
-    """
+    """Largest normalised weight of each prompt, (P,), as [`effective_sample_size`]: from 1/N to 1, or 0."""
     return normalize_weights(log_w).amax(dim=-1)
 
 
@@ -245,8 +202,7 @@ def log_z_estimate(log_w: torch.Tensor, scored: torch.Tensor | None = None) -> t
     """
     Estimate of log Z = log E_p[φ] per prompt: the log of the mean weight, on average a lower bound.
 
-    Samples of weight −inf count in the mean. That is right for weights that are 0, and wrong for samples left out for
-    want of a reward: `scored` tells them apart.
+    Samples of log-weight −inf count in the mean as weights of 0, except those without a reward, which `scored` marks.
 
     Args:
         log_w (`torch.Tensor`):
@@ -255,8 +211,7 @@ def log_z_estimate(log_w: torch.Tensor, scored: torch.Tensor | None = None) -> t
             Of shape (P, N), bool: which samples have a reward, by default all.
 
     Returns:
-        `torch.Tensor`:
-            Of shape (P,), in nats; −inf if all weights are −inf.
+        `torch.Tensor`: Of shape (P,), in nats; −inf if all log-weights are −inf.
 
     Raises:
         `ValueError`: If a weight is NaN or +inf, or `log_w` is not of shape (P, N).
@@ -280,19 +235,16 @@ def engine_ratios(
     Importance ratios between a model and the engine that drew its samples, truncated or masked as in TRL's GRPO trainer (1.16).
 
     Args:
-        log_q, engine_log_q (`torch.Tensor`):
-            Log-probabilities of shape (..., T), in nats, by the model and by the engine. Tokens of which one is NaN count as alike.
-        mask (`torch.Tensor`):
-            Mask of shape (..., T), 0 at the positions that do not count.
+        log_q, engine_log_q, mask (`torch.Tensor`):
+            Log-probabilities (nats) by model and engine, and mask, all of shape (..., T). NaN in one counts as no difference.
         mode (`str`, *optional*, defaults to `"sequence_mask"`):
-            `"token_truncate"` or `"token_mask"` for a ratio of each token, `"sequence_truncate"` or `"sequence_mask"` for one of each
-            sample. Ratios beyond the bounds are moved to them, or are 0.
+            `"token_truncate"` or `"token_mask"` for a ratio of each token, `"sequence_truncate"` or `"sequence_mask"` for one of
+            each sample. Ratios beyond the bounds are clipped, or set to 0.
         clip_min, clip_max (`float`, *optional*):
             The bounds; `None` for none.
 
     Returns:
-        `torch.Tensor`:
-            Of shape (..., T), or (..., 1) for whole samples. Without gradient.
+        `torch.Tensor`: Of shape (..., T), or (..., 1) for whole samples, detached.
 
     Raises:
         `ValueError`: If the shapes do not fit together or `mode` is unknown.
@@ -312,19 +264,7 @@ def engine_ratios(
 
 
 def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """
-    How many of a prompt's completions are distinct in the tokens that count, as a share of all of them.
-
-    Args:
-        ids (`torch.Tensor`):
-            Tokens of shape (P, N, T).
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
-
-    Returns:
-        `torch.Tensor`:
-            Of shape (P,), a share from 1/N (all are the same) to 1.
-    """
+    """Share of a prompt's completions that are distinct, (P,), from 1/N to 1; from tokens and mask, both (P, N, T)."""
     require_shape("mask", mask, tuple(ids.shape))
     rows = ids.masked_fill(mask == 0, -1)
     rows = rows.gather(-1, (mask == 0).long().argsort(dim=-1, stable=True))  # what counts, in its order
@@ -339,19 +279,16 @@ def rank_among(
     Where a prompt's values stand among others of the same prompt.
 
     Args:
-        values (`torch.Tensor`):
-            Of shape (P, N).
-        others (`torch.Tensor`):
-            Of shape (P, M).
+        values, others (`torch.Tensor`):
+            Of shape (P, N) and (P, M).
         counted (`torch.Tensor`, *optional*):
             Mask of the values that count, of shape (P, N); all by default.
         tolerance (`float`, *optional*, defaults to `1e-4`):
-            Difference up to which two values are a tie: the same completion, scored twice, differs by rounding.
+            Difference up to which two values are a tie, since scores of one completion differ by rounding.
 
     Returns:
-        `torch.Tensor`:
-            Of shape (P,), the mean share of the others that lie below a value, ties counting half: 0.5 on average if both are
-            drawn alike, 0 if every value is below all others, NaN if no value counts.
+        `torch.Tensor`: Of shape (P,), the mean share of others below a value, ties counting half: 0.5 on average for equal
+        distributions, 0 if every value is below all others, NaN if no value counts.
     """
     require_shape("others", others, (values.shape[0], -1))
     gap = values[:, :, None] - others[:, None]

@@ -1,12 +1,9 @@
 """Losses of the policy: REINFORCE on its own samples, and the negative term on the proposal's.
 
 Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. A sample's
-coefficient is the factor of the gradient of its ℓ (its reduced log-probability) in the direction of ascent: an
-advantage for policy samples, −α·w for proposal samples. With coefficients made at sampling time, one forward pass over
-both kinds and one `policy_gradient_loss` make a training step, whatever micro-batch a sample ends up in.
-
-Returns and advantages are in `returns.py` and the proposal's losses in `proposal_losses.py`; both can be imported from
-here too.
+coefficient multiplies the gradient of its ℓ (its reduced log-probability) in the direction of ascent: an advantage for
+policy samples, −α·w for proposal samples. Coefficients are computed at sampling time, so that micro-batches may be cut in any way.
+A mask is 0 at the positions that do not count.
 """
 
 from typing import Literal, NamedTuple
@@ -14,67 +11,15 @@ from typing import Literal, NamedTuple
 import torch
 
 from .importance import Reduction, reduce_log_probs, require_shape, sequence_log_prob
-from .proposal_losses import (
-    Parameterization,
-    ctl_coefficients,
-    dpg_loss,
-    log_ratio_loss,
-    sixo_loss,
-    sixo_negative_weights,
-    vargrad_loss,
-    vargrad_targets,
-)
-from .returns import (
-    Baseline,
-    compute_advantages,
-    cvar_rewards,
-    cvar_schedule,
-    kl_token_rewards,
-)
+from .returns import compute_advantages
 
-
-__all__ = [
-    "AlphaNormalization",
-    "Baseline",
-    "NegativeBaseline",
-    "Parameterization",
-    "Reduction",
-    "WeightedSamples",
-    "compute_advantages",
-    "ctl_coefficients",
-    "cvar_rewards",
-    "cvar_schedule",
-    "dpg_loss",
-    "kl_token_rewards",
-    "log_ratio_loss",
-    "negative_coefficients",
-    "negative_reinforce_coefficients",
-    "policy_gradient_loss",
-    "reduce_log_probs",
-    "repulse_loss",
-    "sixo_loss",
-    "sixo_negative_weights",
-    "vargrad_loss",
-    "vargrad_targets",
-]
 
 AlphaNormalization = Literal["samples", "none"]
 NegativeBaseline = Literal["none", "proposal", "policy"]
 
 
 def scale_gradient(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """
-    The same values, through which a gradient is multiplied on its way back.
-
-    Args:
-        values (`torch.Tensor`):
-            Of any shape.
-        factor (`torch.Tensor`):
-            Of a shape that fits it.
-
-    Returns:
-        `torch.Tensor`: `values`.
-    """
+    """The same values, whose gradient is multiplied by a factor of the same shape, or one that broadcasts."""
     return values.detach() + factor * (values - values.detach())
 
 
@@ -89,23 +34,20 @@ def policy_gradient_loss(
     epsilon_high: float = 0.2,
 ) -> torch.Tensor:
     """
-    Policy-gradient loss Σ −c·ℓ / denominator, ℓ being the token mean or sum of a sample's log-probabilities.
+    Policy-gradient loss Σ −c·ℓ / denominator, where ℓ is the token mean or sum of a sample's log-probabilities.
 
-    With `old_log_p`, for samples used again after the policy moved: −min(ρ·c, clip(ρ)·c) with the sequence-level
-    ρ = p/p_old, over the completion's length if `reduction` is `"mean"`. At ρ = 1 the *gradient* is that of the loss
-    above; the *value* is not (−c over that length instead of −c·ℓ).
+    With `old_log_p`, for samples reused after an update: −min(ρ·c, clip(ρ)·c) with the sequence-level ρ = p/p_old, over the
+    completion's length if `reduction` is `"mean"`. At ρ = 1 this has the same gradient, but another value.
 
     Args:
-        log_p (`torch.Tensor`):
-            Log-probabilities of shape (P, N, T), in nats. Samples whose groups were cut apart fit as (B, 1, T).
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
+        log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) and mask, both of shape (P, N, T), or (B, 1, T) if groups are split.
         coefficients (`torch.Tensor`):
             Coefficients of shape (P, N), detached here. A sample of coefficient 0 adds exactly 0.
         reduction (`str`, *optional*, defaults to `"mean"`):
             `"mean"` or `"sum"` over a completion's tokens.
         denominator (`float` or `torch.Tensor`, *optional*):
-            What the sum over samples is divided by, P·N by default. To add up micro-batches, give the whole batch's.
+            Divides the sum over samples, by default P·N. To add up micro-batches, give the whole batch's.
         old_log_p (`torch.Tensor`, *optional*):
             Log-probabilities at sampling time, of shape (P, N, T), in nats, detached here.
         epsilon_low, epsilon_high (`float`, *optional*, defaults to `0.2`):
@@ -146,12 +88,12 @@ def negative_coefficients(
 
     Args:
         normalized_w (`torch.Tensor`):
-            Weights of shape (P, N), summing to 1 (or all 0) within each whole prompt.
+            Weights of shape (P, N), which sum to 1 (or 0) within each prompt.
         alpha (`float`):
             Weight of the term.
         alpha_normalization (`str`, *optional*, defaults to `"samples"`):
-            `"samples"`: −α·w, the convention of the published α, which is Eq. 4 with α / N. `"none"`: −α·N·w, Eq. 4
-            itself, whose fixed point does not depend on N.
+            `"samples"`: −α·w, as for the published α, which is Eq. 4 with α / N. `"none"`: −α·N·w, Eq. 4 itself, whose
+            fixed point does not depend on N.
 
     Returns:
         `torch.Tensor`: Coefficients of shape (P, N), detached.
@@ -183,10 +125,10 @@ def negative_reinforce_coefficients(
         returns_neg (`torch.Tensor`):
             Returns of the proposal samples, of shape (P, N); NaN leaves a sample out.
         baseline (`str`, *optional*, defaults to `"none"`):
-            b. `"proposal"`: mean return of the prompt's other proposal samples, *unweighted* (`"expectation"` in the
-            research code). `"policy"`: mean return of its policy samples (`"other_expectation"`). `"none"`: 0.
+            b. `"proposal"`: unweighted mean return of the prompt's other proposal samples (`"expectation"` in the research
+            code). `"policy"`: mean return of its policy samples (`"other_expectation"`). `"none"`: 0.
         returns (`torch.Tensor`, *optional*):
-            Returns of the policy samples, of shape (P, any), for `"policy"`. If all of a prompt's are NaN, it gets 0.
+            Returns of the policy samples, of shape (P, any), for `"policy"`. A prompt whose returns are all NaN gets 0.
 
     Returns:
         `torch.Tensor`: Coefficients of shape (P, N), detached.
@@ -227,29 +169,21 @@ def repulse_loss(
     The policy's loss, Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184): REINFORCE plus the negative term.
 
     With `reduction="sum"`, `alpha_normalization="none"` and exact weights, its expected gradient is that of
-    −E_p[R] + α·log E_p[φ]. The defaults are the published conventions, which differ from that by 1/N and 1/length.
+    −E_p[R] + α·log E_p[φ]. The defaults are the published conventions, which differ by 1/N and 1/length.
 
     Args:
         own ([`WeightedSamples`]):
-            The policy's samples, with their advantages, and −α·w on top where they serve the negative term.
+            The policy's samples, with their advantages, plus −α·w if they are in the negative term too.
         negative ([`WeightedSamples`], *optional*):
-            Samples that were drawn for the negative term, with the [`negative_coefficients`]. P and N may differ.
+            Samples drawn for the negative term, with the [`negative_coefficients`]. P and N may differ.
         reduction, epsilon_low, epsilon_high:
             As for [`policy_gradient_loss`].
 
     Returns:
         `torch.Tensor`: Scalar. Gradient flows to the log-probabilities of both.
     """
-    kinds = (own,) if negative is None else (own, negative)
-    return sum(
-        policy_gradient_loss(
-            samples.log_p,
-            samples.mask,
-            samples.coefficients,
-            reduction=reduction,
-            old_log_p=samples.old_log_p,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-        )
-        for samples in kinds
-    )
+    clipping = epsilon_low, epsilon_high
+    loss = policy_gradient_loss(*own[:3], reduction, None, own.old_log_p, *clipping)
+    if negative is None:
+        return loss
+    return loss + policy_gradient_loss(*negative[:3], reduction, None, negative.old_log_p, *clipping)

@@ -2,10 +2,10 @@
 
 Axis letters: B completions (rows), T completion tokens. V(s_t) is the value *before* token t: the expected sum of the
 token rewards from t on, given the prompt and the completion's tokens before t. A mask is 0 at positions that are not the
-policy's (padding, what a tool wrote); they are stepped over, not averaged in. Everything but [`value_loss`] is detached.
+policy's (padding, the output of tools), which are skipped. Everything but [`value_loss`] is detached.
 
-The clipped surrogate of the policy is GRPO's own in TRL, which takes advantages of shape (B, T). Rewards of tokens are
-made by [`~trl_repulse.math.returns.kl_token_rewards`].
+TRL's GRPO has the clipped surrogate of the policy, for advantages of shape (B, T). Token rewards come from
+[`~trl_repulse.math.returns.kl_token_rewards`].
 """
 
 from collections.abc import Callable
@@ -29,26 +29,20 @@ def generalized_advantages(
     """
     Generalized advantage estimation ([Schulman et al., 2016](https://huggingface.co/papers/1506.02438)).
 
-    A_t = δ_t + γλ·A_{t'}, with δ_t = r_t + γ·V(s_{t'}) − V(s_t) and t' the next position of mask 1. Nothing is expected
-    after the last of them, also where the completion was cut off at its maximal length: the reward was given for the text
-    as it is. With λ = 1 the advantage is the discounted sum of the rewards to come less V(s_t), with λ = 0 it is δ_t.
+    A_t = δ_t + γλ·A_{t'}, with δ_t = r_t + γ·V(s_{t'}) − V(s_t) and t' the next position of mask 1. The value after the last
+    of them is 0, also for a completion cut off at its maximal length, whose text was rewarded as it is.
 
     Args:
-        rewards (`torch.Tensor`):
-            Token rewards of shape (B, T). What stands at masked positions is ignored.
-        values (`torch.Tensor`):
-            V(s_t) of shape (B, T), in units of reward.
-        mask (`torch.Tensor`):
-            Mask of shape (B, T). Zeros may stand anywhere.
+        rewards, values, mask (`torch.Tensor`):
+            Token rewards, V(s_t) in units of reward, and mask, with zeros anywhere, all of shape (B, T).
         gamma (`float`, *optional*, defaults to `1.0`):
-            Discount γ of a token's delay, from 0 to 1.
+            Discount γ per token, from 0 to 1.
         gae_lambda (`float`, *optional*, defaults to `0.95`):
-            λ, from 0 (trusts the values) to 1 (trusts the sampled rewards).
+            λ, from 0 (A_t = δ_t) to 1 (A_t is the discounted sum of rewards minus V(s_t)).
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`:
-            Advantages and returns (advantage + value, the values' regression target), each of shape (B, T), 0 where
-            masked, detached, in float32 at least.
+        `tuple[torch.Tensor, torch.Tensor]`: Advantages and returns (advantage + value, the values' regression target), each of
+        shape (B, T), 0 where masked, detached, in float32 at least.
 
     Raises:
         `ValueError`: If the shapes differ.
@@ -77,12 +71,10 @@ def masked_moments(
     Mean and (biased) variance of the values at the positions that count, over all processes.
 
     Args:
-        values (`torch.Tensor`):
-            Values of shape (B, T).
-        mask (`torch.Tensor`):
-            Mask of shape (B, T).
+        values, mask (`torch.Tensor`):
+            Values and mask, both of shape (B, T).
         reduce (`Callable`, *optional*):
-            Sums a tensor over processes. Called twice: the variance is formed around the mean of all of them.
+            Sums a tensor over processes. Called twice, since the variance is about the mean of all of them.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Two scalars, detached; 0 where no position counts.
@@ -104,11 +96,7 @@ def whiten(
     Shifts and scales values to mean 0 and variance 1 over the positions that count, in all processes together.
 
     Args:
-        values (`torch.Tensor`):
-            Values of shape (B, T).
-        mask (`torch.Tensor`):
-            Mask of shape (B, T).
-        reduce (`Callable`, *optional*):
+        values, mask, reduce:
             As for [`masked_moments`].
         epsilon (`float`, *optional*, defaults to `1e-8`):
             Added to the variance: values that are all equal become 0.
@@ -131,28 +119,20 @@ def value_loss(
     """
     Half the squared error of the values, the worse of clipped and unclipped at each token.
 
-    The clipped value stays within `clip` of the one at sampling time: a token whose value has moved further, and not away
-    from its return, has no gradient.
+    A token whose value has moved further than `clip` from the one at sampling time, towards its return, has no gradient.
 
     Args:
-        values (`torch.Tensor`):
-            Values under the model as it is, of shape (B, T).
-        old_values (`torch.Tensor`):
-            Values at sampling time, of shape (B, T), detached here.
-        returns (`torch.Tensor`):
-            Regression targets of shape (B, T), detached here.
-        mask (`torch.Tensor`):
-            Mask of shape (B, T).
+        values, old_values, returns, mask (`torch.Tensor`):
+            Values now and at sampling time, their regression targets, and mask, all of shape (B, T). All but `values` are
+            detached here.
         clip (`float`, *optional*, defaults to `0.2`):
             How far a value may move from its old one, in units of reward; `None` does not clip.
         denominator (`float` or `torch.Tensor`, *optional*):
-            What the sum over tokens is divided by, the number of tokens that count by default. To add up
-            micro-batches, give the whole batch's.
+            Divides the sum over tokens, by default the number that count. To add up micro-batches, give the whole batch's.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`:
-            The loss, a scalar whose gradient flows to `values`, and the share of tokens at which the clipped error was
-            the worse, over the same denominator, detached.
+        `tuple[torch.Tensor, torch.Tensor]`: The loss, a scalar whose gradient flows to `values`, and the share of tokens at
+        which the clipped error was the worse, over the same denominator, detached.
 
     Raises:
         `ValueError`: If the shapes differ.
@@ -179,15 +159,11 @@ def approximate_kl(
     log_p: torch.Tensor, old_log_p: torch.Tensor, mask: torch.Tensor, denominator: float | torch.Tensor | None = None
 ) -> torch.Tensor:
     """
-    KL divergence of the updated policy from the one that sampled, estimated on its samples.
-
-    The k3 estimator ρ − 1 − log ρ with ρ = p/p_old, which is never negative.
+    KL divergence of the updated policy from the one that sampled: the k3 estimator ρ − 1 − log ρ ≥ 0 with ρ = p/p_old.
 
     Args:
-        log_p, old_log_p (`torch.Tensor`):
-            Log-probabilities (nats) under the policy as it is and as it sampled, of shape (B, T).
-        mask (`torch.Tensor`):
-            Mask of shape (B, T).
+        log_p, old_log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) under the policy now and at sampling time, and mask, all of shape (B, T).
         denominator (`float` or `torch.Tensor`, *optional*):
             As for [`value_loss`].
 

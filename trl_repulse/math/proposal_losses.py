@@ -1,11 +1,12 @@
 """Losses that teach the proposal q to follow the target σ(s) ∝ p(s) φ(s).
 
-Axis letters: P prompts, N completions per prompt, T completion tokens, V vocabulary. Log-probabilities are in nats.
+Axis letters: P prompts, N completions per prompt, T completion tokens, V vocabulary. Log-probabilities are in nats. A mask is
+0 at the positions that do not count.
 
-All but the last are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation of
-[RePULSe](https://huggingface.co/papers/2510.21184), Eq. 7): per token, or of the whole prefix. Functions that need
-whole groups of N give detached coefficients or weights; the losses that take these may be called on groups cut apart,
-shaped (B, 1, T), with the whole batch's denominator. A prompt whose weights are all 0 pushes nothing.
+All but VarGrad are written in the twist log ψ = log q − log p, with p detached (the proposal-centric parameterisation of
+[RePULSe](https://huggingface.co/papers/2510.21184), Eq. 7): per token, or of the whole prefix. Functions that need whole groups
+of N return detached coefficients or weights. Losses take these, also for split groups of shape (B, 1, T) with the whole batch's
+denominator. A prompt whose weights are all 0 has no gradient.
 """
 
 from typing import Literal
@@ -29,11 +30,6 @@ def _log_twist(
     if parameterization == "prefix":
         return zero_masked(log_psi.cumsum(dim=-1), mask)
     raise ValueError(f"`parameterization` must be 'token' or 'prefix', got {parameterization!r}.")
-
-
-def _leave_out(log_w: torch.Tensor, scored: torch.Tensor | None) -> torch.Tensor:
-    """Log-weights, −inf where nothing is known of a sample's reward."""
-    return log_w if scored is None else log_w.masked_fill(~scored, -torch.inf)
 
 
 def _mean_over_samples(
@@ -62,35 +58,25 @@ def ctl_coefficients(
     - `"token"`, log ψ_t = log q_now(s_t|s_<t) − log p(s_t|s_<t). The exponent is Σ_{u<t} (log p − log q) + log q_now,t
       − log q_t up to a sample's end, and the whole Σ (log p − log q) after it.
     - `"prefix"`, log ψ_t = Σ_{u≤t} of the same. The exponent is Σ_{u≤t} (log q_now − log q) up to a sample's end and
-      the whole Σ (log p − log q) after it. That follows the research code; with completions of different lengths the
-      weights of ended samples are then of another kind than those of running ones, and the gradient is no longer that
-      of a KL.
+      the whole Σ (log p − log q) after it, as in the research code. With completions of different lengths the gradient
+      is then not that of a KL.
 
     Args:
-        log_q_now (`torch.Tensor`):
-            Log-probabilities under the proposal as it is now, of shape (P, N, T), in nats. Equal to `log_q` at the
-            first update after sampling, so that the coefficients can be made when sampling; later they are those of a
-            proposal that has stood still.
-        log_q (`torch.Tensor`):
-            The same under the proposal that drew the completions, of shape (P, N, T), in nats.
-        log_p (`torch.Tensor`):
-            The same under the policy, of shape (P, N, T), in nats.
+        log_q_now, log_q, log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) under the proposal now, under the proposal that drew the completions, and under the policy,
+            and mask, all of shape (P, N, T). At the first update after sampling `log_q_now` is `log_q`.
         normalized_w (`torch.Tensor`):
-            Weights w of shape (P, N), of the whole completions, summing to 1 (or all 0) within each prompt.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
+            Weights w of the completions, of shape (P, N), which sum to 1 (or 0) within each prompt.
         second_term (`bool`, *optional*, defaults to `True`):
             Whether w⁻_t is subtracted. Without it the coefficients are w.
         parameterization (`str`, *optional*, defaults to `"token"`):
             `"token"` or `"prefix"`.
         scored (`torch.Tensor`, *optional*):
-            Of shape (P, N), bool: which samples have a reward, by default all. The others are in no w⁻; a sample that
-            has one, and weighs 0, is.
+            Of shape (P, N), bool: which samples have a reward, by default all. The others are in no w⁻.
 
     Returns:
-        `torch.Tensor`:
-            Coefficients of shape (P, N, T), detached; 0 where masked, for samples without a reward, and in prompts
-            whose weights are all 0.
+        `torch.Tensor`: Coefficients of shape (P, N, T), detached; 0 where masked, for samples without a reward, and in prompts
+        whose weights are all 0.
 
     Raises:
         `ValueError`: If N is 1 with the second term (w and w⁻ would cancel), shapes do not fit together, or a
@@ -115,7 +101,8 @@ def ctl_coefficients(
         log_w_negative = before + (now - then)
     else:
         log_w_negative = torch.where(running, (now - then).cumsum(dim=-1), drift)
-    log_w_negative = _leave_out(log_w_negative, None if scored is None else scored.unsqueeze(-1))
+    if scored is not None:
+        log_w_negative = log_w_negative.masked_fill(~scored.unsqueeze(-1), -torch.inf)
     by_position = log_w_negative.transpose(1, 2).reshape(prompts * tokens, samples)
     w_negative = normalize_weights(by_position).reshape(prompts, tokens, samples).transpose(1, 2)
     alive = (w > 0).any(dim=1, keepdim=True)  # (P, 1, 1)
@@ -132,21 +119,17 @@ def log_ratio_loss(
     denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    Loss of given token coefficients c: Σ over samples of the token mean of −c_t·log ψ_t, over a denominator.
+    Loss of given token coefficients c: Σ over samples of the token mean of −c_t·log ψ_t, divided by a denominator.
 
     Args:
-        log_q_now (`torch.Tensor`):
-            Log-probabilities under the proposal, of shape (P, N, T), in nats. Cut groups fit as (B, 1, T).
-        log_p (`torch.Tensor`):
-            The same under the policy, of shape (P, N, T), in nats; detached here.
+        log_q_now, log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) under proposal and policy, the latter detached here, and mask, all of shape (P, N, T).
         coefficients (`torch.Tensor`):
             From [`ctl_coefficients`], of shape (P, N, T); detached here. Where 0 they add exactly 0.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
         parameterization (`str`, *optional*, defaults to `"token"`):
-            `"token"` or `"prefix"`, as the coefficients were made.
+            `"token"` or `"prefix"`, as for the coefficients.
         reduction (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` or `"sum"` over a completion's tokens; the published losses take the mean.
+            `"mean"` or `"sum"` over a completion's tokens; the published losses have the mean.
         denominator (`float` or `torch.Tensor`, *optional*):
             P·N by default. To add up micro-batches, give the whole batch's.
 
@@ -180,8 +163,9 @@ def sixo_negative_weights(
     require_shape("log_q", log_q, tuple(log_p.shape))
     require_shape("normalized_w", normalized_w, tuple(log_p.shape[:-1]))
     log_w = (sequence_log_prob(log_p, mask) - sequence_log_prob(log_q, mask)).detach()
-    weights = normalize_weights(_leave_out(log_w, scored))
-    return weights * (normalized_w > 0).any(dim=1, keepdim=True)
+    if scored is not None:
+        log_w = log_w.masked_fill(~scored, -torch.inf)
+    return normalize_weights(log_w) * (normalized_w > 0).any(dim=1, keepdim=True)
 
 
 def sixo_loss(
@@ -194,18 +178,17 @@ def sixo_loss(
     denominator: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
-    SIXO: at each token, tell samples of σ from samples of p with log ψ_t as the logit, the latter approximated.
+    SIXO: classify samples of σ against (approximate) samples of p at each token, with the logit log ψ_t = log q_now − log p.
 
-    The token mean of −w·log sigmoid(log ψ_t) − w⁰·log sigmoid(−log ψ_t), with log ψ_t = log q_now − log p of the
-    token.
+    The token mean of −w·log sigmoid(log ψ_t) − w⁰·log sigmoid(−log ψ_t).
 
     Args:
         log_q_now, log_p, mask, reduction, denominator:
             As for [`log_ratio_loss`].
         normalized_w (`torch.Tensor`):
-            Weights w of shape (P, N), towards σ; detached here.
+            Weights w of shape (P, N), for σ; detached here.
         normalized_w_negative (`torch.Tensor`):
-            Weights w⁰ of shape (P, N) from [`sixo_negative_weights`], towards p; detached here.
+            Weights w⁰ of shape (P, N) from [`sixo_negative_weights`], for p; detached here.
 
     Returns:
         `torch.Tensor`: Scalar. Gradient flows to `log_q_now`.
@@ -232,16 +215,15 @@ def dpg_loss(
     """
     Distributional policy gradient: the token mean of −w·(log ψ_t(s_t) − Σ_v q_now(v)·log ψ_t(v)), q_now detached.
 
-    The sum over the vocabulary is exact and its gradient is 0 when `log_q_all` is normalised, so the gradient is that
-    of −w·log q: identical samples keep being reinforced, unlike with CTL.
+    The gradient of the sum over the vocabulary is 0 if `log_q_all` is normalised, so that of the loss is the gradient of
+    −w·log q: unlike with CTL, identical samples are reinforced.
 
     Args:
-        log_q_all (`torch.Tensor`):
-            Log-probabilities of the whole vocabulary under the proposal as it is now, of shape (P, N, T, V), in nats.
-        log_p_all (`torch.Tensor`):
-            The same under the policy, of shape (P, N, T, V), in nats; detached here.
+        log_q_all, log_p_all (`torch.Tensor`):
+            Log-probabilities of the whole vocabulary under the proposal now and under the policy, of shape (P, N, T, V), in
+            nats; the latter is detached here.
         tokens (`torch.Tensor`):
-            Token ids of shape (P, N, T), integer; any value where masked.
+            Token ids of shape (P, N, T); any value where masked.
         normalized_w, mask, reduction, denominator:
             As for [`sixo_loss`].
 
@@ -265,22 +247,19 @@ def vargrad_targets(
     log_q_now: torch.Tensor, log_p: torch.Tensor, log_potential: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """
-    What the log-probability of each sample would be under the target: Σ_t log p + log φ − log Z, from whole groups.
+    Log-probability of each sample under the target, Σ_t log p + log φ − log Z, from whole groups.
 
     The estimate of log Z is the mean of Σ_t log p + log φ − Σ_t log q over the *other* samples of the prompt.
 
     Args:
-        log_q_now, log_p (`torch.Tensor`):
-            Log-probabilities under proposal and policy, of shape (P, N, T), in nats.
+        log_q_now, log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) under proposal and policy, and mask, all of shape (P, N, T).
         log_potential (`torch.Tensor`):
             log φ of each sample, of shape (P, N), in nats; finite, or NaN for a sample without a reward, which is in no
             other sample's estimate.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
 
     Returns:
-        `torch.Tensor`: Of shape (P, N), in nats, detached; NaN for samples without a reward and for the only one that has
-        one.
+        `torch.Tensor`: Of shape (P, N), in nats, detached; NaN for samples without a reward and for the only one with one.
 
     Raises:
         `ValueError`: If N is 1, shapes do not fit together, or a potential is infinite: no proposal could follow it.
@@ -309,21 +288,18 @@ def vargrad_loss(
     """
     Trajectory balance in its variance form: ½·(Σ_t log q − log σ)² of each sample, with log σ from [`vargrad_targets`].
 
-    [VarGrad](https://huggingface.co/papers/2010.10436), the log-variance loss. Over a prompt's samples its gradient is that of
-    half the unbiased variance of Σ_t log q − Σ_t log p − log φ, which is 0 only where q is σ, whatever the samples were drawn
-    from; the value is N / (N − 1) times that. For samples of q itself it is on average the gradient of KL(q ‖ σ),
-    where CTL's is that of KL(σ ‖ q): q leaves out outputs of σ more easily. No importance weight is in it. Samples that are
-    all the same push nothing.
+    [VarGrad](https://huggingface.co/papers/2010.10436), the log-variance loss. Over a prompt's samples, from whatever
+    distribution, its gradient is that of half the unbiased variance of Σ_t log q − Σ_t log p − log φ, which is 0 only for q = σ;
+    the value is N / (N − 1) times that. For samples of q it is on average the gradient of KL(q ‖ σ), where CTL's is that of
+    KL(σ ‖ q): q more easily misses outputs of σ. There are no importance weights. Identical samples have no gradient.
 
-    Unlike the other losses here it takes the *sum* over tokens, which is what has to meet log σ.
+    Unlike the other losses it has the *sum* over tokens, since that is the log-probability of a completion.
 
     Args:
-        log_q_now (`torch.Tensor`):
-            Log-probabilities under the proposal, of shape (P, N, T), in nats. Cut groups fit as (B, 1, T).
+        log_q_now, mask (`torch.Tensor`):
+            Log-probabilities under the proposal (nats) and mask, both of shape (P, N, T).
         log_target (`torch.Tensor`):
-            From [`vargrad_targets`], of shape (P, N), in nats; detached here. A sample of NaN adds exactly 0.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
+            From [`vargrad_targets`], of shape (P, N), in nats; detached here. NaN adds exactly 0.
         denominator (`float` or `torch.Tensor`, *optional*):
             P·N by default. To add up micro-batches, give the whole batch's.
 

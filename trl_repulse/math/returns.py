@@ -1,7 +1,7 @@
 """Returns of sampled completions (reward less a KL penalty) and their advantages.
 
 Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. Everything here
-is made at sampling time and detached.
+is made at sampling time and detached. A mask is 0 at the positions that do not count.
 """
 
 from typing import Literal
@@ -12,9 +12,9 @@ from .importance import require_shape, zero_masked
 
 
 Baseline = Literal["leave_one_out", "group_mean", "constant", "none"]
-# Keeps advantages that are all the same from being divided by 0; TRL's value, in units of return
+# Against division by 0, in units of return; TRL's value
 _EPSILON = 1e-4
-# What a share of a number of samples may exceed a whole number by, in samples, and still be that number
+# Rounding error allowed in a number of samples
 _ROUNDING = 1e-6
 
 
@@ -22,27 +22,22 @@ def kl_token_rewards(
     log_p: torch.Tensor, log_ref: torch.Tensor, reward: torch.Tensor, kl_coefficient: float, mask: torch.Tensor
 ) -> torch.Tensor:
     """
-    Reward of each token: −coefficient·(log p − log p_0), and the completion's reward on top at its last token.
+    Reward of each token: −coefficient·(log p − log p_0), plus the completion's reward at its last token.
 
     The KL term is the k1 estimator, one sample of each token's log-ratio, which can be negative.
 
     Args:
-        log_p (`torch.Tensor`):
-            Log-probabilities under the policy that drew the completions, of shape (P, N, T), in nats.
-        log_ref (`torch.Tensor`):
-            The same under the reference, of shape (P, N, T), in nats.
+        log_p, log_ref, mask (`torch.Tensor`):
+            Log-probabilities (nats) under the policy that drew the completions and under the reference, and mask, all of shape
+            (P, N, T).
         reward (`torch.Tensor`):
-            Rewards of shape (P, N), transformed if there is a transform. NaN puts NaN at the last token.
+            Rewards of shape (P, N), after the transform. NaN puts NaN at the last token.
         kl_coefficient (`float`):
-            Price of a nat, in units of reward.
-        mask (`torch.Tensor`):
-            Mask of shape (P, N, T), 0 at the positions that do not count.
+            In units of reward per nat.
 
     Returns:
-        `torch.Tensor`:
-            Token rewards of shape (P, N, T), 0 where masked, detached. An empty completion has no token to carry its
-            reward: all 0. The log-ratio is formed in the precision of the log-probabilities, the rest in the reward's
-            if that is higher.
+        `torch.Tensor`: Token rewards of shape (P, N, T), 0 where masked and for empty completions, detached. The log-ratio has
+        the precision of the log-probabilities, the rest that of the reward if it is higher.
 
     Raises:
         `ValueError`: If the shapes do not fit together.
@@ -52,9 +47,8 @@ def kl_token_rewards(
     log_ratio = zero_masked(log_p, mask).detach() - zero_masked(log_ref, mask).detach()
     dtype = torch.promote_types(log_ratio.dtype, reward.dtype)
     penalty = -kl_coefficient * log_ratio.to(dtype)
-    positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device) * (
-        mask != 0
-    )  # (P, N, T), 1-based, 0 if masked
+    # (P, N, T), 1-based, 0 if masked
+    positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device) * (mask != 0)
     last = (positions == positions.amax(dim=-1, keepdim=True)) & (positions > 0)
     return torch.where(last, penalty + reward.detach().to(dtype).unsqueeze(-1), penalty)
 
@@ -66,23 +60,20 @@ def cvar_rewards(rewards: torch.Tensor, level: float) -> torch.Tensor:
     CVaR at level κ is the mean of the worst share κ of rewards, and equals max_t {t − E[max(t − r, 0)] / κ} (Rockafellar
     and Uryasev, 2000). At the best t, the κ-quantile, it has the gradient of the expectation. So REINFORCE on these rewards
     is the policy gradient of CVaR, with any baseline and any κ; κ = 1 leaves rewards as they are.
-    [RA-RLHF](https://huggingface.co/papers/2501.06911) keeps the worst share of a batch alone, with PPO's advantages. Here what
-    a reward lacks to the quantile counts, without which the gradient would be another one, and the better rewards serve the
-    baseline.
+    [RA-RLHF](https://huggingface.co/papers/2501.06911) instead keeps only the worst share of a batch, with PPO's advantages.
 
-    Of M rewards t is the one at rank ⌈κ·(M − 1)⌉ + 1 from below: for each reward under it, the κ-quantile of the others. The
-    estimate of the gradient is biased for κ < 1, since t and the baseline are made of the same samples. The bias is of order
-    1 / M: in an example with κ = 0.25 it was 42% of the gradient for M = 4, and 12% for M = 16.
+    Of M rewards t is the one at rank ⌈κ·(M − 1)⌉ + 1 from below: for each reward below it, the κ-quantile of the others. For
+    κ < 1 the estimate of the gradient has a bias of order 1 / M, since t and the baseline are from the same samples: in an
+    example with κ = 0.25 it was 42% of the gradient for M = 4, and 12% for M = 16.
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards of shape (G, M), in G groups whose tails are taken apart; NaN leaves a sample out.
+            Rewards of shape (G, M), in G groups with a tail each; NaN leaves a sample out.
         level (`float`):
-            κ, the share of the rewards that counts, above 0 and at most 1.
+            κ, the share of the rewards in the tail, above 0 and at most 1.
 
     Returns:
-        `torch.Tensor`:
-            Of shape (G, M), in units of reward, detached; NaN where the reward is.
+        `torch.Tensor`: Of shape (G, M), in units of reward, detached; NaN where the reward is.
 
     Raises:
         `ValueError`: If `level` is not in (0, 1].
@@ -100,18 +91,8 @@ def cvar_rewards(rewards: torch.Tensor, level: float) -> torch.Tensor:
 
 def cvar_schedule(level: float, ratio: float, progress: float) -> float:
     """
-    Level of CVaR on the way from 1, all rewards, to `level`: RA-RLHF's soft schedule, which falls linearly.
-
-    Args:
-        level (`float`):
-            κ at the end, above 0 and at most 1.
-        ratio (`float`):
-            Share of training after which it is reached, from 0 (at once) to 1.
-        progress (`float`):
-            How far training has come, in [0, 1].
-
-    Returns:
-        `float`: The level now.
+    Level of CVaR at a `progress` in [0, 1] of training: RA-RLHF's soft schedule, which falls linearly from 1 and reaches `level`
+    at `progress=ratio`.
     """
     return level if progress >= ratio else 1.0 - (1.0 - level) * progress / ratio
 
@@ -120,21 +101,18 @@ def compute_advantages(
     returns: torch.Tensor, baseline: Baseline = "leave_one_out", constant: float = 0.0, normalize: bool = False
 ) -> torch.Tensor:
     """
-    Advantages: returns less a baseline, normalised over all samples if asked for.
+    Advantages: returns minus a baseline, and optionally normalised over all samples.
 
     `"none"` with `normalize` is [REINFORCE++](https://huggingface.co/papers/2501.03262), `"group_mean"` with it
     REINFORCE++-baseline: the statistics are those of the whole batch, not of a prompt as in GRPO. The paper normalises
-    the advantages of tokens, from which the KL penalty of later tokens alone is taken; here a completion has one
-    advantage, all of its penalty in it, and counts once however long it is.
+    advantages of tokens, each with the KL penalty of later tokens; here a completion has one advantage with its whole penalty.
 
     Args:
         returns (`torch.Tensor`):
-            Returns of shape (P, N); NaN leaves a sample out. To normalise, those of the whole batch over all
-            processes.
+            Returns of shape (P, N); NaN leaves a sample out. With `normalize`, those of the whole batch over all processes.
         baseline (`str`, *optional*, defaults to `"leave_one_out"`):
             `"leave_one_out"`: mean return of the prompt's other samples; `"group_mean"`: mean return of all the
-            prompt's samples, which makes every advantage (N − 1)/N of that; `"constant"`: `constant`; `"none"`:
-            nothing.
+            prompt's samples, which multiplies every advantage by (N − 1)/N; `"constant"`: `constant`; `"none"`: 0.
         constant (`float`, *optional*, defaults to `0.0`):
             The constant of `"constant"`, in units of return.
         normalize (`bool`, *optional*, defaults to `False`):
@@ -142,14 +120,12 @@ def compute_advantages(
             correction, as TRL does).
 
     Returns:
-        `torch.Tensor`:
-            Advantages of shape (P, N), detached. A sample left out gets 0 and is in no other sample's baseline, nor in
-            mean and standard deviation. So does the only sample left of a prompt under `"leave_one_out"` and
-            `"group_mean"`, and, normalised, the only one of the batch.
+        `torch.Tensor`: Advantages of shape (P, N), detached. A sample left out gets 0 and is in no baseline, mean or standard
+        deviation. So does the only sample left of a prompt under `"leave_one_out"` and `"group_mean"`, and, normalised, the
+        only one of the batch.
 
     Raises:
-        `ValueError`: If N is 1 under `"leave_one_out"` or `"group_mean"`, a return is infinite, or `baseline` is
-            unknown.
+        `ValueError`: If N is 1 under `"leave_one_out"` or `"group_mean"`, a return is infinite, or `baseline` is unknown.
     """
     require_shape("returns", returns, (-1, -1))
     returns = returns.detach()

@@ -14,11 +14,11 @@ from ..engine.second_model import SecondModel
 from ..engine.second_models import PROPOSAL_FOLDER
 from ..engine.trl_bridge import split_tensor_dict
 from ..math.importance import log_importance_weights, normalize_weights
-from ..math.losses import (
+from ..math.losses import scale_gradient
+from ..math.proposal_losses import (
     ctl_coefficients,
     dpg_loss,
     log_ratio_loss,
-    scale_gradient,
     sixo_loss,
     sixo_negative_weights,
     vargrad_loss,

@@ -16,7 +16,7 @@ from ..engine.metrics import Moments, mean
 from ..engine.records import record_advantages, record_samples
 from ..engine.sampling import UnitSampling
 from ..math.importance import sequence_log_prob
-from ..math.losses import compute_advantages, cvar_rewards, cvar_schedule
+from ..math.returns import compute_advantages, cvar_rewards, cvar_schedule
 from ..method.constraint import Constraint
 from ._grpo_base import GRPOBase
 
