@@ -131,8 +131,12 @@ def intervals(tables: Tables, repetitions: int) -> None:
         for sample in samples(tables, proposals, counts, repetitions):
             estimate = prob_bad(sample, THRESHOLD)
             x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
-            mean, its_variance, freedom = stratified_mean(x, sample.counts)
-            half = float(student.isf(0.025, freedom)) * math.sqrt(its_variance) if its_variance else 0.0
+            mean, its_variance = stratified_mean(x, sample.counts)
+            # Degrees of freedom (Welch and Satterthwaite)
+            parts = zip(x.split(sample.counts, dim=1), sample.counts, strict=True)
+            cells = [(part.var(dim=1) * (n / x.numel() ** 2), n) for part, n in parts if n]
+            spread = sum(float((cell.square() / (n - 1)).sum()) for cell, n in cells)
+            half = float(student.isf(0.025, its_variance**2 / spread)) * math.sqrt(its_variance) if spread else 0.0
             held["ours"] += estimate.low <= truth <= estimate.high
             held["t"] += abs(mean - truth) <= half
             held["log t"] += mean > 0 and abs(math.log(mean / truth)) <= half / mean

@@ -51,7 +51,7 @@ def test_estimate_and_variance_are_unbiased_by_enumeration():
     mean = second = variance = 0.0
     for probability, sample in enumerate_samples(counts):
         x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
-        value, its_variance, _ = stratified_mean(x, counts)
+        value, its_variance = stratified_mean(x, counts)
         assert value == pytest.approx(min(prob_bad(sample, THRESHOLD).value, value))
         mean, second, variance = (
             mean + probability * value,
@@ -226,21 +226,11 @@ def test_the_order_of_completions_does_not_matter():
 def test_wrong_log_probabilities_are_noticed():
     sample = draw((2000, 2000))
     assert largest_normalization_error(sample) < 4
-    hotter = (POLICY.log() / 1.3).log_softmax(dim=-1).exp()
-    wrong = MixtureSample(
-        draw((2000, 2000), (hotter, PROPOSAL)).rewards,
-        torch.stack([POLICY.log(), PROPOSAL.log()], dim=-1)[
-            torch.arange(2)[:, None], _indices(draw((2000, 2000), (hotter, PROPOSAL)))
-        ],
-        (2000, 2000),
-    )
+    rewards = draw((2000, 2000), ((POLICY.log() / 1.3).log_softmax(dim=-1).exp(), PROPOSAL)).rewards
+    indices = (rewards.unsqueeze(-1) == REWARD.unsqueeze(1)).long().argmax(-1)
+    wrong = sample_of(indices, (2000, 2000))
     assert largest_normalization_error(wrong) > 4
     assert "log-probabilities are not those" in prob_bad(wrong, THRESHOLD).reasons[0]
-
-
-def _indices(sample):
-    """Which completions a sample holds, by their rewards."""
-    return (sample.rewards.unsqueeze(-1) == REWARD.unsqueeze(1)).long().argmax(-1)
 
 
 def test_a_proposal_that_drops_a_mode_is_found_out_by_the_policys_draws():

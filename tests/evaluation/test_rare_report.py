@@ -38,11 +38,8 @@ def command(tmp_path, model_dirs, tokenizer):
     build_model("gpt2", len(tokenizer), seed=1).save_pretrained(proposal)
     base = build_model("gpt2", len(tokenizer))
     base.name_or_path = model_dirs["gpt2"]
-    adapted = get_peft_model(
-        base,
-        LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True),
-    )
-    adapted.save_pretrained(tmp_path / "adapter")
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
     (tmp_path / "mine.py").write_text(
         "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
@@ -126,20 +123,11 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
     """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
     tokenizer.save_pretrained(tmp_path / "adapter")
     output, adapter = tmp_path / "report.json", str(tmp_path / "adapter")
-    command = [
-        "rare-events",
-        adapter,
-        "--proposal",
-        adapter,
-        "--divergence",
-        "0",
-        *command[command.index("--prompts") :],
-    ]
+    rest = command[command.index("--prompts") :]
+    command = ["rare-events", adapter, "--proposal", adapter, "--divergence", "0", *rest]
     assert main([*command, "--threshold", "-1", "--output", str(output)]) == 0
-    diagnostics = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
-    assert (
-        diagnostics["ess"] == pytest.approx(diagnostics["tail_samples"]) and diagnostics["normalization_error"] < 1e-3
-    )
+    found = json.loads(output.read_text())["prob_bad"][0]["diagnostics"]
+    assert found["ess"] == pytest.approx(found["tail_samples"]) and found["normalization_error"] < 1e-3
     command[command.index(adapter, 2)] = model_dirs["gpt2"]  # negative control: the base is another model
     assert main([*command, "--threshold", "100", "--output", str(output)]) == 0
     assert json.loads(output.read_text())["prob_bad"][0]["diagnostics"]["ess"] < 199.9
@@ -152,13 +140,10 @@ def test_two_processes_estimate_what_one_estimates(command, tmp_path, capsys):
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": "a dog"}\n')
     with (tmp_path / "mine.py").open("a") as file:  # who was asked
-        file.write(
-            "import os, pathlib\npathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n"
-        )
-    command = [*command, "--threshold", "-1", "--level", "0.1"]
-    done = run_forked(
-        [*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", str(tmp_path / "two.json")]
-    )
+        file.write("import os, pathlib\n")
+        file.write("pathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n")
+    command, two = [*command, "--threshold", "-1", "--level", "0.1"], str(tmp_path / "two.json")
+    done = run_forked([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", two])
     assert main([*command, "--output", str(tmp_path / "one.json")]) == 0
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank", "rank0", "rank1"]
     assert done.stdout.count("P(r < -1)  ") == capsys.readouterr().out.count("P(r < -1)  ") == 1

@@ -74,13 +74,8 @@ def test_a_hot_proposal_is_a_component_of_its_own(models, tokenizer, prompts, ev
 
     monkeypatch.setattr(type(proposal), "forward", counted)
     counts, temperatures = (20, 300, 300), (1, 1, 3)
-    draws = draw(
-        [policy, proposal, proposal],
-        *(tokenizer, prompts["prompt"], reward, counts, 2),
-        temperatures=temperatures,
-        batch_size=1000,
-        seed=2,
-    )
+    given = [policy, proposal, proposal], tokenizer, prompts["prompt"], reward, counts, 2
+    draws = draw(*given, temperatures=temperatures, batch_size=1000, seed=2)
     assert sum(passes) == 2 * 4  # one pass a model and prompt scores all components
     hot = evaluator.log_probs(Tempered(proposal, 3.0))
     texts = tokenizer.batch_decode(
@@ -120,7 +115,7 @@ def test_the_temperature_of_a_divergence(models, tokenizer, prompts, evaluator, 
         ),
         ({"max_prompts": -1}, "`max_prompts=-1` must be at least 1"),
         *(({"divergence": value}, f"`divergence={value}` must be above 0") for value in (-1.0, math.inf, math.nan)),
-        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": []}, "`prompts` is empty"),
     ],
 )
 def test_what_a_temperature_cannot_be_found_with(tokenizer, change, message):
@@ -144,8 +139,9 @@ def test_tokens_of_probability_zero_have_no_part_in_the_temperature(models, toke
 
 
 def test_settings_that_a_model_was_saved_with_play_no_part(models, tokenizer, prompts, reward):
-    arguments = (tokenizer, prompts["prompt"][:2], reward, (20, 20), 3)
+    arguments, state = (tokenizer, prompts["prompt"][:2], reward, (20, 20), 3), torch.get_rng_state()
     plain = draw(models, *arguments, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
     saved = GenerationConfig(
         temperature=0.1, top_k=1, do_sample=False, repetition_penalty=5.0, max_length=3, suppress_tokens=[4, 5, 6]
     )
@@ -165,14 +161,6 @@ def test_progress_is_shown(models, tokenizer, prompts, reward, capfd):
         shown = capfd.readouterr().err
         # Of eight completions, each drawn and scored
         assert ("drawing and scoring: 100%" in shown and "16/16" in shown and "rewards: 100%" in shown) == progress
-
-
-def test_the_callers_random_state_is_kept(models, tokenizer, prompts, reward):
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    draw(models, tokenizer, prompts["prompt"][:1], reward, (4, 4), 2)
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_several_end_tokens(tokenizer, prompts, reward):
@@ -249,7 +237,7 @@ def test_what_is_refused(tokenizer, reward, change, message):
 
 
 def test_models_of_different_vocabularies_are_refused(tokenizer, reward):
-    models = [build_model("gpt2", len(tokenizer)), build_model("gpt2", len(tokenizer) + 1)]
+    models = [build_model("gpt2", len(tokenizer) + more) for more in (0, 1)]
     with pytest.raises(ValueError, match="share one"):
         draw(models, tokenizer, ["the cat"], reward, (4, 4), 2)
 
@@ -297,17 +285,15 @@ def test_a_template_takes_further_variables(tmp_path):
         seen.extend(texts)
         return [-float(len(text)) for text in texts]
 
+    cases = (messages, template), (full, {}), (messages, {})
     found = [
         draw([model, model], tokenizer, prompts, reward, (8, 8), 2, temperatures=(1, 2), **more)
-        for prompts, more in ((messages, template), (full, {}), (messages, {}))
+        for prompts, more in cases
     ]
     assert found[0].texts == found[1].texts and seen
     assert torch.equal(found[0].sample.log_density, found[1].sample.log_density)
     assert not torch.equal(found[0].sample.log_density, found[2].sample.log_density)  # the control
-    temperatures = [
-        find_temperature(model, tokenizer, prompts, 2, 0.1, **more)
-        for prompts, more in ((messages, template), (full, {}), (messages, {}))
-    ]
+    temperatures = [find_temperature(model, tokenizer, prompts, 2, 0.1, **more) for prompts, more in cases]
     assert temperatures[0] == temperatures[1] != temperatures[2]
     judge = save_model(tmp_path / "judge", "llama", tokenizer, num_labels=1)[1]  # which reads the template as well
     one = [[{"role": "user", "content": "fish"}]]

@@ -89,18 +89,12 @@ def test_samples_that_contradict_themselves_give_no_bounds():
 @pytest.mark.parametrize(
     ("policy", "proposals", "counts"),
     [
-        (
-            [1e-3, 1e-3, 0.998],
-            ([0.5, 0.4, 0.1], [0.3, 0.3, 0.4]),
-            (500, 1000, 1000),
-        ),  # the policy has drawn too little
+        # The policy has drawn too little
+        ([1e-3, 1e-3, 0.998], ([0.5, 0.4, 0.1], [0.3, 0.3, 0.4]), (500, 1000, 1000)),
         ([2e-3, 2e-3, 0.996], ([0.01, 0.0002, 0.9898], [0.012, 0.0001, 0.9879]), (2000, 1000, 1000)),  # far proposals
         ([4e-3, 4e-3, 0.992], (), (500,)),  # none
-        (
-            [5e-3, 1.2e-3, 0.9938],
-            ([0.5, 1e-9, 0.5], [0.6, 1e-9, 0.4]),
-            (10_000, 1000, 1000),
-        ),  # the policy draws what they miss
+        # The policy draws what they miss
+        ([5e-3, 1.2e-3, 0.9938], ([0.5, 1e-9, 0.5], [0.6, 1e-9, 0.4]), (10_000, 1000, 1000)),
     ],
 )
 def test_what_a_verdict_advises_makes_the_estimate_reliable(policy, proposals, counts):
@@ -119,15 +113,11 @@ def test_what_a_verdict_advises_makes_the_estimate_reliable(policy, proposals, c
 def test_there_is_a_next_step_unless_the_estimate_is_reliable():
     rng = np.random.default_rng(0)
     for seed in range(150):
-        components = [rng.dirichlet([0.05, 0.05, 2.0])] + [
-            rng.dirichlet([0.5, 0.3, 0.5]) for _ in range(rng.integers(3))
-        ]
-        components = [(each + 1e-9).tolist() for each in components]
+        shapes = [[0.05, 0.05, 2.0], *[[0.5, 0.3, 0.5]] * rng.integers(3)]
+        components = [(rng.dirichlet(shape) + 1e-9).tolist() for shape in shapes]
         counts = tuple(int(n) for n in rng.choice([50, 500, 5000], size=len(components)))
-        for estimate in (
-            prob_bad(draw([-2.0, -1.0, 1.0], components, counts, seed), 0.0),
-            cvar(draw([-2.0, -1.0, 1.0], components, counts, seed), 0.01),
-        ):
+        sample = draw([-2.0, -1.0, 1.0], components, counts, seed)
+        for estimate in (prob_bad(sample, 0.0), cvar(sample, 0.01)):
             assert estimate.reliable == (not estimate.next_steps), estimate
             assert all(step[0].isupper() and step.endswith(".") for step in estimate.next_steps)
 
@@ -135,10 +125,8 @@ def test_there_is_a_next_step_unless_the_estimate_is_reliable():
 def test_what_to_do_where_draws_cannot_help():
     rare = prob_bad(draw([-1.0, 1.0], ([1e-7, 1.0], [0.5, 0.5], [0.6, 0.4]), (2000, 500, 500), 0), 0.0)
     assert rare.verdict == "bounds" and rare.bounds[1] < 2e-3
-    assert [step.split(":")[0].split(" for")[0] for step in rare.next_steps] == [
-        "Do not rely on the estimate",
-        "Train a second proposal",
-    ]
+    steps = [step.split(":")[0].split(" for")[0] for step in rare.next_steps]
+    assert steps == ["Do not rely on the estimate", "Train a second proposal"]
     one = prob_bad(draw([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (20_000, 500), 0), 0.0)
     assert one.next_steps == ("Draw from a hotter copy of the proposal too, or from a second proposal.",)
     few = prob_bad(draw([-1.0, 1.0], ([0.01, 0.99],), (700,), 0), 0.0)

@@ -30,16 +30,14 @@ class LogZBounds:
         lower, upper (`float`):
             Means over the groups of the lower and the upper bound. The lower one is −inf if all weights of a group are 0.
         lower_end, upper_end (`float`):
-            Ends of an interval for log Z. The lower one subtracts a margin for the standard error and the skewness of the
-            groups (Hall, 1992), or with fewer than eight groups 3.7 / R (Markov's inequality). The upper one allows for modes
-            of the target that the proposal misses and no draw from the target has hit: with a perfect proposal it lies
-            3.7 / R above log Z.
+            Ends of an interval for log Z. The lower one has a margin for the standard error and the skewness of the groups
+            (Hall, 1992), or with fewer than eight groups 3.7 / R (Markov's inequality). The upper one allows for modes of the
+            target that the proposal misses and that were not drawn from the target: at least 3.7 / R.
         confidence (`float`):
             Nominal probability that log Z lies between the ends.
-        kl_proposal_target (`tuple[float, float]`):
-            Lowest and highest estimate of KL(q ‖ σ): the bounds minus E_q[log w].
-        kl_target_proposal (`tuple[float, float]`):
-            Lowest and highest estimate of KL(σ ‖ q): E_σ[log w] minus the bounds.
+        kl_proposal_target, kl_target_proposal (`tuple[float, float]`):
+            Lowest and highest estimate of KL(q ‖ σ), the bounds minus E_q[log w], and of KL(σ ‖ q), E_σ[log w] minus the
+            bounds.
     """
 
     lower: float
@@ -64,8 +62,7 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
         log_w (`torch.Tensor` of shape `(P, R, K)`):
             Log-weights log p + log φ − log q of independent draws from the proposal, in nats; −inf for a weight of 0.
         log_w_target (`torch.Tensor` of shape `(P, R)`):
-            Log-weights of independent exact draws from the target. In the upper bound, each replaces the last draw of its
-            group.
+            Log-weights of exact draws from the target. In the upper bound, each replaces the last draw of its group.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the interval between the ends.
 
@@ -73,8 +70,7 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
         `list` of [`LogZBounds`]: one a prompt.
 
     Raises:
-        `ValueError`: If shapes do not fit, there is no group or no draw, a weight is NaN or +inf, or the weight of a draw from
-            the target is 0.
+        `ValueError`: If shapes do not fit, there is no draw, a weight is NaN or +inf, or that of a draw from the target is 0.
     """
     require_shape("log_w", log_w, (-1, -1, -1))
     require_shape("log_w_target", log_w_target, tuple(log_w.shape[:2]))
@@ -82,8 +78,8 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
         raise ValueError(f"`log_w` has shape {tuple(log_w.shape)}; give each prompt at least one group of one draw.")
     if bool((log_w.isnan() | (log_w == torch.inf)).any()) or not bool(log_w_target.isfinite().all()):
         raise ValueError(
-            "`log_w` must hold no NaN or +inf, and `log_w_target` finite numbers alone: a draw from the target has a "
-            "positive weight, and a finite one if the proposal can draw it."
+            "`log_w` must hold no NaN or +inf, and `log_w_target` only finite numbers: a draw from the target has a positive "
+            "weight, and the proposal must be able to draw it."
         )
     check_share("confidence", confidence)
     log_w, log_w_target = log_w.detach().double(), log_w_target.detach().double()

@@ -20,15 +20,9 @@ from .verdict import Diagnostics, measure
 @dataclass(frozen=True)
 class RareEstimate(Estimate):
     """
-    An estimate, its interval, and whether to trust them.
+    An estimate (a probability, or a reward), its interval, and whether to trust them. `samples` are the completions in the tail.
 
     Args:
-        value (`float`):
-            The estimate: a probability, or a reward.
-        low, high (`float`):
-            Ends of the interval.
-        samples (`int`):
-            Completions in the tail.
         confidence (`float`):
             Nominal coverage of the interval.
         standard_error (`float`):
@@ -47,7 +41,7 @@ class RareEstimate(Estimate):
 
     @property
     def reliable(self) -> bool:
-        """Whether nothing speaks against the interval."""
+        """Whether there is no reason against the interval."""
         return not self.reasons
 
     @property
@@ -75,9 +69,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     P(r < threshold) under the policy, the mean over prompts.
 
     The interval treats the weighted count of bad completions as a multiple of a Poisson count, as Fay and Feuer (1997) do for
-    standardised rates, but with the stratified variance. It lies within [0, 1], is asymmetric if few completions carry the
-    weight, and agrees with Student's if many do. Without a bad completion, the upper end is that of Clopper and Pearson for
-    the policy's own draws, or 1 if there are none. For prompts whose outputs are mostly bad, only the policy's own draws are
+    standardised rates, but with the stratified variance. Without a bad completion, the upper end is that of Clopper and Pearson
+    for the policy's own draws, or 1 without these. For prompts whose outputs are mostly bad, only the policy's own draws are
     used, and the good ones are counted.
 
     Args:
@@ -100,14 +93,9 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     bad = sample.rewards < threshold
     value, low, high, error, log_w = _probability(sample, bad, confidence)
     diagnostics = measure(sample, log_w.masked_fill(~bad, -torch.inf))
-    bounds = low, _own_bound(bad[:, : sample.counts[0]], confidence)
+    own = bad[:, : sample.counts[0]]
+    bounds = low, clopper_pearson(int(own.sum()), int((~own).sum()), confidence)[1]
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics, bounds)
-
-
-def _own_bound(bad: torch.Tensor, confidence: float) -> float:
-    """Upper end of Clopper and Pearson's interval for the share of bad draws (P, n); 1 without draws."""
-    found = int(bad.sum())
-    return clopper_pearson(found, bad.numel() - found, confidence)[1]
 
 
 def _probability(
@@ -116,9 +104,8 @@ def _probability(
     """
     Probability of an event (P, N) under the policy, the ends of its interval, its standard error, and the log-weights used.
 
-    For prompts where the event is likelier than not, its complement is rare, and proposals are not made for that: only the
-    policy's own draws are used, and the complement is counted. The ends are those of the difference of two counts, each with
-    its interval (Zou and Donner, 2008).
+    For prompts where the event is likelier than not, only the policy's own draws are used, and the complement is counted, for
+    which proposals are not made. The ends are those of the difference of two counts with intervals (Zou and Donner, 2008).
     """
     own, (prompts, completions) = sample.counts[0], event.shape
     share = sample.log_w.masked_fill(~event, -torch.inf).logsumexp(dim=1).exp() / completions  # (P,)
@@ -142,16 +129,10 @@ def _count(
     Mean of weighted counts over all prompts, of which only `prompts` have any, with an interval and the standard error. With
     a count of 0, the upper end is exact for the policy's own draws.
     """
-    shift = float(log_x.max())
-    if shift == -math.inf:
+    if float(log_x.max()) == -math.inf:
         some = int(prompts.sum())
-        unseen = clopper_pearson(0, own * some, confidence)[1]
-        return 0.0, 0.0, unseen * some / len(prompts), 0.0
-    x = (log_x - shift).exp()  # (P, N)
-    mean, variance, _ = stratified_mean(x, counts)
-    ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
-    mean, low, high, error = (end * math.exp(shift) for end in (mean, *ends, variance**0.5))
-    return mean, low, high, error
+        return 0.0, 0.0, clopper_pearson(0, own * some, confidence)[1] * some / len(prompts), 0.0
+    return _count_interval(log_x, counts, confidence)
 
 
 def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareEstimate:
@@ -159,8 +140,7 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
 
     CVaR = max over t of t − E[(t − r)₊] / level (Rockafellar and Uryasev, 2000), at the weighted quantile t. The interval is
-    that of E[(t − r)₊] for fixed t, since at the maximum a small error of t has no effect. If no reward is below t, there is
-    no lower end, and the upper one is that of the quantile.
+    that of E[(t − r)₊] for fixed t. If no reward is below t, there is no lower end, and the upper one is the quantile's.
 
     Args:
         sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
@@ -184,21 +164,16 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     quantile = rewards[min(int((cumulative < log_level).sum()), len(rewards) - 1)]
     log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - log_level  # (P, N)
     log_x = sample.log_w + log_depth
-    shift = float(log_x.max())
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)
-    one, other = (float(quantile) - each for each in diagnostics.halves)
-    diagnostics = replace(diagnostics, halves=(one, other))
-    if shift == -math.inf:  # no reward below the quantile: there is no lower end, and the upper one is the quantile's
+    one, other = diagnostics.halves
+    diagnostics = replace(diagnostics, halves=(float(quantile) - one, float(quantile) - other))
+    if float(log_x.max()) == -math.inf:  # no reward below the quantile
         value, high = float(quantile), _quantile_bound(sample, level, confidence)
         return RareEstimate(value, -math.inf, high, diagnostics.tail_samples, confidence, 0.0, diagnostics)
-    x = (log_x - shift).exp()
-    mean, variance, _ = stratified_mean(x, sample.counts)
-    ends = _count_interval(mean, variance, 1 / x.numel(), confidence)
-    value, high, low = (float(quantile) - _times_exp(end, shift) for end in (mean, *ends))
-    return RareEstimate(
-        value, low, high, diagnostics.tail_samples, confidence, _times_exp(variance**0.5, shift), diagnostics
-    )
+    *numbers, error = _count_interval(log_x, sample.counts, confidence)
+    value, high, low = (float(quantile) - number for number in numbers)
+    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
 
 
 def _times_exp(number: float, shift: float) -> float:
@@ -220,10 +195,16 @@ def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> f
     return float(rewards[first]) if first < len(rewards) else math.inf
 
 
-def _count_interval(mean: float, variance: float, largest: float, confidence: float) -> tuple[float, float]:
-    """Interval of a positive mean whose largest contribution is `largest`, in units of the mean."""
+def _count_interval(
+    log_x: torch.Tensor, counts: tuple[int, ...], confidence: float
+) -> tuple[float, float, float, float]:
+    """Mean of contributions x (P, N), the ends of its interval, and its standard error."""
+    shift = float(log_x.max())
+    mean, variance = stratified_mean((log_x - shift).exp(), counts)
+    largest = 1 / log_x.numel()
     low_variance, high_mean, high_variance = max(variance, largest**2), mean + largest, variance + largest**2
     tail = (1 - confidence) / 2
     lower = gamma.ppf(tail, mean**2 / low_variance, scale=low_variance / mean)
     upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
-    return float(lower), float(upper)
+    mean, low, high, error = (_times_exp(float(each), shift) for each in (mean, lower, upper, variance**0.5))
+    return mean, low, high, error

@@ -1,10 +1,9 @@
 """
 Extrapolation of the largest score among n samples, far beyond the number of samples at hand.
 
-The log of the survival function P(score > x) is assumed to continue as over the largest scores: linearly in x
-(`tail="exponential"`, the Gumbel domain), as Jones et al., "Forecasting rare language model behaviors" (2025), find for
-elicitation scores, or as a generalised Pareto distribution (`tail="pareto"`). The samples cannot confirm this. [`back_test`]
-shows whether it would have held from fewer samples to all of them.
+The log of P(score > x) is assumed to continue as over the largest scores: linearly in x (`tail="exponential"`, the Gumbel
+domain), as Jones et al., "Forecasting rare language model behaviors" (2025), find for elicitation scores, or as a generalised
+Pareto distribution (`tail="pareto"`). [`back_test`] shows whether it would have held from fewer samples to all of them.
 """
 
 import math
@@ -20,7 +19,7 @@ from ..tails import check_share
 
 
 Tail = Literal["exponential", "pareto"]
-# Shortfall from the nominal coverage allowed in a back-test; 2 to 5 % of samples with the right tail exceed it
+# Largest shortfall from the nominal coverage in a back-test; 2 to 5 % of samples with the right tail exceed it
 MAX_SHORTFALL = 0.15
 _DRAWS = {"exponential": 10_000, "pareto": 200}  # draws of the parameters; for "pareto" each is a fit
 
@@ -41,12 +40,10 @@ class Forecast:
     Args:
         size (`int`):
             Number of samples.
-        median (`float`):
-            Median of the largest score among them.
-        low, high (`float`):
-            Interval for the largest score. It allows for chance and the error of the fit, not for a wrong form of the tail.
+        median, low, high (`float`):
+            Median of the largest score, and an interval, which does not allow for a wrong form of the tail.
         confidence (`float`):
-            Its nominal coverage.
+            Nominal coverage of the interval.
         extrapolation (`float`):
             `size` over the number of samples of the fit.
     """
@@ -68,7 +65,7 @@ class BackTest:
         forecasts (`tuple[Forecast, ...]`):
             One a block; NaN if the largest scores of a block are all equal.
         observed (`tuple[float, ...]`):
-            The largest score outside each block. Mostly the same sample, so the blocks are not independent.
+            The largest score outside each block, mostly of the same sample.
     """
 
     forecasts: tuple[Forecast, ...]
@@ -93,7 +90,7 @@ class BackTest:
 
     @property
     def reliable(self) -> bool:
-        """Whether the back-test supports the forecasts. It says nothing far beyond its own size."""
+        """Whether the back-test supports the forecasts."""
         return not self.reasons
 
 
@@ -110,12 +107,12 @@ def forecast_largest(
 
     Args:
         scores (`torch.Tensor` of shape `(N,)`):
-            Scores of independent samples, high where an output is bad: −r of completions of the policy, or
-            −log(−log P(bad)) of prompts (Jones et al., 2025).
+            Scores of independent samples, high for bad outputs: −r of completions of the policy, or −log(−log P(bad)) of
+            prompts (Jones et al., 2025).
         sizes (`Sequence[int]`):
             Numbers of samples to forecast for, such as 10³ to 10⁹.
         tail (`str`, *optional*, defaults to `"exponential"`):
-            Form of the tail, `"exponential"` or `"pareto"`. The latter needs more samples and has wider intervals.
+            Form of the tail, `"exponential"` or `"pareto"`, which needs more samples and has wider intervals.
         num_exceedances (`int`, *optional*):
             Number of largest scores in the fit; by default √N, at least 10.
         confidence (`float`, *optional*, defaults to `0.95`):
@@ -132,7 +129,17 @@ def forecast_largest(
     """
     values = scores.detach().double().cpu().numpy()
     count = max(10, math.isqrt(values.size)) if num_exceedances is None else num_exceedances
-    _check_scores(values, sizes, tail, count, confidence)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
+    if not 2 <= count < values.size:
+        raise TooFewScoresError(
+            f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
+        )
+    if not sizes or not all(1 <= size < math.inf for size in sizes):
+        raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up, and finite.")
+    if tail not in _DRAWS:
+        raise ValueError(f"`tail={tail!r}` must be 'exponential' or 'pareto'.")
+    check_share("confidence", confidence)
     ordered = np.sort(values)
     threshold = ordered[-count - 1]
     excesses = ordered[-count:] - threshold
@@ -169,12 +176,10 @@ def back_test(
     Forecasts from each of several blocks of the samples for all the others, to compare with their largest score.
 
     Args:
-        scores (`torch.Tensor` of shape `(N,)`):
-            As in [`forecast_largest`]; shuffled before they are cut into blocks.
         num_blocks (`int`, *optional*, defaults to `10`):
-            Number of blocks. The test extrapolates by a factor of one less.
-        tail, num_exceedances, confidence, seed (*optional*):
-            As in [`forecast_largest`]; by default `num_exceedances` depends on the size of a block.
+            Number of blocks of the shuffled scores. The test extrapolates by a factor of one less.
+        scores, tail, num_exceedances, confidence, seed:
+            As in [`forecast_largest`]; the default of `num_exceedances` depends on the size of a block.
 
     Returns:
         [`BackTest`]
@@ -198,8 +203,8 @@ def back_test(
         try:
             forecasts += forecast_largest(block, [len(others)], tail, num_exceedances, confidence, seed + index)
         except NoSlopeError:
-            nothing = (math.nan, math.nan, math.nan)
-            forecasts.append(Forecast(len(others), *nothing, confidence, len(others) / len(block)))
+            nan = math.nan
+            forecasts.append(Forecast(len(others), nan, nan, nan, confidence, len(others) / len(block)))
         observed.append(float(others.max()))
     return BackTest(tuple(forecasts), tuple(observed))
 
@@ -212,17 +217,3 @@ def _fit_draws(excesses: np.ndarray, tail: Tail, rng: np.random.Generator) -> tu
     fits = [genpareto.fit(rng.choice(excesses, count), floc=0) for _ in range(draws)]
     shapes, _, scales = np.array(fits).T
     return np.repeat(shapes, 50), np.repeat(scales, 50)  # each with many draws of the largest score
-
-
-def _check_scores(values: np.ndarray, sizes: Sequence[int], tail: str, count: int, confidence: float) -> None:
-    if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
-    if not 2 <= count < values.size:
-        raise TooFewScoresError(
-            f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
-        )
-    if not sizes or not all(1 <= size < math.inf for size in sizes):
-        raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up, and finite.")
-    if tail not in _DRAWS:
-        raise ValueError(f"`tail={tail!r}` must be 'exponential' or 'pareto'.")
-    check_share("confidence", confidence)

@@ -87,56 +87,37 @@ class MixtureSample:
         return self.log_density[..., 0].double() - self.log_mixture
 
     def prompt(self, index: int) -> "MixtureSample":
-        """
-        The completions of one prompt.
-
-        Args:
-            index (`int`):
-                Index of the prompt.
-
-        Returns:
-            [`MixtureSample`]: with P = 1.
-        """
+        """The completions of one prompt, with P = 1."""
         return MixtureSample(self.rewards[index : index + 1], self.log_density[index : index + 1], self.counts)
 
 
 def check_counts(counts: Sequence[int]) -> None:
-    """
-    Raises `ValueError` unless each component, the policy first, drew at least 2 completions; the policy may have 0.
-    """
+    """Raises `ValueError` unless each component, the policy first, drew at least 2 completions; the policy may have 0."""
     if any(n < 2 for n in counts[1:]) or counts[0] < 0 or counts[0] == 1 or not sum(counts):
         raise ValueError(
             f"`counts={tuple(counts)}` must be at least 2 of each component (a model at a temperature); only the policy's may be 0."
         )
 
 
-def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float, float]:
-    """
-    Mean of values (P, N), in the order of the components with these counts; its stratified variance; and the variance's degrees
-    of freedom (Welch and Satterthwaite), infinite if it is 0.
-    """
-    total = values.numel()
-    cells = [
-        (part.var(dim=1) * (n / total**2), n) for part, n in zip(values.split(counts, dim=1), counts, strict=True) if n
-    ]
-    variance = sum(float(cell.sum()) for cell, _ in cells)
-    spread = sum(float((cell.square() / (n - 1)).sum()) for cell, n in cells)
-    return float(values.mean()), variance, variance**2 / spread if spread else float("inf")
+def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float]:
+    """Mean of values (P, N), in the order of the components with these counts, and its stratified variance."""
+    parts = zip(values.split(counts, dim=1), counts, strict=True)
+    variance = sum(float((part.var(dim=1) * (n / values.numel() ** 2)).sum()) for part, n in parts if n)
+    return float(values.mean()), variance
 
 
 def largest_normalization_error(sample: MixtureSample) -> float:
     """
     The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors.
 
-    The equation holds for any models. If it is violated, the log-probabilities are not those of the models that drew the
-    completions, for instance because of another temperature, truncated sampling, other end tokens, or changed weights. The
-    standard error counts one unseen completion of the largest possible weight, so that a component that hardly overlaps the
-    others does not fail by chance.
+    It is violated if the log-probabilities are not those of the models that drew the completions, for instance because of
+    another temperature, truncated sampling, other end tokens, or changed weights. The standard error includes one unseen
+    completion of the largest possible weight, so that a component that hardly overlaps the others does not fail by chance.
     """
     errors: list[float] = []
     for k, n in enumerate(sample.counts):
         if n:
-            mean, variance, _ = stratified_mean((sample.log_density[..., k] - sample.log_mixture).exp(), sample.counts)
+            mean, variance = stratified_mean((sample.log_density[..., k] - sample.log_mixture).exp(), sample.counts)
             errors.append(abs(mean - 1) / math.sqrt(variance + (n * sample.num_prompts) ** -2))
     return max(errors)
 

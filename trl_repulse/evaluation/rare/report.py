@@ -38,47 +38,26 @@ def rare_event_report(
     Returns:
         `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields of an
         estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each prompt. With
-        `forecast_sizes` also `forecast`, with `lowest`, `back_test`, `reliable` and `reasons`, or only `refused`, the reason why
-        there is nothing to extrapolate.
+        `forecast_sizes` also `forecast`, with `lowest`, `back_test`, `reliable` and `reasons`, or only `refused`, the reason.
 
     Raises:
         `ValueError`: If an argument is out of range.
     """
-    report: dict[str, Any] = {
-        "counts": list(sample.counts),
-        "num_prompts": sample.num_prompts,
-        "confidence": confidence,
-    }
-    for key, name, function, points in (
-        ("prob_bad", "threshold", prob_bad, thresholds),
-        ("cvar", "level", cvar, levels),
-    ):
-        report[key] = [
-            {
-                name: point,
-                **_entry(function(sample, point, confidence)),
-                "per_prompt": [
-                    _entry(function(sample.prompt(i), point, confidence)) for i in range(sample.num_prompts)
-                ],
-            }
-            for point in points
-        ]
+    report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": sample.num_prompts}
+    report["confidence"] = confidence
+    prompts = [sample.prompt(i) for i in range(sample.num_prompts)]
+    for function, name, points in ((prob_bad, "threshold", thresholds), (cvar, "level", levels)):
+        entries = report[function.__name__] = []
+        for point in points:
+            overall, *each = (_entry(function(part, point, confidence)) for part in (sample, *prompts))
+            entries.append({name: point, **overall, "per_prompt": each})
     if forecast_sizes:
         report["forecast"] = _forecast(sample, forecast_sizes, confidence)
     return report
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """
-    The report as text: a table of the overall estimates, and why those that are not reliable are not.
-
-    Args:
-        report (`dict`):
-            What [`rare_event_report`] returned.
-
-    Returns:
-        `str`: several lines.
-    """
+    """The report of [`rare_event_report`] as text: overall estimates, and why those that are not reliable are not."""
     interval = f"{100 * report['confidence']:g}% interval"
     rows = [("", "estimate", interval, "ESS", "largest share", "unseen", "efficiency", "verdict")]
     notes: list[str] = []
@@ -97,7 +76,13 @@ def format_report(report: dict[str, Any]) -> str:
                     VERDICTS[entry["verdict"]],
                 )
             )
-            notes += _notes(name, entry)
+            if not entry["reliable"]:
+                notes += ["", name]
+                if entry["verdict"] == "bounds":
+                    low, high = entry["bounds"]
+                    notes[-1] += f": between {plain(low)} and {plain(high)}, whatever the proposals miss"
+                notes += [f"  why   {reason}" for reason in entry["reasons"]]
+                notes += [f"  next  {step}" for step in entry["next_steps"]]
     lines = [*text_table(rows), *notes]
     if "refused" in report.get("forecast", {}):
         lines += ["", f"No forecast: {report['forecast']['refused']}"]
@@ -113,18 +98,6 @@ def format_report(report: dict[str, Any]) -> str:
         )
         lines += [f"UNRELIABLE: {reason}" for reason in report["forecast"]["reasons"]]
     return "\n".join(lines)
-
-
-def _notes(name: str, entry: dict[str, Any]) -> list[str]:
-    """For an estimate that is not reliable: bounds, reasons, and next steps."""
-    if entry["reliable"]:
-        return []
-    lines = ["", name]
-    if entry["verdict"] == "bounds":
-        low, high = entry["bounds"]
-        lines[-1] += f": between {plain(low)} and {plain(high)}, whatever the proposals miss"
-    lines += [f"  why   {reason}" for reason in entry["reasons"]]
-    return lines + [f"  next  {step}" for step in entry["next_steps"]]
 
 
 def _entry(estimate: RareEstimate) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...data._checks import as_dataset, check_prompt_lengths, check_prompts
+from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
 from ...models._adapters import in_mode
 from ...models._causal import check_causal
@@ -45,15 +45,7 @@ Reward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Draws:
-    """
-    Completions with what an estimate needs of them.
-
-    Args:
-        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
-            Rewards and log-probabilities.
-        texts (`list[list[str]]`):
-            The N completions of each prompt, without special tokens.
-    """
+    """Completions as a sample of the mixture and as text: the N of each prompt, without special tokens."""
 
     sample: MixtureSample
     texts: list[list[str]]
@@ -77,33 +69,25 @@ def draw(
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    A component is a model at a temperature. Scoring one model at several temperatures takes one pass, and a proposal at a
-    temperature above 1 draws outputs that it has learned to neglect. Sampling ignores the model's generation configuration.
-    A completion ends with one of the policy's end tokens or at T tokens. Log-probabilities come from passes over the finished
-    completions, in float32 from the logits on. Equal completions of a prompt are rewarded once.
-
-    Under `accelerate launch`, processes share the work. All must call this function, and all get the same result.
+    A component is a model at a temperature. One pass scores a model at several temperatures. Sampling ignores the model's
+    generation configuration. A completion ends with one of the policy's end tokens or at T tokens. Equal completions of a prompt
+    are rewarded once. Under `accelerate launch`, processes share the work; all must call this function and get the same result.
 
     Args:
         models (`Sequence` of [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             Models of the K components: the policy, then proposals, with one vocabulary. Their training modes are restored.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Their tokenizer; its chat template is applied to prompts of messages.
+        tokenizer, reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer of the models, and that of the reward if it is a model.
         prompts ([`~datasets.Dataset`], `Sequence[str]` or `Sequence[list[dict]]`):
             The P prompts: plain text, messages, or a data set with a column `"prompt"`, whose other columns reach the reward.
         reward (`Callable` or `torch.nn.Module`):
-            A reward function in TRL's form, which returns a finite number for each completion, or a sequence-classification
-            model.
-        counts (`Sequence[int]`):
-            Completions of each prompt from each component.
+            A reward function as in TRL, with a finite reward for each completion, or a sequence-classification model.
+        counts (`Sequence[int]`), temperatures (`Sequence[float]`, *optional*):
+            Completions of each prompt from each component, and its temperature, by default 1. The policy's must be 1.
         max_completion_length (`int`):
             T.
-        temperatures (`Sequence[float]`, *optional*):
-            Temperature of each component, by default 1. The policy's must be 1.
-        reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            Tokenizer of the reward model; required if `reward` is a module.
         chat_template_kwargs (`dict`, *optional*):
-            Variables for the chat templates of the tokenizer and the reward model's tokenizer.
+            Variables for the chat templates of both tokenizers.
         batch_size (`int`, *optional*, defaults to `64`):
             B.
         seed (`int`, *optional*, defaults to `0`):
@@ -132,7 +116,7 @@ def draw(
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
-    prompt_ids = _checked_prompt_tokens(models, tokenizer, prompts, max_completion_length, chat_template_kwargs)
+    prompt_ids = _prompt_ids(models, tokenizer, prompts, max_completion_length, chat_template_kwargs)
     sizes = [model.config.get_text_config().vocab_size for model in models]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
@@ -223,29 +207,19 @@ def find_temperature(
     The temperature at which a model's completions diverge from those at temperature 1 by a given number of nats.
 
     KL(q ‖ q at the temperature) of whole completions, averaged over prompts, is estimated from completions drawn at
-    temperature 1, exactly at each token. A divergence is comparable between short and long completions; a temperature is not.
+    temperature 1, exactly at each token.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
             The proposal q. Its training mode is restored.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Prompts, plain text or messages.
-        max_completion_length (`int`):
-            T.
         divergence (`float`, *optional*, defaults to `2.0`):
             In nats, above 0 and finite.
         num_samples (`int`, *optional*, defaults to `16`):
             Completions of each prompt.
         max_prompts (`int`, *optional*, defaults to `16`):
             Largest number of prompts used, spread over all.
-        chat_template_kwargs (`dict`, *optional*):
-            Variables for the chat template.
-        batch_size (`int`, *optional*, defaults to `64`):
-            B.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The global random state is restored.
+        tokenizer, prompts, max_completion_length, chat_template_kwargs, batch_size, seed:
+            As in [`draw`]; prompts are plain text or messages.
 
     Returns:
         `float`: above 1, and at most 10.
@@ -257,14 +231,14 @@ def find_temperature(
         raise ValueError(f"`divergence={divergence}` must be above 0, and finite.")
     sizes = {"num_samples": num_samples, "max_prompts": max_prompts, "batch_size": batch_size}
     check_sizes(max_completion_length=max_completion_length, **sizes)
-    check_prompts(prompts)
-    chosen = [prompts[i] for i in range(0, len(prompts), max(1, -(-len(prompts) // max_prompts)))]
+    prompts = as_dataset(prompts)[:]["prompt"]
+    chosen = prompts[:: -(-len(prompts) // max_prompts)]
     check_causal(model, "`model`")
     end, seeds = end_tokens(model, tokenizer), _seeds(seed)
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
     inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
     total, rows = torch.zeros_like(inverse), 0
-    for ids in _checked_prompt_tokens([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
+    for ids in _prompt_ids([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
         for batch in _padded_batches(engine([ids] * num_samples, next(seeds)), batch_size):
             logits, _, counts = _completion_logits(model, ids, batch, end)
             log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
@@ -281,18 +255,15 @@ def find_temperature(
     return 1 / float(torch.lerp(inverse[place - 1], inverse[place], share))
 
 
-def _checked_prompt_tokens(
+def _prompt_ids(
     models: Sequence[PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     length: int,
     chat_template_kwargs: dict[str, Any] | None,
 ) -> list[list[int]]:
-    check_prompts(prompts)
     check_template_kwargs(prompts, chat_template_kwargs)
     prompt_ids = prompt_tokens(tokenizer, prompts, chat_template_kwargs)
-    if not prompt_ids or not all(prompt_ids):
-        raise ValueError("`prompts` must hold at least one prompt, and each prompt at least one token.")
     for model in models:
         check_prompt_lengths(prompt_ids, list(prompts), model.config, length)
     return prompt_ids

@@ -1,4 +1,4 @@
-"""What an importance-sampled estimate rests on, and when not to trust it."""
+"""Diagnostics of an importance-sampled estimate: when not to trust it, and what to do then."""
 
 import math
 from dataclasses import dataclass
@@ -20,38 +20,34 @@ AFFORDABLE = 100  # factor on the number of draws up to which more draws are adv
 @dataclass(frozen=True)
 class Diagnostics:
     """
-    What an estimate rests on. The tail is the bad completions, or those up to the quantile t of a CVaR. A completion contributes
-    x = w · v, its weight times its depth v, which is 1, or t − r for a CVaR.
+    Diagnostics of an estimate. The tail is the bad completions, or those up to the quantile t of a CVaR. A completion
+    contributes x = w · v, its weight times its depth v, which is 1, or t − r for a CVaR.
 
     Args:
-        tail_samples (`int`):
-            Completions in the tail.
-        policy_tail_samples (`int`):
-            Number of them that the policy drew.
+        tail_samples, policy_tail_samples (`int`):
+            Completions in the tail, and those of them that the policy drew.
         ess (`float`):
             Effective number of completions behind the estimate, (Σx)² / Σx².
         max_weight_share (`float`):
             Share of the sum of contributions from a single completion.
         variance_ess (`float`):
-            Effective number of completions behind the variance, (Σx²)² / Σx⁴. If it is small, the interval is unreliable too.
+            The same behind the variance, (Σx²)² / Σx⁴. If it is small, the interval is unreliable.
         unseen_share (`float`):
-            Largest share of the estimate that the proposals could miss, with 95 % probability, without a trace in the policy's
-            own draws: 3 / `expected`, at most 1; 0 without proposals.
+            Largest share of the estimate that the proposals could miss, with 95 % probability, if the policy's own draws do
+            not show it: 3 / `expected`, at most 1; 0 without proposals.
         expected (`float`):
             Expected number of bad outputs among the policy's own draws: draws of the policy × (E[v])² / E[v²].
         own_share (`float`):
-            Share of the variance, Σx², from the policy's own draws. If it is large, they found what the proposals miss.
+            Share of Σx² from the policy's own draws. If it is large, they found what the proposals miss.
         efficiency (`float`):
-            Bad outputs drawn by the policy that one draw of the proposals is worth: those that plain sampling needs for the
-            same variance, minus those that the policy draws here, over the proposals' draws. It is the tail's probability for
-            a proposal equal to the policy, about 1 for one that draws only bad outputs in the policy's proportions, and 0
-            without proposals. For a CVaR, (E[v])² / E[v²] replaces that probability.
+            Bad outputs of the policy that one draw of the proposals is worth: those that plain sampling needs for the same
+            variance, minus those that the policy draws here, over the proposals' draws. About 1 for a proposal that draws only
+            bad outputs in the policy's proportions, the tail's probability (for a CVaR (E[v])² / E[v²]) for one equal to the
+            policy, 0 without proposals.
         counts (`tuple[int, ...]`):
             Completions that each component drew for each prompt: the policy, then the proposals and their hotter copies.
-        halves (`tuple[float, float]`):
-            The estimate from every other completion, and from the rest.
-        halves_error (`float`):
-            Their difference in standard errors.
+        halves (`tuple[float, float]`), halves_error (`float`):
+            The estimate from every other completion and from the rest, and their difference in standard errors.
         normalization_error (`float`):
             Largest deviation of E_m[q_k / m] from 1, in standard errors.
     """
@@ -80,12 +76,7 @@ class Diagnostics:
         return self.normalization_error > MAX_ERROR or self.halves_error > MAX_ERROR
 
     def reasons(self) -> tuple[str, ...]:
-        """
-        Why the estimate is not reliable.
-
-        Returns:
-            `tuple[str, ...]`: one sentence a reason; empty if the estimate is reliable.
-        """
+        """Why the estimate is not reliable, one sentence a reason; empty if it is."""
         found = []
         if self.normalization_error > MAX_ERROR:
             found.append(
@@ -118,18 +109,14 @@ class Diagnostics:
         return tuple(found)
 
     def next_steps(self) -> tuple[str, ...]:
-        """
-        What to do about the reasons, with numbers of completions.
-
-        Returns:
-            `tuple[str, ...]`: one sentence a step, the cheapest first; empty if the estimate is reliable.
-        """
+        """What to do about the reasons, one sentence a step, the cheapest first; empty if the estimate is reliable."""
         if self.normalization_error > MAX_ERROR:
             return ("Score with the weights, temperature and end tokens that the completions were drawn with.",)
         own, *others = self.counts
-        train = "Train a second proposal for this policy, with another seed, and pass both"
+        another = "rain a second proposal for this policy, with another seed, and pass both"
+        train = f"T{another}." if others else "Train a proposal for this policy and pass it."
         if self.tail_samples == 0:
-            return (f"{train}." if others else "Train a proposal for this policy and pass it.",)
+            return (train,)
         steps = []
         # Bad outputs that the policy's draws should contain: 1.5 times what is required, as the number varies
         enough = 1.5 * 3 / MAX_UNSEEN_SHARE
@@ -143,15 +130,15 @@ class Diagnostics:
         if wanted and not own:
             steps.append("Draw completions from the policy too.")
         elif wanted:
-            draws, beside = self._policy_draws(wanted), self._policy_draws(enough)
+            draws = self._policy_draws(wanted)
             if draws <= AFFORDABLE * own:
                 steps.append(f"Draw {draws:,} completions a prompt from the policy ({own:,} now).")
                 if self._distant:
-                    also = f"; draw {beside:,} completions a prompt from the policy" if beside > own else ""
-                    steps.append(f"Or: {train[0].lower()}{train[1:]}{also}.")
+                    fewer = self._policy_draws(enough)
+                    also = f"; draw {fewer:,} completions a prompt from the policy" if fewer > own else ""
+                    steps.append(f"Or: t{another}{also}.")
             else:
-                steps.append("Do not rely on the estimate: the policy draws too few bad outputs to confirm it.")
-                steps.append(f"{train}." if others else "Train a proposal for this policy and pass it.")
+                steps += ["Do not rely on the estimate: the policy draws too few bad outputs to confirm it.", train]
         if len(self.counts) == 2:
             steps.append("Draw from a hotter copy of the proposal too, or from a second proposal.")
         if uneven and others and self.own_share <= 0.5:
@@ -175,23 +162,23 @@ def _round_up(number: float) -> int:
 
 def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
     """
-    Measures what an estimate rests on, from log-weights (P, N) of the completions in the tail, −inf for the others, and log
-    v (P, N), by default 0; both in nats.
+    Diagnostics from log-weights (P, N) of the completions in the tail, −inf for the others, and log v (P, N), by default 0; both
+    in nats.
     """
     in_tail = log_w > -torch.inf
-    log_x = log_w if log_depth is None else log_w + log_depth
-    x, scale = _over_largest(log_x)
+    log_depth = torch.zeros_like(log_w) if log_depth is None else log_depth
+    log_x = log_w + log_depth
+    shift = log_x.max().clamp(min=torch.finfo(log_x.dtype).min)  # finite, even if all are −inf
+    x, scale = (log_x - shift).exp(), float(shift.exp())
     total, squares = float(x.sum()), float(x.square().sum())
     # n (Σwv / n)² / (Σwv² / n) of n completions, times the policy's share of them
-    log_squares = (log_x if log_depth is None else log_x + log_depth).logsumexp(dim=(0, 1))
-    audit = (
-        float((2 * log_x.logsumexp(dim=(0, 1)) - log_squares).exp()) * sample.counts[0] / log_w.size(1)
-        if total
-        else 0.0
-    )
-    unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / audit) if audit else 1.0
+    expected = 0.0
+    if total:
+        share = (2 * log_x.logsumexp(dim=(0, 1)) - (log_x + log_depth).logsumexp(dim=(0, 1))).exp()
+        expected = float(share) * sample.counts[0] / log_w.size(1)
+    unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / expected) if expected else 1.0
     one, other = halves(sample, x)
-    mean, variance, _ = stratified_mean(x, sample.counts)
+    mean, variance = stratified_mean(x, sample.counts)
     drawn = sum(sample.counts[1:]) * sample.num_prompts
     return Diagnostics(
         tail_samples=int(in_tail.sum()),
@@ -200,20 +187,12 @@ def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor 
         max_weight_share=float(x.max()) / total if total else 0.0,
         variance_ess=squares**2 / float(x.pow(4).sum()) if squares else 0.0,
         unseen_share=unseen,
-        expected=audit,
+        expected=expected,
         own_share=float(x[:, : sample.counts[0]].square().sum()) / squares if squares else 0.0,
-        efficiency=max(0.0, mean**2 / variance - audit) / drawn if drawn and variance else 0.0,
+        efficiency=max(0.0, mean**2 / variance - expected) / drawn if drawn and variance else 0.0,
         counts=sample.counts,
         halves=(one * scale, other * scale),
         # The difference of two halves has four times the variance of the mean of both
         halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
         normalization_error=largest_normalization_error(sample),
     )
-
-
-def _over_largest(log_x: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Numbers over their largest, and the largest; all 0 if there is none."""
-    shift = log_x.max()
-    if shift == -torch.inf:
-        return torch.zeros_like(log_x), 0.0
-    return (log_x - shift).exp(), float(shift.exp())
