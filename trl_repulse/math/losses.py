@@ -184,6 +184,6 @@ def repulse_loss(
     """
     clipping = epsilon_low, epsilon_high
     loss = policy_gradient_loss(*own[:3], reduction, None, own.old_log_p, *clipping)
-    if negative is None:
-        return loss
-    return loss + policy_gradient_loss(*negative[:3], reduction, None, negative.old_log_p, *clipping)
+    if negative is not None:
+        loss = loss + policy_gradient_loss(*negative[:3], reduction, None, negative.old_log_p, *clipping)
+    return loss

@@ -73,41 +73,30 @@ class GCGConfig:
     topk: int = field(default=256, metadata={"help": "Tokens at each position that candidates draw from."})
     n_replace: int = field(default=1, metadata={"help": "Positions a candidate changes."})
     buffer_size: int = field(default=0, metadata={"help": "Best suffixes kept; 0 follows the last step's best."})
-    mellowmax: float | None = field(
-        default=None, metadata={"help": "Inverse temperature of the mellowmax over target tokens."}
-    )
+    mellowmax: float | None = field(default=None, metadata={"help": "Inverse temperature of the mellowmax."})
     suffix_init: str = field(default=" x" * 10, metadata={"help": "Suffix to start from."})
     micro_batch_size: int | None = field(default=None, metadata={"help": "Candidates of one forward pass."})
-    use_prefix_cache: bool = field(
-        default=True, metadata={"help": "Whether to compute what precedes the suffix only once."}
-    )
-    reuse_suffix_kv: bool = field(
-        default=True, metadata={"help": "Whether to reuse a candidate's unchanged first tokens."}
-    )
+    use_prefix_cache: bool = field(default=True, metadata={"help": "Whether to compute the prefix only once."})
+    reuse_suffix_kv: bool = field(default=True, metadata={"help": "Whether to reuse unchanged first tokens."})
     filter_roundtrip: Literal["context", "suffix", "off"] = field(
         default="context",
-        metadata={"help": "Text whose tokens must be the candidate's: the whole prompt, the suffix alone, or none."},
+        metadata={"help": "Text whose tokens must be the candidate's: the whole prompt, the suffix, or none."},
     )
     allow_non_ascii: bool = field(default=False, metadata={"help": "Whether to draw tokens beyond printable ASCII."})
     forbid_special: bool = field(default=True, metadata={"help": "Whether special tokens are never drawn."})
-    early_stop: bool = field(
-        default=False, metadata={"help": "Whether to stop once greedy decoding gives the target."}
-    )
+    early_stop: bool = field(default=False, metadata={"help": "Whether to stop once decoding gives the target."})
     stop_loss: float | None = field(default=None, metadata={"help": "Loss at which to stop."})
     merge_swaps: int = field(default=0, metadata={"help": "Largest number of candidates that are merged into one."})
     screen_dtype: Literal["bfloat16", "float16"] | None = field(
         default=None, metadata={"help": "Precision of a copy of the model that scores all candidates; unset, none."}
     )
     probe_sampling_factor: int = field(default=16, metadata={"help": "With a draft model: one in so many is probed."})
-    probe_reduction: int = field(
-        default=8, metadata={"help": "With a draft model: divides the share that the model scores."}
-    )
+    probe_reduction: int = field(default=8, metadata={"help": "With a draft model: divides the scored share."})
     prompt_format: Literal["chat", "raw"] = field(
         default="chat", metadata={"help": "The tokenizer's chat template, or plain text that the model continues."}
     )
     chat_template_kwargs: dict | str | None = field(
-        default=None,
-        metadata={"help": 'Further variables of the chat template, such as `{"enable_thinking": false}`.'},
+        default=None, metadata={"help": 'Variables for the chat template, such as `{"enable_thinking": false}`.'}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the candidates."})
 

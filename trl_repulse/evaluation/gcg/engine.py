@@ -39,14 +39,10 @@ class GCGResult:
     Result of an attack.
 
     Args:
-        suffix (`str`):
-            Text of the best suffix; after an early stop, of the one that caused it.
-        suffix_ids (`list[int]`):
-            Its tokens.
-        prompt_ids (`list[int]`):
-            Tokens of the whole prompt with the suffix.
-        target_ids (`list[int]`):
-            Tokens of the target.
+        suffix (`str`), suffix_ids (`list[int]`):
+            Text and tokens of the best suffix; after an early stop, of the one that caused it.
+        prompt_ids, target_ids (`list[int]`):
+            Tokens of the whole prompt with the suffix, and of the target.
         loss (`float`):
             Loss of the suffix in nats: the mean negative log-probability of the target's tokens, or its mellowmax. The
             lowest of all steps, except after an early stop.
@@ -89,10 +85,8 @@ def run_gcg(
     Searches for a suffix to a prompt after which a model begins its answer with the target.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model to attack. It runs in evaluation mode; its weights get no gradient.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
+        model ([`~transformers.PreTrainedModel`]), tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Causal language model to attack, and its tokenizer. The weights get no gradient.
         messages (`str` or `list[dict]`):
             The prompt: text, which becomes a message of the user, or a conversation. The suffix follows the last message.
         target (`str`):

@@ -83,10 +83,8 @@ def evaluate_gcg(
     processes share the targets. Each of them needs the model, and the main process merges their files.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model, on its device.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
+        model ([`~transformers.PreTrainedModel`]), tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Causal language model, on its device, and its tokenizer.
         rows_or_csv (`str`, `Path` or `Iterable` of mappings):
             A CSV file with the columns `goal` and `target`, or such rows.
         judge (`Callable`):
@@ -129,17 +127,18 @@ def evaluate_gcg(
     if state.is_main_process:
         _merge_process_files(output)
     state.wait_for_everyone()
-    finished: set[int] = set()
+    pending = mine
     if has_results(output):
         found, records = read_results(output)
         check_identity(found, header, output)
         finished = {record["row"] for record in records}
-        if not finished >= {row.number for row in mine} and header["identity"]["judge_hash"] is None:
+        pending = [row for row in mine if row.number not in finished]
+        if pending and header["identity"]["judge_hash"] is None:
             warn_of_name(output, header["identity"]["judge"])
     path = output if state.num_processes == 1 else _process_file(output, str(state.process_index))
     with ResultsFile(path, header) as file:
-        pending = [row for row in mine[state.process_index :: state.num_processes] if row.number not in finished]
-        for row in tqdm(pending, desc="attacks", disable=not state.is_local_main_process):
+        own = pending[state.process_index :: state.num_processes]
+        for row in tqdm(own, desc="attacks", disable=not state.is_local_main_process):
             file.append(_evaluate(attack, judge, row))
     state.wait_for_everyone()
     if state.is_main_process:
@@ -152,17 +151,8 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
     """
     Loads model, table and judge, calls [`evaluate_gcg`], and reports the results: the `trl-repulse gcg` command.
 
-    Args:
-        run ([`GCGRunArguments`]):
-            What to load and where to write.
-        config ([`GCGEvaluationConfig`]):
-            Settings of attack and evaluation.
-
-    Returns:
-        `str`: the report or, without a threshold, the command that prints one. Empty in all processes but the main one.
-
-    Raises:
-        `ValueError`: If something cannot be loaded or does not fit.
+    Returns the report or, without a threshold, the command that prints one; `""` in all processes but the main one. Raises
+    `ValueError` if something cannot be loaded or does not fit.
     """
     assert run.model_name_or_path is not None and run.table is not None  # checked by `GCGRunArguments`
     state = process_state()
@@ -241,16 +231,14 @@ def _first_prompt(tokenizer: PreTrainedTokenizerBase, table: list[TableRow], con
     variables = config.chat_template_kwargs
     if config.prompt_format == "chat":
         warn_of_date(tokenizer, [{"role": "user", "content": "x"}], variables)
-    for row in table:
-        if row.fault is None:
-            try:
-                prompt = build_prompt(
-                    tokenizer, row.goal, row.target, config.prompt_format, chat_template_kwargs=variables
-                )
-            except ValueError as error:
-                raise ValueError(f"Row {row.number} of the table: {error}") from error
-            return prompt.before_text + prompt.after_text
-    return ""
+    row = next((row for row in table if row.fault is None), None)
+    if row is None:
+        return ""
+    try:
+        prompt = build_prompt(tokenizer, row.goal, row.target, config.prompt_format, chat_template_kwargs=variables)
+    except ValueError as error:
+        raise ValueError(f"Row {row.number} of the table: {error}") from error
+    return prompt.before_text + prompt.after_text
 
 
 def make_header(

@@ -33,9 +33,9 @@ class RewardJudge:
 
     Args:
         reward (`Callable`):
-            Reward function, as a trainer takes it, asynchronous or not.
+            Reward function, as in a trainer, asynchronous or not.
         as_messages (`bool`, *optional*, defaults to `True`):
-            Whether to pass goal and response as messages instead of plain text.
+            Whether goal and response are messages instead of plain text.
     """
 
     def __init__(self, reward: Callable[..., list[float | None]], as_messages: bool = True):
@@ -94,10 +94,7 @@ def _plain(text: str) -> str:
 
 
 def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
-    """
-    The judge that the arguments name. A reward reads conversations if `config.prompt_format` is `"chat"`, else plain text.
-    Raises `ValueError` if there is no such judge or it refuses its arguments.
-    """
+    """The judge that the arguments name. A reward reads conversations if `config.prompt_format` is `"chat"`, else plain text."""
     kwargs = run.reward_kwargs or {}
     if run.reward_type == "refusal" or run.reward_type is run.reward_model_path is None:
         if run.reward_model_path is not None:

@@ -19,22 +19,9 @@ NOTHING = Estimate(np.nan, np.nan, np.nan, 0)
 
 def success_at_k(successes: int, samples: int, k: int) -> float:
     """
-    Probability that at least one of `k` samples, drawn without replacement, is a success: 1 − C(n − c, k) / C(n, k)
-    (Chen et al. 2021, arXiv 2107.03374, equation 1). Unbiased for any n, so that runs of different sizes compare.
-
-    Args:
-        successes (`int`):
-            c, successes among the samples.
-        samples (`int`):
-            n, samples drawn.
-        k (`int`):
-            From 1 to `samples`.
-
-    Returns:
-        `float`: a probability.
-
-    Raises:
-        `ValueError`: If `k` is not from 1 to `samples`, or there are more successes than samples.
+    Probability that at least one of `k` samples, drawn without replacement from n with c successes, is a success:
+    1 − C(n − c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Unbiased for any n. Raises `ValueError` if `k` is
+    not from 1 to n, or c not from 0 to n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"`k={k}` must be from 1 to the {samples} samples of a target; draw more, or lower it.")
@@ -64,10 +51,8 @@ def mean_over_targets(values: Sequence[float], trials: Sequence[float], level: f
     (Σx)² / Σx² of targets that contribute to the rate and to its complement. Without spread, n is M.
 
     Args:
-        values (`Sequence[float]`):
-            Rate of each of the M targets, in [0, 1].
-        trials (`Sequence[float]`):
-            Independent trials behind each rate, at least 1.
+        values, trials (`Sequence[float]`):
+            Rate of each of the M targets, in [0, 1], and the independent trials behind it, at least 1.
         level (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
@@ -102,10 +87,8 @@ def paired_difference(gained: int, lost: int, pairs: int, level: float = 0.95) -
     Statistics in Medicine 17, 2635, method 10, but with other intervals; Zou 2007).
 
     Args:
-        gained, lost (`int`):
-            Pairs where only the second, or only the first, is a success.
-        pairs (`int`):
-            M, all pairs.
+        gained, lost, pairs (`int`):
+            Pairs where only the second, or only the first, is a success, and all pairs.
         level (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 
@@ -145,10 +128,8 @@ def tail_over_targets(targets: Sequence[Sequence[float]], share: float, level: f
     the lowest score that, by [`mean_over_targets`], at least a share `share` of scores does not exceed.
 
     Args:
-        targets (`Sequence[Sequence[float]]`):
-            Scores of each of the M targets.
-        share (`float`):
-            Share of scores in the tail, above 0 and at most 1.
+        targets (`Sequence[Sequence[float]]`), share (`float`):
+            Scores of each of the M targets, and the share of them in the tail, above 0 and at most 1.
         level (`float`, *optional*, defaults to `0.95`):
             Nominal coverage.
 

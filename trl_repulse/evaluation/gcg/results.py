@@ -31,14 +31,12 @@ Scores = dict[str, list[list[float]]]
 class ResultsFile(AbstractContextManager):
     """
     A results file that is written line by line and can be continued; its folder is created if missing. Raises `ValueError` if
-    the file holds something else, or results with another `"identity"` in the header.
+    the file holds something else.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]):
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _complete_lines(path) if has_results(path) else b""
-        if kept:
-            check_identity(_parse(kept, path)[0], header, path)
         self._file = open(path, "ab")
         self._file.truncate(len(kept))
         if not kept:
@@ -72,17 +70,13 @@ def read_results(*paths: str | Path) -> tuple[dict[str, Any], list[dict[str, Any
     """
     Reads one file of results, or several that are parts of one evaluation.
 
-    Args:
-        paths (`str` or `Path`):
-            Files.
-
     Returns:
         `tuple[dict, list[dict]]`: the first header, and one line a target, sorted by row, without incomplete last lines.
 
     Raises:
         `ValueError`: If a file is missing, empty or no results file, or the files belong to different evaluations.
     """
-    header: dict[str, Any] | None = None
+    header: dict[str, Any] = {}
     rows: dict[int, dict[str, Any]] = {}
     for path in map(Path, paths):
         if not path.is_file():
@@ -92,26 +86,20 @@ def read_results(*paths: str | Path) -> tuple[dict[str, Any], list[dict[str, Any
         check_identity(found, header, path)
         for record in records:
             rows.setdefault(record["row"], record)
-    if header is None:
+    if not header:
         raise ValueError("No file of results is given.")
     return header, [rows[number] for number in sorted(rows)]
 
 
 def merge_results(paths: Iterable[str | Path], output: str | Path) -> int:
     """
-    Merges the results of an evaluation's shards into one file.
-
-    Args:
-        paths (`Iterable` of `str` or `Path`):
-            Results files of one configuration.
-        output (`str` or `Path`):
-            File to write, which may be one of them. It is replaced as a whole.
+    Merges the results of an evaluation's shards into the file `output`, which may be one of them and is replaced as a whole.
 
     Returns:
         `int`: targets in the merged file.
 
     Raises:
-        `ValueError`: If a file is missing or no results file, or the files belong to different evaluations.
+        `ValueError`: As [`read_results`].
     """
     header, records = read_results(*paths)
     content = b"".join(_as_line(entry) for entry in [header, *records])
@@ -218,17 +206,8 @@ def summarize(
 
 def success_curve(records: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, list[tuple[float, Estimate]]]:
     """
-    The attack success rate as a function of the threshold.
-
-    Args:
-        records (`Sequence[dict]`):
-            Lines of the results.
-        level (`float`, *optional*, defaults to `0.95`):
-            Coverage of Wilson's interval.
-
-    Returns:
-        `dict`: for `"before"` and `"after"`, the lowest score of each target in rising order, with the success rate at a
-        threshold just above it.
+    The attack success rate as a function of the threshold: for `"before"` and `"after"`, the lowest score of each target in
+    rising order, with the success rate at a threshold just above it and Wilson's interval of coverage `level`.
     """
     curve = {}
     for phase, targets in _scores(records).items():

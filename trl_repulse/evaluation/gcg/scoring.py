@@ -93,7 +93,13 @@ class SuffixScorer:
         plain = torch.cat([self.losses(row[None]) for row in pair])  # one by one, as a cache can mix rows
         tolerance = _TOLERANCE.get(self.model.dtype, 1e-3)
         try:
-            self._reuse, self._prefix = reuse_suffix_kv, self._compute_prefix()
+            cache = (
+                DynamicCache()
+            )  # without the configuration: sliding windows are masked, not cut, and views stay valid
+            if self._before.shape[1]:
+                with torch.no_grad():
+                    self.model(input_ids=self._before, **with_cache(self.model, cache))
+            self._reuse, self._prefix = reuse_suffix_kv, _as_key_values(cache)
             self.observe(ids)
             cached = self.losses(pair)
             if torch.allclose(cached, plain, rtol=tolerance, atol=tolerance):
@@ -204,13 +210,6 @@ class SuffixScorer:
         if self._mellowmax is None:
             return losses.mean(dim=1)
         return ((self._mellowmax * losses).logsumexp(dim=1) - math.log(losses.shape[1])) / self._mellowmax
-
-    @torch.no_grad()
-    def _compute_prefix(self) -> KeyValues:
-        cache = DynamicCache()  # without the configuration: sliding windows are masked, not cut, and views stay valid
-        if self._before.shape[1]:
-            self.model(input_ids=self._before, **with_cache(self.model, cache))
-        return _as_key_values(cache)
 
 
 def _as_key_values(cache: DynamicCache) -> KeyValues:
