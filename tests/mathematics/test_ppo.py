@@ -86,14 +86,10 @@ def test_masked_positions_are_stepped_over(batch):
         assert torch.equal(advantages[b, kept], alone[0])
 
 
-def test_half_precision_is_computed_in_single(batch):
-    rewards, values, mask = (x.to(torch.bfloat16) for x in batch)
-    advantages, _ = generalized_advantages(rewards, values, mask)
-    assert advantages.dtype == torch.float32
-
-
-def test_shapes_are_checked(batch):
+def test_precision_and_shapes(batch):
     rewards, values, mask = batch
+    advantages, _ = generalized_advantages(*(x.to(torch.bfloat16) for x in batch))
+    assert advantages.dtype == torch.float32
     with pytest.raises(ValueError, match="`values` has shape"):
         generalized_advantages(rewards, values[:, :1], mask)
     with pytest.raises(ValueError, match="`returns` has shape"):
