@@ -84,29 +84,19 @@ def test_a_percentile_bootstrap_would_not_cover():
 @pytest.mark.slow
 def test_rates_are_covered_over_a_grid(capsys):
     """Prints the least coverage and what the widths are."""
-    found = []
-    for cell in itertools.product(
-        (5, 10, 20, 50), (0.02, 0.05, 0.1, 0.3, 0.5), (1, 2, 8, 32), (0.01, 0.1, 0.3, 0.6, 0.9)
-    ):
-        found.append((*coverage_of_a_rate(*cell, 1000), cell))
+    grid = (5, 10, 20, 50), (0.02, 0.05, 0.1, 0.3, 0.5), (1, 2, 8, 32), (0.01, 0.1, 0.3, 0.6, 0.9)
+    found = [(*coverage_of_a_rate(*cell, 1000), cell) for cell in itertools.product(*grid)]
     covered, widths = np.array([each[0] for each in found]), np.array([each[1] for each in found])
     with capsys.disabled():
-        print(
-            "\nrates: least covered",
-            sorted(found)[:3],
-            "mean",
-            covered.mean(),
-            "width",
-            np.quantile(widths, [0.5, 0.9]),
-        )
+        print("\nrates: least covered", sorted(found)[:3], "mean", covered.mean())
+        print("width", np.quantile(widths, [0.5, 0.9]))
     assert covered.min() >= 0.93
 
 
 @pytest.mark.slow
 def test_success_at_k_is_covered_over_a_grid(capsys):
-    cells = itertools.product(
-        (5, 20, 50), (0.02, 0.1, 0.3), ((8, 2), (8, 8), (32, 4), (32, 16)), (0.01, 0.1, 0.3, 0.6, 0.9)
-    )
+    sizes = (8, 2), (8, 8), (32, 4), (32, 16)
+    cells = itertools.product((5, 20, 50), (0.02, 0.1, 0.3), sizes, (0.01, 0.1, 0.3, 0.6, 0.9))
     found = [
         (*coverage_of_a_rate(targets, rate, samples, correlation, 250, k), (targets, rate, samples, k, correlation))
         for targets, rate, (samples, k), correlation in cells
@@ -176,11 +166,8 @@ def test_tails_are_covered(kind, correlation):
 @pytest.mark.slow
 def test_tails_are_covered_over_a_grid(capsys):
     """Where the quantile falls between bad scores and others, a rate of 0.1, less is covered."""
-    found = []
-    for cell in itertools.product(
-        ("normal", "exponential", 0.02, 0.05, 0.1, 0.3), (0.05, 0.3, 0.6), (100, 200), (10, 20)
-    ):
-        found.append((coverage_of_a_tail(*cell, 1000), cell))
+    grid = ("normal", "exponential", 0.02, 0.05, 0.1, 0.3), (0.05, 0.3, 0.6), (100, 200), (10, 20)
+    found = [(coverage_of_a_tail(*cell, 1000), cell) for cell in itertools.product(*grid)]
     with capsys.disabled():
         print("\ntails: least covered", sorted(found, key=lambda each: each[0])[:12])
     assert min(covered for covered, cell in found if cell[0] != 0.1) >= 0.93

@@ -190,10 +190,8 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     table = tmp_path / "table.csv"
     table.write_text("goal,target\n" + "".join(f"{row['goal']},{row['target']}\n" for row in ROWS))
-    settings = {
-        name: value for name, value in vars(evaluation_config(save_responses=True)).items() if value is not None
-    }
-    config = settings | {
+    settings = vars(evaluation_config(save_responses=True))
+    config = {name: value for name, value in settings.items() if value is not None} | {
         "model_name_or_path": str(tmp_path / "model"),
         "table": str(table),
         "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no",
@@ -386,22 +384,14 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
 
 
 def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
-    rows = [
-        ROWS[0],
-        {"goal": " a", "target": float("nan")},
-        {"goal": "", "target": TARGET},
-        {"goal": None, "target": ""},
-    ]
+    cells = (" a", float("nan")), ("", TARGET), (None, "")
+    rows = [ROWS[0], *({"goal": goal, "target": target} for goal, target in cells)]
     with pytest.raises(ValueError, match=r"2 \(no target\), 3 \(no goal\), 4 \(no goal and no target\); fix them"):
         evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out.jsonl")
     path = evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(on_bad_row="skip"), tmp_path / "out.jsonl")
     _, records = read_results(path)
-    assert [(record["status"], record.get("reason")) for record in records] == [
-        ("ok", None),
-        ("skipped", "no target"),
-        ("skipped", "no goal"),
-        ("skipped", "no goal and no target"),
-    ]
+    assert [record["status"] for record in records] == ["ok", *["skipped"] * 3]
+    assert [record["reason"] for record in records[1:]] == ["no target", "no goal", "no goal and no target"]
 
 
 def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
@@ -416,10 +406,7 @@ def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
     [
         ("", "has no rows"),
         ("goal,target\n", "has no rows"),
-        (
-            " open door, yes\n read mail, yes\n",
-            "has no column 'goal', only ' open door', ' yes'; name its columns in a first line",
-        ),
+        (" open door, yes\n read mail, yes\n", "has no column 'goal', only ' open door', ' yes'; name its columns"),
         ("prompt,target\na,b\n", "has no column 'goal', only 'prompt', 'target'"),
         ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),
     ],

@@ -100,7 +100,7 @@ class GCGConfig:
     )
     seed: int = field(default=0, metadata={"help": "Seed of the candidates."})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"):
             _at_least(name, getattr(self, name), 1)
         for name in ("buffer_size", "merge_swaps"):
@@ -158,7 +158,7 @@ class GCGEvaluationConfig(GCGConfig):
     )
     save_responses: bool = field(default=False, metadata={"help": "Whether the results hold the responses."})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_samples", "max_new_tokens", "max_targets"):
             _at_least(name, getattr(self, name), 1)
@@ -229,7 +229,7 @@ class GCGRunArguments:
         default=False, metadata={"help": "Whether to run Python code that comes with the model."}
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("model_name_or_path", "table"):
             if getattr(self, name) is None:
                 raise ValueError(f"`--{name}` is needed.")

@@ -10,7 +10,7 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from scipy.stats import spearmanr
@@ -131,7 +131,7 @@ class GCG:
         check_causal(model, "`model`")
         if draft_model is not None:
             check_causal(draft_model, "`draft_model`")
-            if draft_model.get_input_embeddings().weight.shape[0] < len(tokenizer):
+            if _embeddings(draft_model) < len(tokenizer):
                 raise ValueError(
                     "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
                 )
@@ -149,7 +149,7 @@ class GCG:
             # the head row by row, which is a hundred times slower on CPU in half precision
             screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
         self._models = model, draft_model, screen
-        rows = model.get_input_embeddings().weight.shape[0]
+        rows = _embeddings(model)
         allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
         self._allowed = allowed.to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
@@ -177,11 +177,12 @@ class GCG:
     def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
         config = self.config
         generator = torch.Generator().manual_seed(seed)
-        scorer, *others = [self._scorer(model, prompt) for model in self._models]
+        scorer, draft, screen = (self._scorer(model, prompt) for model in self._models)
         assert scorer is not None
         buffer = self._fill_buffer(prompt, scorer, generator)
         initial_loss, ids = best = buffer[0]
-        losses, suffixes = [], []
+        losses: list[float] = []
+        suffixes: list[str] = []
         stop_reason: StopReason = "num_steps"
         for _ in range(config.num_steps):
             gradient, matches = scorer.gradient(ids)
@@ -189,7 +190,7 @@ class GCG:
                 stop_reason, best = "early_stop", buffer[0]
                 break
             candidates = self._draw(prompt, ids, gradient, generator)
-            found = loss, _ = self._search(prompt, scorer, *others, ids, candidates, generator)
+            found = loss, _ = self._search(prompt, scorer, draft, screen, ids, candidates, generator)
             if config.buffer_size == 0:
                 buffer = [found]
             elif loss < buffer[-1][0]:
@@ -292,6 +293,10 @@ class GCG:
             losses = torch.cat([losses, finite(scorer.losses(merged))])
         index = int(losses.argmin())
         return losses[index].item(), candidates[index]
+
+
+def _embeddings(model: Any) -> int:
+    return len(model.get_input_embeddings().weight)
 
 
 def merge_candidates(ids: torch.Tensor, candidates: torch.Tensor, losses: torch.Tensor, limit: int) -> torch.Tensor:

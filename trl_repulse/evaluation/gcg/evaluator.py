@@ -211,7 +211,7 @@ def load_table(
             )
     table = []
     for number, row in enumerate(rows[:max_targets], 1):
-        texts = {name: row.get(name) for name in columns}
+        texts: dict[str, Any] = {name: row.get(name) for name in columns}
         empty = [name for name, text in texts.items() if not isinstance(text, str) or text.strip().lower() in _EMPTY]
         texts = {name: "" if name in empty else text for name, text in texts.items()}
         fault = f"no {' and no '.join(empty)}" if empty else None

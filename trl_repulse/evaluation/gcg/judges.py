@@ -95,7 +95,7 @@ def _plain(text: str) -> str:
 
 def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     """The judge that the arguments name. A reward reads conversations if `config.prompt_format` is `"chat"`, else plain text."""
-    kwargs = run.reward_kwargs or {}
+    kwargs: Any = run.reward_kwargs or {}
     if run.reward_type == "refusal" or run.reward_type is run.reward_model_path is None:
         if run.reward_model_path is not None:
             raise ValueError("`reward_model_path` has no effect with `reward_type='refusal'`; leave one of them out.")
@@ -112,6 +112,7 @@ def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     tokenizer = load_tokenizer(reward, "reward model", **options)
     model = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **options)
     model = model.to(PartialState().device)
+    function: Any
     _, function = as_function(model, tokenizer, model.device, config.chat_template_kwargs)
     function.unchecked = model  # its weights identify the judge
     if as_messages:

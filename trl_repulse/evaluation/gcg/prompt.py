@@ -157,7 +157,7 @@ def _render(
         filled = [*messages[:-1], messages[-1] | {"content": begin + mark + end}]
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         with rendering(tokenizer, messages, "The conversation that is attacked"):
-            found = tokenizer.apply_chat_template(filled, **options).split(mark)
+            found = str(tokenizer.apply_chat_template(filled, **options)).split(mark)
         if len(found) != 2:
             raise ValueError(
                 f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that "

@@ -8,6 +8,7 @@ D dimensions of a head.
 import inspect
 import logging
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class SuffixScorer:
     ):
         self.model, self.prompt, self.micro_batch_size = model, prompt, micro_batch_size
         self._mellowmax, self._reuse = mellowmax, False
-        self._embedding = model.get_input_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
         self._before, self._after, self._target = (
             torch.tensor([ids], dtype=torch.long, device=model.device)
             for ids in (prompt.before_ids, prompt.after_ids, prompt.target_ids)
@@ -127,9 +128,9 @@ class SuffixScorer:
         Gradient (S, V) of the loss with respect to the one-hot tokens of a suffix (S,), on the model's device, and whether
         greedy decoding after the suffix gives the target. Taken at the output of the embedding.
         """
-        leaves = []
+        leaves: list[torch.Tensor] = []
 
-        def cut(module, inputs, output):
+        def cut(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             leaves.append(output.detach().requires_grad_())
             return leaves[-1]
 
@@ -190,7 +191,7 @@ class SuffixScorer:
         tail = torch.cat([self._after, self._target[:, :-1]], dim=1).expand(count, -1)
         ids = torch.cat([suffixes.to(tail.device), tail], dim=1)[:, start:]
         past = self._prefix
-        if start > 0:
+        if start > 0 and self._observed is not None:
             end = len(self.prompt.before_ids) + start
             past = [(keys[:, :, :end], values[:, :, :end]) for keys, values in self._observed[1]]
         cache = None
@@ -212,7 +213,7 @@ class SuffixScorer:
         return ((self._mellowmax * losses).logsumexp(dim=1) - math.log(losses.shape[1])) / self._mellowmax
 
 
-def _as_key_values(cache: DynamicCache) -> KeyValues:
+def _as_key_values(cache: Any) -> KeyValues:
     return [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
 
 
