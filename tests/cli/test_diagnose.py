@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trl_repulse.cli.main import main
-from trl_repulse.engine.diagnosis import _SIGNS, SYMPTOMS, THRESHOLDS, diagnose
+from trl_repulse.engine.diagnosis import SYMPTOMS, diagnose
 from trl_repulse.engine.run_log import load_log
 
 
@@ -222,17 +222,13 @@ def test_a_run_made_to_fail_is_recognised(name):
 
 
 @pytest.mark.parametrize("symptom", SYMPTOMS)
-def test_each_symptom_has_a_section_and_a_sign(symptom):
+def test_each_symptom_has_a_section(symptom):
     anchors = {
         re.sub(r"[^\w -]", "", line[3:].lower()).replace(" ", "-")
         for line in PAGE.splitlines()
         if line.startswith("## ")
     }
-    assert SYMPTOMS[symptom].heading in anchors and symptom in _SIGNS
-
-
-def test_thresholds_have_reasons():
-    assert all(threshold.value > 0 and len(threshold.reason) > 20 for threshold in THRESHOLDS.values())
+    assert SYMPTOMS[symptom].heading in anchors
 
 
 # The command

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .run_log import RunLog, Span, Unknown
 
@@ -16,59 +16,32 @@ from .run_log import RunLog, Span, Unknown
 PAGE = "docs/reading_a_run.md"
 
 
-class Threshold(NamedTuple):
-    """The value at which a sign begins, and the reason for it."""
+# Thresholds, each with its reason
 
-    value: float
-    reason: str
-
-
-THRESHOLDS = {
-    "updates": Threshold(20, "updates that a sign has to last: the means of single batches are too noisy"),
-    "log_z_gap": Threshold(
-        3.0, "nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0"
-    ),
-    "distinct": Threshold(
-        1.5, "distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient"
-    ),
-    "entropy": Threshold(
-        0.15, "nats per token; collapsed runs ended at 0.1 and less, sound ones in the embedded world at 0.4 and more"
-    ),
-    "entropy_share": Threshold(
-        0.25, "of the entropy at the start; a policy that was sure from the start on has not collapsed"
-    ),
-    "ess": Threshold(
-        2.0, "samples; then fewer than two carry the weights; sound runs with 32 samples had more than 10"
-    ),
-    "samples": Threshold(4, "samples of a prompt; with fewer, 1 distinct completion and an ESS near 1 are common"),
-    "warm_up": Threshold(0.25, "share of the updates in which a proposal may still be far from its target"),
-    "apart": Threshold(
-        0.5, "standard deviations of the reward at the start; a proposal that works is farther below the policy"
-    ),
-    "way_back": Threshold(
-        0.5, "of the largest distance between both rewards: noise does not take a proposal half way back"
-    ),
-    "fall": Threshold(
-        0.5, "standard deviations of the reward at the start; means of 20 batches hardly vary by a tenth of one"
-    ),
-    "noise": Threshold(
-        6.0,
-        "standard errors of a mean over these updates: the largest of many means and the last differ by 3, and few prompts an "
-        "update make much noise",
-    ),
-    "plateau": Threshold(0.1, "standard deviations of the reward at the start; less is no gain, but noise"),
-    "kl_factor": Threshold(
-        2.0,
-        "times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing",
-    ),
-    "kl_rise": Threshold(0.1, "nats per token; doubling less than that is harmless"),
-    "empty": Threshold(1.1, "tokens; the end token alone is 1, so that nine completions in ten are empty"),
-    "clipped": Threshold(0.5, "of the completions; models that end their completions stay far below"),
-    "short": Threshold(4, "tokens; completions limited to as few are meant to be cut"),
-    "constant": Threshold(1e-6, "of the reward's size, which is what float32 resolves"),
-    "not_finite": Threshold(0.1, "of the logs; in fp16 the search for a loss scale gives single infinite gradients"),
-}
-UPDATES = int(THRESHOLDS["updates"].value)
+UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
+LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
+DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient
+# Nats per token; collapsed runs ended at 0.1 and less, sound ones in the embedded world at 0.4 and more
+ENTROPY = 0.15
+ENTROPY_SHARE = 0.25  # of the entropy at the start; a policy that was sure from the start on has not collapsed
+ESS = 2.0  # samples; then fewer than two carry the weights; sound runs with 32 samples had more than 10
+SAMPLES = 4  # samples of a prompt; with fewer, 1 distinct completion and an ESS near 1 are common
+WARM_UP = 0.25  # share of the updates in which a proposal may still be far from its target
+DISTANCE = 0.5  # standard deviations of the reward at the start; a proposal that works is farther below the policy
+WAY_BACK = 0.5  # of the largest distance between both rewards: noise does not take a proposal half way back
+FALL = 0.5  # standard deviations of the reward at the start; means of 20 batches hardly vary by a tenth of one
+# Standard errors of a mean over these updates: the largest of many means and the last differ by 3, and few prompts an update
+# make much noise
+NOISE = 6.0
+PLATEAU = 0.1  # standard deviations of the reward at the start; less is no gain, but noise
+# Times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing
+KL_FACTOR = 2.0
+KL_RISE = 0.1  # nats per token; doubling less than that is harmless
+EMPTY = 1.1  # tokens; the end token alone is 1, so that nine completions in ten are empty
+CLIPPED = 0.5  # of the completions; models that end their completions stay far below
+SHORT = 4  # tokens; completions limited to as few are meant to be cut
+CONSTANT = 1e-6  # of the reward's size, which is what float32 resolves
+NOT_FINITE = 0.1  # of the logs; in fp16 the search for a loss scale gives single infinite gradients
 
 
 @dataclass(frozen=True)
@@ -83,93 +56,20 @@ class Symptom:
             Its usual cause.
         remedy (`tuple[str, ...]`):
             Which fields to set, and in which direction: alternatives, the best first. Fields are in braces.
+        sign (`Callable`):
+            Gives the evidence in a [`RunLog`], `None` if there is none; raises [`Unknown`] if the log does not tell.
     """
 
     title: str
     cause: str
     remedy: tuple[str, ...]
+    sign: Callable[[RunLog], str | None]
 
     @property
     def heading(self) -> str:
         """The anchor of its section."""
         return self.title.lower().replace(" ", "-")
 
-
-# Each may be a consequence of those before it: of the numbers and the reward, the policy, the proposal
-SYMPTOMS = {
-    "not_finite": Symptom(
-        "Losses or gradients that are not finite",
-        "the reward has a huge scale, the learning rate is far too high, or fp16 overflows",
-        ("scale or clip the reward", "lower {learning_rate}", "set `bf16=True` in place of `fp16=True`"),
-    ),
-    "constant_reward": Symptom(
-        "A reward that does not vary",
-        "the reward function gives all completions the same number, so that there is nothing to learn",
-        (
-            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
-        ),
-    ),
-    "empty": Symptom(
-        "Completions are empty",
-        "the reward pays for saying nothing or, where it is the proposal that says nothing, punishes it more than anything else",
-        ("give empty completions the reward of other bad outputs, neither a higher nor a lower one",),
-    ),
-    "cut": Symptom(
-        "Completions are cut off",
-        "the policy does not end its completions within {max_completion_length} tokens, or learns to go on because the reward "
-        "pays for length",
-        ("raise {max_completion_length}", "take length out of the reward"),
-    ),
-    "falling_return": Symptom(
-        "The return falls",
-        "the learning rate is too high, the negative term is too strong, or prompts are lost",
-        ("lower {learning_rate}", "lower {alpha}", "lower {max_grad_norm}", "raise {beta}"),
-    ),
-    "rising_kl": Symptom(
-        "The KL rises without a gain in reward",
-        "the policy drifts: the KL penalty is too weak, or the learning rate or the negative term too strong",
-        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "stop where the reward stopped growing"),
-    ),
-    "narrow": Symptom(
-        "The policy has collapsed",
-        "the KL penalty is too weak for the scale of the reward, or the learning rate or the negative term too strong",
-        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "go back to an earlier checkpoint"),
-    ),
-    "nothing_bad": Symptom(
-        "Nothing bad is found",
-        "{bad_reward_threshold} is below every reward that is drawn, or bad outputs are too rare for so few samples",
-        ("raise {bad_reward_threshold}", "raise {num_proposal_generations}"),
-    ),
-    "finds_no_more": Symptom(
-        "Extra samples find no more",
-        "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
-        ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
-    ),
-    "turned_target": Symptom(
-        "The proposal draws good outputs",
-        "the target has turned, because {target_dist_beta} is too weak for the distance between good and bad rewards, or the "
-        "proposal has not learned yet",
-        (
-            "take {target_dist_beta} further from 0",
-            "raise {proposal_learning_rate}",
-            "stop before the rewards meet",
-        ),
-    ),
-    "collapse": Symptom(
-        "The proposal has collapsed",
-        "the proposal learns faster than it can follow its target, or the target is too sharp",
-        (
-            "lower {proposal_learning_rate}",
-            "bring {target_dist_beta} nearer to 0",
-            "go back to an earlier checkpoint",
-        ),
-    ),
-    "ess": Symptom(
-        "One sample carries the weights",
-        "{target_dist_beta} is too strong, or the proposal is far from its target",
-        ("bring {target_dist_beta} nearer to 0", "raise {num_generations}", "raise {proposal_learning_rate}"),
-    ),
-}
 
 # Metrics that should be finite. Others are NaN if there is nothing to average
 _FINITE = ("loss", "grad_norm", "kl", "entropy")
@@ -225,109 +125,32 @@ class Diagnosis:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
-def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None = None) -> Diagnosis:
-    """
-    Looks for symptoms in the log of a run.
-
-    Args:
-        history (`list[dict]`):
-            `trainer.state.log_history`.
-        settings (`dict`, *optional*):
-            Fields of the run's configuration, such as those of `results.json`. Some signs need `num_generations` and
-            `max_completion_length`.
-
-    Returns:
-        [`Diagnosis`]
-
-    Raises:
-        `ValueError`: If the log has no update.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.engine.diagnosis import diagnose
-
-    >>> for finding in diagnose(trainer.state.log_history, trainer.args.to_dict()).findings:
-    ...     print(finding)
-    ```
-    """
-    log = RunLog(history, settings or {}, UPDATES)
-    diagnosis = Diagnosis(log.updates)
-    if not log.updates:
-        raise ValueError(
-            "The log is empty: no update was logged. Set `logging_steps` below the number of updates, and train again."
-        )
-    for name, symptom in SYMPTOMS.items():
-        try:
-            evidence = _SIGNS[name](log)
-        except Unknown as reason:
-            diagnosis.unknown[name] = str(reason)
-            continue
-        if evidence is None:
-            diagnosis.sound.append(name)
-            continue
-        cause, remedy = (
-            _with_values(text, log.settings) for text in (symptom.cause, _alternatives(symptom.remedy, log.settings))
-        )
-        diagnosis.findings.append(Finding(name, evidence, cause, remedy, f"{PAGE}#{symptom.heading}"))
-    return diagnosis
-
-
-def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
-    """Joins the alternatives, without those that name a field that has no effect in this run."""
-    idle = set()
-    if settings and not settings.get("alpha", "potential" in settings):
-        idle.add("{alpha}")
-    if settings.get("potential") == "indicator":
-        idle.add("{target_dist_beta}")
-    left = [each for each in remedy if not any(name in each for name in idle)]
-    return left[0] if len(left) == 1 else f"{', '.join(left[:-1])}{',' * (len(left) > 2)} or {left[-1]}"
-
-
-def _with_values(text: str, settings: dict[str, Any]) -> str:
-    """Replaces each `{field}` by its name and its value."""
-
-    def show(found: re.Match[str]) -> str:
-        value = settings.get(found[1])
-        return f"`{found[1]}`" if value is None else f"`{found[1]}` (now {value})"
-
-    return re.sub(r"\{(\w+)\}", show, text)
-
-
 def _not_finite(log: RunLog) -> str | None:
-    names = [
-        f"{prefix}{name}"
-        for prefix in ("", "proposal/", "value/")
-        for name in _FINITE
-        if f"{prefix}{name}" in log.columns
-    ]
-    for name in names:
-        column = log.columns[name]
+    for name in (prefix + name for prefix in ("", "proposal/", "value/") for name in _FINITE):
+        column = log.columns.get(name, [])
         bad = [step for step, value in column if not math.isfinite(value)]
-        if bad and (len(bad) > THRESHOLDS["not_finite"].value * len(column) or not math.isfinite(column[-1][1])):
+        if bad and (len(bad) > NOT_FINITE * len(column) or not math.isfinite(column[-1][1])):
             return f"`{name}` is not finite in {len(bad)} of {len(column)} logs, from update {bad[0]} to {bad[-1]}"
     return None
 
 
 def _constant_reward(log: RunLog) -> str | None:
     size = max((abs(value) for _, value in log.columns.get("reward", ())), default=0.0)
-    limit = THRESHOLDS["constant"].value * max(size, 1.0)
     spans = log.spans("reward_std")
-    if any(span.mean > limit for span in spans):
+    if any(span.mean > CONSTANT * max(size, 1.0) for span in spans):
         return None
     return f"`reward_std` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
 
 
 def _collapse(log: RunLog) -> str | None:
-    limit, signs = THRESHOLDS["log_z_gap"].value, []
-    gap = log.longest("proposal/log_z_gap", lambda mean: mean > limit)
+    signs, samples = [], log.proposal_samples
+    gap = log.longest("proposal/log_z_gap", lambda mean: mean > LOG_Z_GAP)
     if gap is not None:
         signs.append(
-            f"`proposal/log_z_gap` is {gap.mean:.1f} nats on average over {gap}, and should be below {limit:g}"
+            f"`proposal/log_z_gap` is {gap.mean:.1f} nats on average over {gap}, and should be below {LOG_Z_GAP:g}"
         )
-    samples, limit = log.proposal_samples, THRESHOLDS["distinct"].value
-    if samples >= THRESHOLDS["samples"].value:
-        same = log.longest("proposal/distinct", lambda mean: mean * samples < limit)
+    if samples >= SAMPLES:
+        same = log.longest("proposal/distinct", lambda mean: mean * samples < DISTINCT)
         if same is not None:
             distinct = f"{same.mean * samples:.1f} of a prompt's {samples} samples are distinct"
             signs.append(f"`proposal/distinct` is {same.mean:.3g} on average over {same}: {distinct}")
@@ -345,13 +168,13 @@ def _turned_target(log: RunLog) -> str | None:
     if not distances:
         raise Unknown("`reward` and `proposal/reward` are not in the same logs")
     farthest, last = max(distances, key=lambda span: span.mean), distances[-1]
-    if farthest.mean < THRESHOLDS["apart"].value * log.spread:
+    if farthest.mean < DISTANCE * log.spread:
         return (
             f"`proposal/reward` is never far below `reward`: at most {farthest.mean:.2g} ({farthest}), with a "
             f"`reward_std` of {log.spread:.2g} at the start"
         )
     risen = theirs[last[:2]] - theirs[farthest[:2]]
-    if last.mean < farthest.mean and risen > THRESHOLDS["way_back"].value * farthest.mean:
+    if last.mean < farthest.mean and risen > WAY_BACK * farthest.mean:
         return (
             f"`proposal/reward` was {theirs[farthest[:2]]:.3g}, {farthest.mean:.2g} below `reward` ({farthest}), and has "
             f"risen to {theirs[last[:2]]:.3g}, {last.mean:.2g} below it ({last})"
@@ -363,11 +186,11 @@ def _ess(log: RunLog) -> str | None:
     if log.is_hot:
         raise Unknown("the hot policy weighs the bad samples alone, of which a prompt may have one")
     name = "negative/ess" if "negative/ess" in log.columns else "proposal/ess"
-    low = log.longest(name, lambda mean: mean < THRESHOLDS["ess"].value, after=THRESHOLDS["warm_up"].value)
+    low = log.longest(name, lambda mean: mean < ESS, after=WARM_UP)
     samples = log.proposal_samples
     if not samples:
         raise Unknown(_NO_SETTINGS)
-    if samples < THRESHOLDS["samples"].value:
+    if samples < SAMPLES:
         raise Unknown(f"a prompt has {samples} samples, too few to judge")
     return None if low is None else f"`{name}` is {low.mean:.2f} of {samples} samples on average over {low}"
 
@@ -402,13 +225,13 @@ def _rising_kl(log: RunLog) -> str | None:
     rewards = [span for span in log.spans("reward") if span[:2] in kl]
     if not rewards:
         raise Unknown("`kl` and `reward` are not in the same logs")
-    gain = THRESHOLDS["plateau"].value * log.spread
+    gain = PLATEAU * log.spread
     best = max(span.mean for span in rewards)
     start, last = next(span for span in rewards if span.mean >= best - gain), rewards[-1]
     if start is rewards[0]:
         raise Unknown("`reward` is near its best from the start on, where the KL is 0; see whether the return falls")
     before, after = kl[start[:2]], kl[last[:2]]
-    if after < before + THRESHOLDS["kl_rise"].value or after < THRESHOLDS["kl_factor"].value * before:
+    if after < before + KL_RISE or after < KL_FACTOR * before:
         return None
     return (
         f"`kl` rose from {before:.3g} to {after:.3g} nats per token while `reward` went from {start.mean:.3g} to "
@@ -419,12 +242,11 @@ def _rising_kl(log: RunLog) -> str | None:
 def _narrow(log: RunLog) -> str | None:
     spans, signs = log.spans("entropy"), []
     first, last = spans[0], spans[-1]
-    low = THRESHOLDS["entropy"].value
-    if last.mean < min(low, THRESHOLDS["entropy_share"].value * first.mean) and first.mean > low:
+    if last.mean < min(ENTROPY, ENTROPY_SHARE * first.mean) and first.mean > ENTROPY:
         signs.append(f"`entropy` fell from {first.mean:.3g} ({first}) to {last.mean:.3g} nats per token ({last})")
     name, samples = "completions/distinct", log.count("num_generations")
-    if samples >= THRESHOLDS["samples"].value and name in log.columns:
-        spans, limit = log.spans(name), THRESHOLDS["distinct"].value / samples
+    if samples >= SAMPLES and name in log.columns:
+        spans, limit = log.spans(name), DISTINCT / samples
         if spans[-1].mean < limit <= spans[0].mean:
             distinct = f"{spans[-1].mean * samples:.1f} of a prompt's {samples} completions are distinct"
             signs.append(f"`{name}` fell from {spans[0].mean:.3g} to {spans[-1].mean:.3g} ({spans[-1]}): {distinct}")
@@ -435,7 +257,7 @@ def _falling_return(log: RunLog) -> str | None:
     name = "return" if "return" in log.columns else "reward"
     spans = log.spans(name)
     best, last = max(spans, key=lambda span: span.mean), spans[-1]
-    least = max(THRESHOLDS["fall"].value * log.spread, THRESHOLDS["noise"].value * log.standard_error(name))
+    least = max(FALL * log.spread, NOISE * log.standard_error(name))
     if best.mean - last.mean <= least:
         return None
     return (
@@ -457,7 +279,7 @@ def _models(log: RunLog, name: str) -> Iterator[str]:
 
 def _empty(log: RunLog) -> str | None:
     for name in _models(log, "completions/mean_length"):
-        short = log.longest(name, lambda mean: mean <= THRESHOLDS["empty"].value)
+        short = log.longest(name, lambda mean: mean <= EMPTY)
         if _longest_completion(log) < 2:
             raise Unknown("completions have one token")
         if short is not None:
@@ -467,14 +289,13 @@ def _empty(log: RunLog) -> str | None:
 
 
 def _cut(log: RunLog) -> str | None:
-    limit = THRESHOLDS["short"].value
     for name in _models(log, "completions/clipped_ratio"):
-        cut = log.longest(name, lambda mean: mean >= THRESHOLDS["clipped"].value)
-        if _longest_completion(log) <= limit:
-            raise Unknown(f"completions of up to {limit:g} tokens are meant to be cut")
+        cut = log.longest(name, lambda mean: mean >= CLIPPED)
+        if _longest_completion(log) <= SHORT:
+            raise Unknown(f"completions of up to {SHORT} tokens are meant to be cut")
         if cut is not None:
             began = log.spans(name)[0].mean
-            if began >= THRESHOLDS["clipped"].value:
+            if began >= CLIPPED:
                 raise Unknown(
                     f"`{name}` is {began:.2f} from the start on; raise `max_completion_length` unless the limit is meant"
                 )
@@ -482,17 +303,149 @@ def _cut(log: RunLog) -> str | None:
     return None
 
 
-_SIGNS: dict[str, Callable[[RunLog], str | None]] = {
-    "not_finite": _not_finite,
-    "constant_reward": _constant_reward,
-    "empty": _empty,
-    "cut": _cut,
-    "falling_return": _falling_return,
-    "rising_kl": _rising_kl,
-    "narrow": _narrow,
-    "nothing_bad": _nothing_bad,
-    "finds_no_more": _finds_no_more,
-    "turned_target": _turned_target,
-    "collapse": _collapse,
-    "ess": _ess,
+# Each may be a consequence of those before it: of the numbers and the reward, the policy, the proposal
+SYMPTOMS = {
+    "not_finite": Symptom(
+        "Losses or gradients that are not finite",
+        "the reward has a huge scale, the learning rate is far too high, or fp16 overflows",
+        ("scale or clip the reward", "lower {learning_rate}", "set `bf16=True` in place of `fp16=True`"),
+        _not_finite,
+    ),
+    "constant_reward": Symptom(
+        "A reward that does not vary",
+        "the reward function gives all completions the same number, so that there is nothing to learn",
+        (
+            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+        ),
+        _constant_reward,
+    ),
+    "empty": Symptom(
+        "Completions are empty",
+        "the reward pays for saying nothing or, where it is the proposal that says nothing, punishes it more than anything else",
+        ("give empty completions the reward of other bad outputs, neither a higher nor a lower one",),
+        _empty,
+    ),
+    "cut": Symptom(
+        "Completions are cut off",
+        "the policy does not end its completions within {max_completion_length} tokens, or learns to go on because the reward "
+        "pays for length",
+        ("raise {max_completion_length}", "take length out of the reward"),
+        _cut,
+    ),
+    "falling_return": Symptom(
+        "The return falls",
+        "the learning rate is too high, the negative term is too strong, or prompts are lost",
+        ("lower {learning_rate}", "lower {alpha}", "lower {max_grad_norm}", "raise {beta}"),
+        _falling_return,
+    ),
+    "rising_kl": Symptom(
+        "The KL rises without a gain in reward",
+        "the policy drifts: the KL penalty is too weak, or the learning rate or the negative term too strong",
+        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "stop where the reward stopped growing"),
+        _rising_kl,
+    ),
+    "narrow": Symptom(
+        "The policy has collapsed",
+        "the KL penalty is too weak for the scale of the reward, or the learning rate or the negative term too strong",
+        ("raise {beta}", "lower {learning_rate}", "lower {alpha}", "go back to an earlier checkpoint"),
+        _narrow,
+    ),
+    "nothing_bad": Symptom(
+        "Nothing bad is found",
+        "{bad_reward_threshold} is below every reward that is drawn, or bad outputs are too rare for so few samples",
+        ("raise {bad_reward_threshold}", "raise {num_proposal_generations}"),
+        _nothing_bad,
+    ),
+    "finds_no_more": Symptom(
+        "Extra samples find no more",
+        "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
+        ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
+        _finds_no_more,
+    ),
+    "turned_target": Symptom(
+        "The proposal draws good outputs",
+        "the target has turned, because {target_dist_beta} is too weak for the distance between good and bad rewards, or the "
+        "proposal has not learned yet",
+        ("take {target_dist_beta} further from 0", "raise {proposal_learning_rate}", "stop before the rewards meet"),
+        _turned_target,
+    ),
+    "collapse": Symptom(
+        "The proposal has collapsed",
+        "the proposal learns faster than it can follow its target, or the target is too sharp",
+        ("lower {proposal_learning_rate}", "bring {target_dist_beta} nearer to 0", "go back to an earlier checkpoint"),
+        _collapse,
+    ),
+    "ess": Symptom(
+        "One sample carries the weights",
+        "{target_dist_beta} is too strong, or the proposal is far from its target",
+        ("bring {target_dist_beta} nearer to 0", "raise {num_generations}", "raise {proposal_learning_rate}"),
+        _ess,
+    ),
 }
+
+
+def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None = None) -> Diagnosis:
+    """
+    Looks for symptoms in the log of a run.
+
+    Args:
+        history (`list[dict]`):
+            `trainer.state.log_history`.
+        settings (`dict`, *optional*):
+            Fields of the run's configuration, such as those of `results.json`. Some signs need `num_generations` and
+            `max_completion_length`.
+
+    Returns:
+        [`Diagnosis`]
+
+    Raises:
+        `ValueError`: If the log has no update.
+
+    Example:
+
+    ```python
+    >>> from trl_repulse.engine.diagnosis import diagnose
+
+    >>> for finding in diagnose(trainer.state.log_history, trainer.args.to_dict()).findings:
+    ...     print(finding)
+    ```
+    """
+    log = RunLog(history, settings or {}, UPDATES)
+    diagnosis = Diagnosis(log.updates)
+    if not log.updates:
+        raise ValueError(
+            "The log is empty: no update was logged. Set `logging_steps` below the number of updates, and train again."
+        )
+    for name, symptom in SYMPTOMS.items():
+        try:
+            evidence = symptom.sign(log)
+        except Unknown as reason:
+            diagnosis.unknown[name] = str(reason)
+            continue
+        if evidence is None:
+            diagnosis.sound.append(name)
+            continue
+        cause = _with_values(symptom.cause, log.settings)
+        remedy = _with_values(_alternatives(symptom.remedy, log.settings), log.settings)
+        diagnosis.findings.append(Finding(name, evidence, cause, remedy, f"{PAGE}#{symptom.heading}"))
+    return diagnosis
+
+
+def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
+    """Joins the alternatives, without those that name a field that has no effect in this run."""
+    if settings and not settings.get("alpha", "potential" in settings):
+        remedy = tuple(each for each in remedy if "{alpha}" not in each)
+    if settings.get("potential") == "indicator":
+        remedy = tuple(each for each in remedy if "{target_dist_beta}" not in each)
+    *first, last = remedy
+    return f"{', '.join(first)}{',' * (len(first) > 1)} or {last}" if first else last
+
+
+def _with_values(text: str, settings: dict[str, Any]) -> str:
+    """Replaces each `{field}` by its name and its value."""
+
+    def show(found: re.Match[str]) -> str:
+        value = settings.get(found[1])
+        return f"`{found[1]}`" if value is None else f"`{found[1]}` (now {value})"
+
+    return re.sub(r"\{(\w+)\}", show, text)

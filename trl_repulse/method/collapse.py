@@ -9,17 +9,13 @@ from collections import deque
 import torch
 from accelerate.logging import get_logger
 
-from ..engine.diagnosis import THRESHOLDS, UPDATES
+from ..engine.diagnosis import DISTINCT, LOG_Z_GAP, SAMPLES, UPDATES
 from ..engine.metrics import Moments, mean
 from ..math.importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
 from .negative_term import NEGATIVE, OWN, NegativeTerm
 
 
 logger = get_logger(__name__)
-
-LARGEST_GAP = THRESHOLDS["log_z_gap"].value  # nats, mean over these updates
-FEWEST_DISTINCT = THRESHOLDS["distinct"].value  # of a prompt's samples, where they are enough to judge
-ENOUGH_SAMPLES = THRESHOLDS["samples"].value
 
 
 class CollapseWatch:
@@ -102,10 +98,10 @@ class CollapseWatch:
         gap, alike = (sum(each) / UPDATES if len(each) == UPDATES else None for each in (self._gaps, self._distinct))
         if self._warned:
             return
-        if gap is not None and gap > LARGEST_GAP:
+        if gap is not None and gap > LOG_Z_GAP:
             seen = f"do not find the policy's bad outputs: they put log Z {gap:.1f} nats lower than the policy's own samples do"
             seen += f" (`proposal/log_z_gap`), and {distinct:.1f} of {size} for a prompt were distinct"
-        elif size >= ENOUGH_SAMPLES and alike is not None and alike < FEWEST_DISTINCT:
+        elif size >= SAMPLES and alike is not None and alike < DISTINCT:
             seen = f"are nearly all alike: {alike:.1f} of {size} for a prompt were distinct (`proposal/distinct`)"
         else:
             return
