@@ -55,7 +55,7 @@ from .resume import (
 )
 from .row_layouts import RowLayouts
 from .scoring import prepare_scoring
-from .second_models import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
+from .second_model import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
 from .trl_bridge import disable_dropout, get_config_model_id, withheld_from_uploads, without_lasting_changes
 
 

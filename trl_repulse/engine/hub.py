@@ -1,4 +1,4 @@
-"""The proposal's repository on the Hub: a private one of its own, and only if it is asked for."""
+"""The proposal's own private repository on the Hub, if there is one."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -7,32 +7,27 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ..configs._checks import check_uploads
-from .second_models import PROPOSAL_FOLDER
+from .second_model import PROPOSAL_FOLDER
 
 
 class ProposalUploads:
     """Mixin before a trainer with a proposal: `push_proposal_to_hub` and `hub_proposal_model_id`."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        self._check_uploads()  # the trackers are built next
+        if self.args.has_proposal:
+            check_uploads(self.args)  # the trackers are built next
         super().create_accelerator_and_postprocess()
 
     def train(self, *args: Any, **kwargs: Any):
         """As [`ReinforceTrainer.train`]; refuses trackers that would upload the proposal."""
-        self._check_uploads()
-        return super().train(*args, **kwargs)
-
-    def _check_uploads(self) -> None:
         if self.args.has_proposal:
             check_uploads(self.args)
+        return super().train(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """
-        Creates the policy's repository and, with `push_proposal_to_hub=True`, the proposal's, always a private one.
-
-        Args:
-            token, private:
-                As for [`~transformers.Trainer.init_hf_repo`]; `private` is about the policy's repository alone.
+        As [`~transformers.Trainer.init_hf_repo`]; with `push_proposal_to_hub=True` the proposal's repository is created too, always a
+        private one.
 
         Raises:
             `ValueError`: If the proposal's repository is the policy's, or exists and is not private.
@@ -61,23 +56,18 @@ class ProposalUploads:
         """
         Uploads the policy as [`~transformers.Trainer.push_to_hub`] does, without the proposal and the negative data.
 
-        With `push_proposal_to_hub=True` the final proposal then goes to its own repository, on the main branch, once
-        that has been seen to be private; the call waits for it. Checkpoints never take it along.
-
-        Args:
-            commit_message, blocking, token, revision, private, kwargs:
-                As for [`~transformers.Trainer.push_to_hub`]; `blocking`, `revision` and `private` are about the policy.
+        With `push_proposal_to_hub=True` the final proposal is then uploaded to the main branch of its own repository, and the call waits
+        for it; checkpoints of it are not. `blocking`, `revision` and `private` concern the policy alone.
 
         Raises:
-            `ValueError`: If the proposal's repository is not private, or a tracker would take the proposal's completions
-                along.
+            `ValueError`: If the proposal's repository is not private, or a tracker would upload the proposal's completions.
         """
         if self.args.has_proposal:
             check_uploads(self.args, pushing=True)
         pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
         if self._pushes_proposal():
             api = self._proposal_api(token)
-            self._require_private(api)  # it may have been opened since training began
+            self._require_private(api)  # it may have been made public since training began
             api.upload_folder(
                 repo_id=self.hub_proposal_model_id,
                 folder_path=Path(self.args.output_dir) / PROPOSAL_FOLDER,
@@ -89,11 +79,8 @@ class ProposalUploads:
         return self.args.has_proposal and self.args.push_proposal_to_hub and self.is_world_process_zero()
 
     def _proposal_api(self, token: str | None) -> HfApi:
-        return HfApi(
-            token=self.args.hub_token if token is None else token,
-            library_name="trl-repulse",
-            library_version=version("trl-repulse"),
-        )
+        token = self.args.hub_token if token is None else token
+        return HfApi(token=token, library_name="trl-repulse", library_version=version("trl-repulse"))
 
     def _require_private(self, api: HfApi) -> None:
         if api.repo_info(self.hub_proposal_model_id).private is not True:

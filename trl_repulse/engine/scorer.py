@@ -14,7 +14,7 @@ from .metrics import Moments, lowest, mean
 from .records import record_samples
 from .sampling import Samples, SetScores, UnitSampling
 from .scoring import takes_bias
-from .second_models import PROPOSAL_FOLDER
+from .second_model import PROPOSAL_FOLDER
 from .trl_bridge import sampling_from
 
 

@@ -30,8 +30,8 @@ _WEIGHTS = "adapter_model.safetensors"
 
 class Adapter(AdapterView):
     """
-    One adapter of a PEFT model, seen as a model: whatever runs through it runs with this adapter, and what it lists,
-    saves and loads are this adapter's weights alone. Everything else is the PEFT model's.
+    One adapter of a PEFT model, as a model: passes run with this adapter, and parameters, saving and loading are of its weights alone.
+    Everything else is the PEFT model's.
 
     Args:
         model (`peft.PeftModel`):
@@ -47,32 +47,31 @@ class Adapter(AdapterView):
         self._weights = weights
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this adapter, by their names in the whole model."""
+        """Parameters of this adapter, by their names in the PEFT model."""
         yield from self._weights.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this adapter."""
         yield from self._weights.values()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This adapter's weights, by their names in the whole model."""
+        """This adapter's weights, by their names in the PEFT model."""
         return {name: p.detach() for name, p in self.named_parameters()}
 
     def requires_grad_(self, requires_grad: bool = True) -> "Adapter":
-        """Freezes or frees this adapter, whichever is active."""
+        """Freezes or unfreezes this adapter, whichever is active."""
         for p in self.parameters():
             p.requires_grad_(requires_grad)
         return self
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Context in which this adapter is not among the model's trained weights."""
+        """Context in which this adapter is not trainable."""
         with trainable_kept(self.model):
             self.requires_grad_(False)
             yield
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Writes this adapter alone, as an ordinary PEFT adapter, to a folder that is created if missing."""
+        """Writes this adapter alone to a folder, as an ordinary PEFT adapter."""
         from peft import get_peft_model_state_dict
 
         folder = Path(save_directory)
@@ -84,12 +83,7 @@ class Adapter(AdapterView):
         config.save_pretrained(folder)
 
     def load(self, directory: str | Path) -> None:
-        """
-        Reads the weights that [`save_pretrained`] wrote to a folder.
-
-        Raises:
-            `ValueError`: If the folder holds no adapter, or one of other layers.
-        """
+        """Reads weights that [`save_pretrained`] wrote. Raises a `ValueError` if there is no adapter, or one of other layers."""
         from peft import set_peft_model_state_dict
 
         path = Path(directory) / _WEIGHTS
@@ -109,8 +103,7 @@ class Adapter(AdapterView):
 
 def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = None) -> Adapter:
     """
-    Adds an adapter that starts where the policy's is, or anew with a configuration of its own; it is frozen, and what
-    was trainable stays so.
+    Adds a frozen adapter, with a new configuration or as a copy of the policy's; what was trainable stays so.
 
     `model.save_pretrained` leaves it out from now on, unless `selected_adapters` names it.
 
@@ -121,9 +114,6 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
             Name of the new adapter.
         config (`peft.PeftConfig`, *optional*):
             Its configuration. If `None`, the policy's, and its weights are copied.
-
-    Returns:
-        [`Adapter`]: The new adapter.
 
     Raises:
         `ValueError`: If the model has an adapter of that name.
@@ -140,13 +130,14 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
     with trainable_kept(model):
         model.add_adapter(name, own)
     weights = {key: p for key, p in model.named_parameters() if id(p) not in before}
-    # Of the precision that TRL gives the policy's, which depends on quantization and on ZeRO-3
-    dtype = next(p.dtype for key, p in model.named_parameters() if _is_matrix_of(key, POLICY_ADAPTER))
+    # The precision that TRL gives the policy's, which depends on quantization and on ZeRO-3; it leaves DoRA's magnitudes alone
+    matrices = {key: p for key, p in model.named_parameters() if "lora_magnitude_vector" not in key.split(".")}
+    dtype = next(p.dtype for key, p in matrices.items() if POLICY_ADAPTER in key.split("."))
     for key, p in weights.items():
         if config is None:
             theirs = ".".join(POLICY_ADAPTER if part == name else part for part in key.split("."))
             p.data = model.get_parameter(theirs).data.clone()
-        elif _is_matrix_of(key, name):
+        elif key in matrices:
             p.data = p.data.to(dtype)
     disable_dropout(model)  # the new adapter's; TRL has done so with all others
     model.save_pretrained = MethodType(_save_the_others, model)
@@ -154,14 +145,8 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
     return Adapter(model, name, weights).requires_grad_(False)
 
 
-def _is_matrix_of(key: str, adapter: str) -> bool:
-    """Whether a parameter is an adapter's and not one of DoRA's magnitudes, whose precision TRL leaves alone."""
-    parts = key.split(".")
-    return adapter in parts and "lora_magnitude_vector" not in parts
-
-
 def _save_the_others(model, save_directory, safe_serialization=True, selected_adapters=None, **kwargs) -> None:
-    """`PeftModel.save_pretrained`, which writes every adapter it has, without the proposal's."""
+    """`PeftModel.save_pretrained` of every adapter but the proposal's."""
     if selected_adapters is None:
         selected_adapters = [name for name in model.peft_config if name != SecondAdapter.name]
     type(model).save_pretrained(model, save_directory, safe_serialization, selected_adapters, **kwargs)
@@ -169,15 +154,14 @@ def _save_the_others(model, save_directory, safe_serialization=True, selected_ad
 
 class SecondAdapter(SecondModel):
     """
-    A [`SecondModel`] that is an adapter beside the trainer's own, over one frozen base.
+    A [`SecondModel`] that is an adapter over the same frozen base as the trainer's own adapter.
 
-    Its passes run on the bare model, with its adapter active, and never through the trainer's engine, which knows the
-    policy's adapter alone: so neither optimizer has the other's weights, and no data-parallel wrapper waits for the
-    gradients of an adapter that took no part. Gradients are averaged over processes once, when a step is made.
+    Its passes run on the bare model with its adapter active, never through the trainer's engine. So neither optimizer has the other's
+    weights, and no data-parallel wrapper waits for gradients of an unused adapter. Gradients are averaged over processes once, in
+    [`step`].
 
-    DeepSpeed casts the adapter with the rest of the model to the precision it trains in, and ZeRO-3 cuts it apart with
-    the rest. The optimizer then works, in each process, on a whole copy of the adapter in float32, which is also what
-    is saved.
+    DeepSpeed casts the adapter with the rest of the model to its training precision, and ZeRO-3 partitions it. The optimizer then
+    works, in each process, on a whole copy of the adapter in float32, which is also what is saved.
 
     Args:
         module ([`Adapter`]):
@@ -192,8 +176,7 @@ class SecondAdapter(SecondModel):
             serve two models.
     """
 
-    # Name of the adapter
-    name = "proposal"
+    name = "proposal"  # of the adapter
 
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
         super().__init__(module, accelerator, learning_rate)
@@ -202,7 +185,7 @@ class SecondAdapter(SecondModel):
         self._masters: list[torch.Tensor] | None = None
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
-        """As [`SecondModel.prepare`], once the trainer has prepared its own, during which this adapter is frozen; frees it."""
+        """As [`SecondModel.prepare`]. Unfreezes the adapter, which is frozen while the trainer prepares its own model."""
         self.module.requires_grad_(True)
         super().prepare(trainer, num_training_steps)
 
@@ -216,23 +199,22 @@ class SecondAdapter(SecondModel):
     @contextlib.contextmanager
     def gradient_sync(self, sync: bool) -> Iterator[None]:
         """
-        Frees the adapter for a micro-batch; gradients cross processes in [`step`].
+        Unfreezes the adapter for a micro-batch; gradients cross processes in [`step`].
 
-        PEFT (0.21) freezes it whenever adapters are switched through its methods, as a callback may do.
+        PEFT (0.21) freezes it whenever adapters are switched through PEFT's methods, as a callback may do.
         """
         if self.optimizer is not None:
             self.module.requires_grad_(True)
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """As [`SecondModel.backward`]."""
         super().backward(loss)
         if self._policy_engine is not None:
             end_backward(self._policy_engine)
 
     @contextlib.contextmanager
     def _masters_in_place(self, changed: bool = False) -> Iterator[None]:
-        """With DeepSpeed, parameters are their whole float32 copies inside; those they replace follow if `changed`."""
+        """With DeepSpeed, parameters are their whole float32 copies inside; if `changed`, these are copied back."""
         if self._masters is None:
             yield
             return
@@ -257,7 +239,6 @@ class SecondAdapter(SecondModel):
                 self.module.save_pretrained(directory)
 
     def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
-        """As [`SecondModel.load_checkpoint`]."""
         with self._masters_in_place(changed=True):
             self.module.load(directory)
             self.load_state(directory)  # an optimizer's state takes the precision of the parameters it finds
@@ -283,6 +264,7 @@ class SecondAdapter(SecondModel):
             return super().step()
 
     def _average_gradients(self) -> None:
+        """Averages gradients over processes, in one call for each dtype."""
         groups = defaultdict(list)
         for p in self.module.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad

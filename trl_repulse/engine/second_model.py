@@ -1,4 +1,4 @@
-"""A second trained model beside the one in a TRL trainer's hands."""
+"""A second model that is trained together with a TRL trainer's own."""
 
 import contextlib
 import json
@@ -18,6 +18,10 @@ from ..models import _fsdp
 from ..models._deepspeed import check_deepspeed, initialize, is_partitioned, whole_state_dict, zero_stage
 
 
+# Folders of second models inside `output_dir` and inside each checkpoint, and prefixes of their metrics
+PROPOSAL_FOLDER = "proposal"
+VALUE_FOLDER = "value"
+_NAMES = {PROPOSAL_FOLDER: "proposal", VALUE_FOLDER: "value model"}
 _TENSORS = "optimizer.safetensors"
 _STATE = "optimizer.json"
 
@@ -26,9 +30,8 @@ class SecondModel:
     """
     A model trained beside a TRL trainer's own: its engine, optimizer, schedule, clipping, saving and loading.
 
-    The trainer keeps its policy as any TRL trainer does and drives this one through five calls: [`prepare`] once
-    training is set up, [`backward`] for each micro-batch inside [`gradient_sync`], [`step`] and [`step_schedule`] for
-    each update.
+    The trainer treats its policy as any TRL trainer does. It calls [`prepare`] once training is set up, [`backward`] for each
+    micro-batch inside [`gradient_sync`], and [`step`] and [`step_schedule`] for each update.
 
     Args:
         module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
@@ -45,15 +48,15 @@ class SecondModel:
     def __init__(self, module: PreTrainedModel, accelerator: Accelerator, learning_rate: float):
         _fsdp.check_fsdp(accelerator, module)
         check_deepspeed(accelerator)
-        # Quantized models and models that ZeRO-3 has cut apart are placed when they are loaded; FSDP2 places parts
+        # Quantized models and models that ZeRO-3 has partitioned are placed when they are loaded; FSDP2 places parts
         placed = getattr(module, "is_quantized", False) or is_partitioned(module) or accelerator.is_fsdp2
         if not placed:
             module.to(accelerator.device)
         self.module = module
-        self.engine: nn.Module = module
+        self.engine: Any = module
         self.learning_rate = learning_rate
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
         self._accelerator = accelerator
         self._deepspeed = zero_stage(accelerator) is not None
         self._fsdp = accelerator.is_fsdp2
@@ -63,22 +66,17 @@ class SecondModel:
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
         """
-        Wraps the model as the trainer's is wrapped and builds optimizer and schedule from the trainer's arguments.
+        Wraps the model as the trainer's is wrapped. Builds optimizer, schedule (over `num_training_steps` updates) and clipping from the
+        trainer's arguments.
 
         A second call, as by a second `trainer.train()`, keeps engine and optimizer and starts the schedule anew.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                Gives optimizer class, weight decay groups, schedule and clipping (`args.max_grad_norm`).
-            num_training_steps (`int`):
-                Number of updates of the trainer's own model; the schedule spans them.
         """
         args = trainer.args
         if self.optimizer is None:
             self._build(trainer)
             self._max_grad_norm = args.max_grad_norm
             if self._accelerator.mixed_precision == "fp16" and not self._deepspeed:  # whose engines scale themselves
-                # A scaler of its own, for one must not be shared by two optimizers
+                # Two optimizers must not share a scaler
                 handler = self._accelerator.scaler_handler
                 kwargs = {} if handler is None else handler.to_kwargs()
                 self._scaler = torch.amp.GradScaler(self._accelerator.device.type, **kwargs)
@@ -137,7 +135,7 @@ class SecondModel:
         """
         Clips the accumulated gradient by norm, updates the parameters and clears the gradient.
 
-        With `fp16=True` a gradient that overflows is dropped, whatever becomes of the trainer's own model.
+        With `fp16=True` a gradient that overflows is dropped, independently of the trainer's own model.
 
         Returns:
             `float`: The gradient's norm before clipping; not finite where it was dropped.
@@ -163,20 +161,12 @@ class SecondModel:
         return _fsdp.whole(norm).item()
 
     def step_schedule(self) -> None:
-        """Moves the learning rate on, as the trainer moves its own model's: not after a step that was skipped."""
+        """Advances the learning rate schedule, unless the last step was skipped."""
         if not self._step_was_skipped:
             self.scheduler.step()
 
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
-        """
-        Writes the weights so that `from_pretrained` reads them. All processes must call it.
-
-        Args:
-            directory (`str` or `Path`):
-                Folder to write to; created if missing.
-            write (`bool`):
-                Whether this process writes. The others take part where weights lie on several.
-        """
+        """Writes the weights to a folder, for `from_pretrained`. All processes must call it; those with `write` write."""
         state_dict = None
         if self._deepspeed:
             state_dict = whole_state_dict(self.module, self.engine, self._accelerator)
@@ -188,15 +178,8 @@ class SecondModel:
 
     def save_state(self, directory: str | Path, write: bool = True) -> None:
         """
-        Writes optimizer and schedule, beside the weights that [`save_pretrained`] writes. All processes must call it.
-
-        The files are safetensors and JSON; with DeepSpeed its own checkpoint, of which each process writes its part.
-
-        Args:
-            directory (`str` or `Path`):
-                Folder to write to; created if missing.
-            write (`bool`, *optional*, defaults to `True`):
-                Whether this process writes what is whole in each.
+        Writes optimizer and schedule to a folder, as safetensors and JSON. All processes must call it; those with `write` write. DeepSpeed
+        writes a checkpoint of its own, each process its part.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -226,13 +209,8 @@ class SecondModel:
 
     def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
         """
-        Restores weights, optimizer and schedule from a checkpoint's folder, as far as they are in it.
-
-        Args:
-            trainer ([`~transformers.Trainer`]):
-                Loads weights, whole or in shards, and adapters.
-            directory (`str` or `Path`):
-                Folder that [`save_pretrained`] and [`save_state`] wrote to.
+        Restores weights, optimizer and schedule from a folder that [`save_pretrained`] and [`save_state`] wrote; the trainer loads the
+        weights.
         """
         if self._fsdp:
             _fsdp.load_weights(self.module, directory)
@@ -241,13 +219,7 @@ class SecondModel:
         self.load_state(directory)
 
     def load_state(self, directory: str | Path) -> None:
-        """
-        Restores what [`save_state`] wrote; does nothing where a checkpoint was saved without optimizers.
-
-        Args:
-            directory (`str` or `Path`):
-                Folder [`save_state`] wrote to.
-        """
+        """Restores what [`save_state`] wrote to a folder, if anything: a checkpoint can be saved without optimizers."""
         directory = Path(directory)
         if not (directory / _STATE).exists():
             return
@@ -274,7 +246,7 @@ class SecondModel:
 
 
 def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An optimizer's state of one parameter without the groups in it (bitsandbytes), whose names go before a slash."""
+    """An optimizer's state of one parameter, flat: nested names (bitsandbytes) are joined by a slash."""
     for name, value in slots.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")
@@ -282,3 +254,53 @@ def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value.clone()  # tables that parameters share are written for each
         else:
             yield prefix + name, value
+
+
+class SecondModels:
+    """Mixin before a TRL trainer that prepares, updates, saves and loads second models with the policy."""
+
+    _second_models: dict[str, SecondModel] = {}  # by folder; a trainer sets its own
+
+    def _update_second(self, folder: str, advance_schedule: bool = True) -> None:
+        """Updates a second model with the gradient it has, and logs learning rate and norm."""
+        model, metrics = self._second_models[folder], self._metrics["train"]
+        metrics[f"{folder}/learning_rate"].append(model.optimizer.param_groups[0]["lr"])
+        metrics[f"{folder}/grad_norm"].append(model.step())
+        if advance_schedule:
+            model.step_schedule()
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        for folder, model in self._second_models.items():
+            model.prepare(self, max_steps)
+            if resume_from_checkpoint is not None:
+                path = Path(resume_from_checkpoint) / folder
+                if not path.is_dir():
+                    raise ValueError(
+                        f"The checkpoint {resume_from_checkpoint} holds no {_NAMES[folder]}; resume from one that "
+                        f"`{type(self).__name__}` wrote, or start a new run with that checkpoint's policy as `model`."
+                    )
+                model.load_checkpoint(self, path)
+        return prepared
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        for folder, model in self._second_models.items():
+            path = Path(output_dir or self.args.output_dir) / folder
+            model.save_pretrained(path, self.args.should_save)
+            if self.args.should_save:
+                self.processing_class.save_pretrained(path)
+                self._describe_second(path)
+        super().save_model(output_dir, _internal_call)
+
+    def _describe_second(self, path: Path) -> None:
+        """Writes more files to the folder of a second model that was saved."""
+
+    def _save_second_models(self, checkpoint: Path) -> None:
+        """Writes what training needs to go on, without the weights, which `save_model` writes."""
+        for folder, model in self._second_models.items():
+            model.save_state(checkpoint / folder, self.args.should_save)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        for folder, model in self._second_models.items():
+            model.load_checkpoint(self, Path(self.state.best_model_checkpoint) / folder)

@@ -16,8 +16,7 @@ from ..engine.resume import RESUME_STATE
 from ..engine.reward_calls import check_separate_rewards
 from ..engine.sampling import UnitSampling
 from ..engine.second_adapter import SecondAdapter
-from ..engine.second_model import SecondModel
-from ..engine.second_models import PROPOSAL_FOLDER
+from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
 from ..engine.trl_bridge import without_kl
 from ..method.environments import refuse_acting
 from ..method.hot_policy import HotPolicy

@@ -19,8 +19,7 @@ from ..engine.records import record_advantages
 from ..engine.resume import RESUME_STATE
 from ..engine.reward_calls import RewardFunc, check_separate_rewards
 from ..engine.scoring import prepare_scoring
-from ..engine.second_model import SecondModel
-from ..engine.second_models import VALUE_FOLDER
+from ..engine.second_model import VALUE_FOLDER, SecondModel
 from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
 from ..engine.value import build_value_model, check_value_model, token_values
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
