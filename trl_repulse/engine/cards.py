@@ -1,4 +1,4 @@
-"""Model cards: what is added to TRL's for the policy, and the warning that goes with a proposal."""
+"""Model cards: additions to TRL's for the policy, and a warning for the proposal."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from .._numbers import with_unit
 from ..configs import NegativeTermConfig
 
 
-# What the model cards of trainers with a negative term, and of its baseline, refer to
+# Cited in the model cards of trainers with a negative term, and of its baseline
 REPULSE_PAPER = {
     "title": "Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference",
     "id": "2510.21184",
@@ -33,8 +33,7 @@ REPULSE_PAPER = {
 }
 
 _VERSIONS = "### Framework versions\n\n"
-# TRL's words about a policy that started from a local folder
-_NO_BASE = "[None](https://huggingface.co/None)"
+_NO_BASE = "[None](https://huggingface.co/None)"  # TRL's base model for a policy that started from a local folder
 _QUESTION = re.compile(r'question = ".*"\n')  # TRL's example, for models that chat
 _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
@@ -78,20 +77,21 @@ library_name: {library}
 
 def amend_model_card(trainer: Any) -> None:
     """
-    Adds to the model card that TRL wrote what the run was made of, what was measured, and this package's version; an adapter's
-    metadata name PEFT.
+    Adds the run's data and settings, measurements and this package's version to the model card that TRL wrote, and PEFT to an adapter's
+    metadata.
     """
     args, path = trainer.args, Path(trainer.args.output_dir) / "README.md"
     card = ModelCard.load(path)
     card.data.pipeline_tag = "text-generation"
     if is_peft_model(trainer.model):
         card.data.library_name = "peft"
-    card.data.model_name = card.data.model_name or path.parent.name  # what numbers are said to be of
+    card.data.model_name = card.data.model_name or path.parent.name  # results need one
+    dataset = card.data.datasets or "prompts"
     card.data.eval_results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=card.data.datasets or "prompts",
-            dataset_name=card.data.datasets or "prompts",
+            dataset_type=dataset,
+            dataset_name=dataset,
             metric_type=name,
             metric_name=with_unit(name),
             metric_value=float(value),  # a number of NumPy would be written as an object
@@ -131,7 +131,7 @@ def amend_model_card(trainer: Any) -> None:
 
 
 def _of_model(base: str, folder: Path) -> str:
-    """Lines on what a model in a folder was made of: its base, and kind and rank of its adapter."""
+    """Lines on a model in a folder: its base, and type and rank of its adapter."""
     name = Path(base).name if Path(base).is_dir() else base
     lines, adapter = f"- Base model: `{name or 'not named'}`\n", folder / "adapter_config.json"
     if adapter.is_file():
@@ -142,7 +142,7 @@ def _of_model(base: str, folder: Path) -> str:
 
 
 def _has_effect(args: Any, name: str) -> bool:
-    """Whether a run has a setting, and it changes something."""
+    """Whether a setting is set and has an effect."""
     if getattr(args, name, None) is None:
         return False
     switch = {"cvar_over": "cvar_level", "constraint_learning_rate": "max_bad_probability"}.get(name)
@@ -164,24 +164,20 @@ def _has_effect(args: Any, name: str) -> bool:
 
 def write_proposal_card(directory: Path, policy: str, started_from: str, args: NegativeTermConfig) -> None:
     """
-    Writes the card that warns of a proposal into its folder. `policy` is the name of the policy it was trained beside, and
-    `started_from` what it was made of.
+    Writes a proposal's card, with a warning, into its folder. `policy` is the name of its policy, and `started_from` its base model.
     """
     name, meaning = {
         "tilted": ("target_dist_beta", "negative: low rewards are sought"),
         "indicator": ("bad_reward_threshold", "rewards under it are sought"),
         "class": ("target_class", "that class is sought"),
     }[args.potential]
-    target = f"`{name}={getattr(args, name)}` ({meaning})"
-    library = "peft" if (directory / "adapter_config.json").is_file() else "transformers"
-    base = f"base_model: {started_from}\n" if started_from and not Path(started_from).is_dir() else ""
     text = _PROPOSAL_CARD.format(
-        library=library,
+        library="peft" if (directory / "adapter_config.json").is_file() else "transformers",
         model=_of_model(started_from, directory),
-        base=base,
+        base=f"base_model: {started_from}\n" if started_from and not Path(started_from).is_dir() else "",
         policy=policy,
         potential=args.potential,
-        target=target,
+        target=f"`{name}={getattr(args, name)}` ({meaning})",
         version=version("trl-repulse"),
     )
     (directory / "README.md").write_text(text, encoding="utf-8")

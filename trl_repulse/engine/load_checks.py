@@ -1,4 +1,4 @@
-"""Models that cannot be loaded are refused before any is, by the argument they were given as."""
+"""Checks that models can be loaded, before any is."""
 
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,17 @@ from transformers import AutoConfig, PretrainedConfig
 from .trl_bridge import get_config_model_id
 
 
-# What the example scripts call them
+# Flags of the command line
 _FLAGS = {"model": "model_name_or_path", "reward_funcs": "reward_model_path"}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
     """
-    Refuses models, by name, whose configuration or weights cannot be found, the reference that a KL penalty needs among them, and a
-    policy whose context has no room for completions.
+    Refuses paths and ids whose configuration or weights cannot be found, also of the reference for a KL penalty, and a policy whose
+    context has no room for completions.
 
-    `models` are as they were passed, or lists of them, by the names of their arguments, `model` first. What is no text passes.
+    `models` are as they were passed, or lists of them, by the names of their arguments. Models that are loaded already pass.
     """
     policy = models["model"]
     options = args.model_init_kwargs or {}
@@ -28,15 +28,18 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
     for argument, given in models.items():
         for name in given if isinstance(given, list | tuple) else [given]:
             if isinstance(name, str):
-                own = {"revision": revision} if name == policy else {}
+                own: dict[str, Any] = {"revision": revision} if name == policy else {}
                 flag = f" (`--{_FLAGS[argument]}` on the command line)" if argument in _FLAGS else ""
                 config = _check(name, f"`{argument}={name!r}`{flag}", **loading, **own)
-                if (
-                    argument == "model"
-                    and config is not None
-                    and not {"config", "max_position_embeddings"} & set(options)
-                ):
-                    _check_room(config, args.max_completion_length)
+                if argument != "model" or config is None or {"config", "max_position_embeddings"} & set(options):
+                    continue
+                # How long prompts are is known once there is a tokenizer. XLNet's context of no limit is -1
+                context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+                if args.max_completion_length is not None and 0 < context <= args.max_completion_length:
+                    raise ValueError(
+                        f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in the model's context of "
+                        f"{context} tokens; lower it."
+                    )
     if not isinstance(policy, str) and args.beta != 0 and peft_config is None and not is_peft_model(policy):
         name = get_config_model_id(policy.config)
         what = f"The reference model that `beta={args.beta:g}` needs, `{name}` by the policy's `name_or_path`,"
@@ -49,7 +52,7 @@ def _check(
     remedy: str = "give the path of a saved model, or its id on the Hub (for a private or gated one, log in with `hf auth login`)",
     **options: Any,
 ) -> PretrainedConfig | None:
-    """The model's configuration; of an adapter there is none to be checked."""
+    """The model's configuration, if it can be loaded; `None` for an adapter."""
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         return None
@@ -60,13 +63,3 @@ def _check(
     if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         raise ValueError(f"{what} cannot be loaded: the folder has no weights; {remedy}.")
     return config
-
-
-def _check_room(config: PretrainedConfig, max_completion_length: int | None) -> None:
-    """Refuses completions that no prompt fits beside; how long the prompts are is known once there is a tokenizer."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet's, of no limit, is -1
-    if max_completion_length is not None and 0 < context <= max_completion_length:
-        raise ValueError(
-            f"`max_completion_length={max_completion_length}` leaves no room for a prompt in the model's context of {context} tokens; "
-            "lower it."
-        )

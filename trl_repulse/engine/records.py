@@ -1,4 +1,4 @@
-"""What a trainer writes down of the completions it draws: the table that is logged, and the negative data."""
+"""Records of completions: the table that is logged, and the negative data."""
 
 import itertools
 import json
@@ -19,16 +19,15 @@ from .trl_bridge import print_prompt_completions_sample
 logger = get_logger(__name__)
 
 NEGATIVES = "negatives.jsonl"
-# Those of earlier runs in the same folder
-EARLIER_NEGATIVES = "negatives-*.jsonl"
+EARLIER_NEGATIVES = "negatives-*.jsonl"  # of earlier runs in the same folder
 
 
 def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:
     """
-    Appends samples of all processes to a completions table and, if asked for, the bad ones to the negative data.
+    Appends samples of all processes to a completions table and, with `save_negatives`, the bad ones to the negative data.
 
-    The columns that reward functions logged of these samples are flushed; [`record_advantages`] fills advantages in later. `source`
-    is the model that they were drawn from, `"policy"` or `"proposal"`.
+    Columns that reward functions logged for these samples are flushed; [`record_advantages`] adds advantages later. `source` is the
+    model that drew them, `"policy"` or `"proposal"`.
     """
     real = trainer._real_rows(len(samples.prompts))
     prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
@@ -55,13 +54,12 @@ def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str
 
 
 def set_negatives_aside(output_dir: str) -> None:
-    """Gives negative data of an earlier run another name, with a warning; for the main process alone."""
+    """Renames negative data of an earlier run, with a warning; for the main process alone."""
     path = Path(output_dir) / NEGATIVES
     if not path.is_file() or not path.stat().st_size:
         return
-    aside = next(
-        aside for number in itertools.count(1) if not (aside := path.with_stem(f"{path.stem}-{number}")).exists()
-    )
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    aside = next(each for each in numbered if not each.exists())
     path.rename(aside)
     logger.warning(
         "%s is of an earlier run and is now %s: this run writes its own. To resume the earlier run, first move it back.",
@@ -71,9 +69,8 @@ def set_negatives_aside(output_dir: str) -> None:
 
 def append_negatives(trainer: Any, source: str, prompts: list, completions: list, rewards: torch.Tensor) -> None:
     """
-    Appends the bad ones among completions of all processes to the negative data; only the main process does anything.
-
-    `rewards` (B_all,) may hold NaN, which is not bad. Transformed rewards, where there are some, are written beside them.
+    Appends the bad ones among completions of all processes to the negative data, in the main process, with transformed rewards if there
+    are any. `rewards` (B_all,) may hold NaN, which is not bad.
     """
     if not trainer.accelerator.is_main_process:
         return
@@ -83,13 +80,8 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
     with path.open("a", encoding="utf-8") as file:
         for prompt, completion, reward, transformed in rows:
             if reward < trainer.args.bad_reward_threshold:  # False for NaN
-                row = {
-                    "step": trainer.state.global_step,
-                    "source": source,
-                    "prompt": prompt,
-                    "completion": completion,
-                    "reward": reward,
-                }
+                row = {"step": trainer.state.global_step, "source": source}
+                row |= {"prompt": prompt, "completion": completion, "reward": reward}
                 if trainer.transforms_rewards:
                     row["reward_transformed"] = transformed
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -97,8 +89,8 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
 
 def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
     """
-    Fills the latest generation batch's advantages into the policy's completions table. `rows` are the places of the samples among the
-    `local` rows of the batch in this process, `advantages` of the same shape.
+    Adds the latest generation batch's advantages to the policy's completions table. `rows` are the indices of the samples among the
+    `local` rows of the batch in this process, in the shape of `advantages`.
     """
     if not trainer.log_completions:
         return
@@ -114,20 +106,14 @@ def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor
 
 
 def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
-    """Prints a completions table and sends it, by `name`, to wandb and trackio where the run reports to them, as TRL does."""
+    """Prints a completions table and logs it as `name` to wandb and trackio if the run reports to them, as TRL does."""
     if not (trainer.accelerator.is_main_process and trainer.log_completions) or not logs["prompt"]:
         return
     step = trainer.state.global_step
     if is_rich_available():
-        print_prompt_completions_sample(
-            logs["prompt"],
-            logs["completion"],
-            logs["rewards"],
-            None,
-            step,
-            trainer.num_completions_to_print,
-            extra={"model": [name.split("_")[0]] * len(logs["prompt"]), **logs["extra"]},
-        )
+        extra = {"model": [name.split("_")[0]] * len(logs["prompt"]), **logs["extra"]}
+        shown = logs["prompt"], logs["completion"], logs["rewards"], None, step, trainer.num_completions_to_print
+        print_prompt_completions_sample(*shown, extra=extra)
     columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
     table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
     if trainer.log_unique_prompts:

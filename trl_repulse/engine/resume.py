@@ -1,4 +1,4 @@
-"""Going on where a checkpoint left a run: what TRL and transformers do not keep, and what must not change."""
+"""Resuming a run from a checkpoint: the state that TRL and transformers do not keep, and settings that must not change."""
 
 import contextlib
 import hashlib
@@ -28,15 +28,14 @@ from .reference import REFERENCE
 
 logger = get_logger(__name__)
 
-# What a checkpoint holds to go on training from. With a second model it is withheld from uploads: without that model,
-# which is withheld too, nothing can be resumed.
+# Training state in a checkpoint. With a second model, which is never uploaded, it is of no use on the Hub and not uploaded either
 RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
-# Fields of configurations. Another value would give other batches than those that are left to be trained on.
+# Fields of configurations. Another value would change the batches that are left
 _LAYOUT = """
     num_generations num_proposal_generations steps_per_generation num_iterations proposal_updates_per_step
     per_device_train_batch_size gradient_accumulation_steps shuffle_dataset seed
 """.split()
-# Another value would go on towards something else.
+# Another value would change the objective
 _OBJECTIVE = """
     alpha alpha_start alpha_normalization target_dist_beta target_dist_beta_start potential target_class reward_cap
     negative_loss negative_baseline reweighting_beta uniform_weights proposal proposal_temperature proposal_loss
@@ -52,17 +51,16 @@ _OBJECTIVE = """
     vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
     vllm_importance_sampling_cap router_aux_loss_coef
 """.split()
-# Another value is not taken up, or only in part, and may be meant.
+# Another value is ignored, wholly or in part, and gets a warning
 _REPORTED = """
     learning_rate proposal_learning_rate value_learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs
     max_grad_norm weight_decay optim optim_args lr_scheduler_kwargs adam_beta1 adam_beta2 adam_epsilon
 """.split()
-# Compared too, and said; not fields of a configuration. Rewards have names alone, which a moved folder changes.
+# Not fields of a configuration; another value gets a warning. Rewards have names alone, which a moved folder changes
 _REPORTED_OF_MODELS = {
     "model": "a new reference is loaded from a new `model`",
     "reward functions": "the run goes on with the rewards that are given here",
 }
-# Schedules, also those of `alpha`, `target_dist_beta` and the level of CVaR, are made anew.
 _CONSEQUENCES = _REPORTED_OF_MODELS | dict.fromkeys(
     ("lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     "schedules, of `alpha` and `target_dist_beta` too, go on as if it had been so from the start, and may jump; set it to that "
@@ -70,7 +68,7 @@ _CONSEQUENCES = _REPORTED_OF_MODELS | dict.fromkeys(
 )
 _NEGATIVE_TERM = "negative_term"
 _ADAPTERS = ("adapter", "second adapter", "third adapter")
-# Of an adapter's configuration: where it came from and how it began, not what it computes.
+# Fields of an adapter's configuration about its origin and initialisation, not about what it computes
 _IGNORED_ADAPTER_FIELDS = """
     base_model_name_or_path revision inference_mode peft_version auto_mapping task_type init_lora_weights eva_config
     corda_config loftq_config lora_ga_config fan_in_fan_out megatron_config megatron_core runtime_config
@@ -80,9 +78,9 @@ _IGNORED_ADAPTER_FIELDS = """
 
 class ResumedSampler(Sampler[int]):
     """
-    TRL's sampler, in the order of the epoch that the trainer is in; `epoch` gives the number of the one that begins, or goes on.
+    TRL's sampler, in the order of the epoch whose number `epoch` gives.
 
-    TRL's (1.16) draws each epoch's order from one generator: a resumed run would begin with the first epoch's again.
+    TRL's (1.16) draws each epoch's order from one generator: a resumed run would repeat the order of the first epoch.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
@@ -102,7 +100,7 @@ class ResumedSampler(Sampler[int]):
 
 def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
     """
-    The checkpoint to go on from: the one that is named, or the last in `output_dir` that was written to its end.
+    The checkpoint to resume from: the one that is named or, with `True`, the last complete one in `output_dir`.
 
     Raises:
         `ValueError`: If there is none, or it was not written to its end.
@@ -120,23 +118,20 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
                 "from an earlier one, or with `resume_from_checkpoint=True` from the last that is complete."
             )
         return str(resume_from_checkpoint)
-    numbered = {}
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if folder.is_dir() and number.isdigit():
-            numbered[int(number)] = folder
-    for number in sorted(numbered, reverse=True):
-        reason = incomplete(numbered[number])
+    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
+    numbered = {int(number): path for path in found if (number := path.name.split("-", 1)[1]).isdigit()}
+    for _, checkpoint in sorted(numbered.items(), reverse=True):
+        reason = incomplete(checkpoint)
         if reason is None:
-            return str(numbered[number])
-        logger.warning("%s is not complete (%s) and is passed over.", numbered[number], reason)
+            return str(checkpoint)
+        logger.warning("%s is not complete (%s) and is passed over.", checkpoint, reason)
     raise ValueError(
         f"There is no complete checkpoint in {output_dir}; start the run without `resume_from_checkpoint`."
     )
 
 
 def how_to_resume(output_dir: str) -> str:
-    """What a run that ends too early leaves, and how to go on, in a sentence."""
+    """How to resume a run that ended too early, in a sentence."""
     try:
         checkpoint = find_checkpoint(True, output_dir)
     except ValueError:
@@ -145,7 +140,7 @@ def how_to_resume(output_dir: str) -> str:
 
 
 def warn_of_a_run(output_dir: str) -> None:
-    """Warns if a folder holds a run or a model, which a new run writes over."""
+    """Warns if a folder has a run or a model, which a new run overwrites."""
     folder = Path(output_dir)
     files = (TRAINER_STATE_NAME, "results.json", "config.json", "adapter_config.json", f"{PREFIX_CHECKPOINT_DIR}-*")
     if any(path for pattern in files for path in folder.glob(pattern)):
@@ -158,7 +153,7 @@ def warn_of_a_run(output_dir: str) -> None:
 
 @contextlib.contextmanager
 def naming_a_full_disk(output_dir: str) -> Iterator[None]:
-    """Context in which a run writes: that its disk is full becomes one sentence, with what is lost. torch and safetensors have their own."""
+    """Context in which errors of a full disk, also those of torch and safetensors, say so and how to resume."""
     try:
         yield
     except Exception as error:
@@ -173,10 +168,9 @@ def naming_a_full_disk(output_dir: str) -> Iterator[None]:
 
 def incomplete(checkpoint: Path) -> str | None:
     """
-    Why a checkpoint cannot be resumed from; `None` if nothing is missing.
+    Why a checkpoint cannot be resumed from; `None` if it is complete.
 
-    The Trainer writes its state last, so that what comes before is whole where the state is; other processes' random
-    states are looked at one by one.
+    The Trainer writes its state last, but for the random states of other processes.
     """
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
@@ -193,19 +187,19 @@ def incomplete(checkpoint: Path) -> str | None:
 
 def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
-    Lets a checkpoint that is written over count as incomplete until it is complete again, and takes the earlier run's state
-    out of it: `save_only_model=True` writes none in its place. All processes must call it.
+    Makes a checkpoint that is overwritten incomplete until it is written again, and removes the earlier run's training state, which
+    `save_only_model=True` would leave there. All processes must call it.
     """
     if trainer.args.should_save:
         (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
         for pattern in (*RESUME_STATE, "position-*", REFERENCE):
-            for path in (*checkpoint.glob(pattern), *checkpoint.glob(f"*/{pattern}")):  # of both models
+            for path in (*checkpoint.glob(pattern), *checkpoint.glob(f"*/{pattern}")):  # policy and second models
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
 
 
 def save_position(trainer: Any, checkpoint: Path) -> None:
-    """Writes where in its data and its generations a process is, between two updates. All processes must call it."""
+    """Writes the place of a process in its data and generations, between two updates. All processes must call it."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     rank = trainer.accelerator.process_index
     tensors: dict[str, torch.Tensor] = {}
@@ -214,9 +208,9 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
     if trainer._buffered_inputs is not None and trainer._step % generates_every:
         rest = []
         for i, batch in enumerate(trainer._buffered_inputs):
-            is_tensor = {name: isinstance(value, torch.Tensor) for name, value in batch.items()}
-            tensors |= {f"{i}.{name}": batch[name].detach().cpu().clone() for name in batch if is_tensor[name]}
-            rest.append({name: value for name, value in batch.items() if not is_tensor[name]})
+            of_batch = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            tensors |= {f"{i}.{name}": value.detach().cpu().clone() for name, value in of_batch.items()}
+            rest.append({name: value for name, value in batch.items() if name not in of_batch})
     negatives = Path(trainer.args.output_dir) / NEGATIVES
     negative = getattr(trainer, "_negative", None)
     if negative is not None:
@@ -233,19 +227,17 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
         "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
     }
     save_file(tensors, checkpoint / f"position-{rank}.safetensors")
-    text = json.dumps(position, indent=2)
-    (checkpoint / f"position-{rank}.json").write_text(text, encoding="utf-8")
+    (checkpoint / f"position-{rank}.json").write_text(json.dumps(position, indent=2), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
 
 
 def load_position(trainer: Any, checkpoint: Path) -> None:
-    """Takes up what [`save_position`] wrote, and cuts off the negative data that came after it."""
+    """Restores what [`save_position`] wrote, and cuts off later negative data."""
     rank = trainer.accelerator.process_index
-    path = checkpoint / f"position-{rank}.json"
     if not any(checkpoint.glob("position-*.json")):
         logger.warning("%s does not say where in its data the run was; it goes on as TRL does.", checkpoint)
         return
-    position = json.loads(path.read_text(encoding="utf-8"))
+    position = json.loads((checkpoint / f"position-{rank}.json").read_text(encoding="utf-8"))
     trainer._step = position["step"]
     trainer._conversation = (position.get("prompt") or {}).get("messages")
     if trainer._constraint is not None and position.get("constraint") is not None:
@@ -267,7 +259,7 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
     if trainer.accelerator.is_main_process:
         size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
         if size and _first_row(negatives) != position.get("negatives_begin", _first_row(negatives)):
-            set_negatives_aside(trainer.args.output_dir)  # of another run: nothing of it is cut
+            set_negatives_aside(trainer.args.output_dir)  # of another run
             size = 0
         if size > expected:
             with negatives.open("r+b") as file:
@@ -281,7 +273,7 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
 
 
 def _first_row(path: Path) -> str:
-    """What tells negative data of one run from another's: a hash of the first row, none without."""
+    """A hash of the first row, by which negative data of two runs differ; empty without a row."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -290,19 +282,19 @@ def _first_row(path: Path) -> str:
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
-    """What a resumed run is compared by, as JSON gives it back."""
+    """Settings that are compared when a run is resumed, as JSON returns them."""
     names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_REPORTED) if hasattr(trainer.args, name)]
     settings = {name: getattr(trainer.args, name) for name in names}
     decides = settings.get("potential") == "indicator" or trainer._constraint is not None
-    if decides or getattr(trainer.args, "draws_hot", False):  # else it only counts
+    if decides or getattr(trainer.args, "draws_hot", False):  # else it only serves a metric
         settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
     if trainer.args.sync_ref_model:
         settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}
-    beside = list(trainer._second_models.values())
-    settings["second model"] = " and ".join(type(model).__name__ for model in beside) or None
+    second = list(trainer._second_models.values())
+    settings["second model"] = " and ".join(type(model).__name__ for model in second) or None
     settings["model"] = trainer.model.config._name_or_path
     settings["reward functions"] = trainer.reward_func_names
-    modules = [trainer.model, *(model.module for model in beside)]
+    modules = [trainer.model, *(model.module for model in second)]
     settings |= dict.fromkeys(_ADAPTERS) | dict(zip(_ADAPTERS, map(_adapter_settings, modules), strict=False))
     data = trainer.train_dataset
     settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
@@ -316,15 +308,14 @@ def _rendered(trainer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
         "tools": trainer.tools or None,
         **trainer.chat_template_kwargs,
     }
+    variables |= {"tokenize": False, "add_generation_prompt": True}
     with rendering(trainer.processing_class, messages, "A prompt"):
-        text = trainer.processing_class.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
-        )
+        text = trainer.processing_class.apply_chat_template(messages, **variables)
     return {"messages": messages, "text": text}
 
 
 def _adapter_settings(module: Any) -> dict[str, Any] | None:
-    """What a model's adapter computes, as JSON takes it; `None` without one."""
+    """Settings of a model's adapter, for JSON; `None` without one."""
     if isinstance(module, AdapterView):
         config = module.model.peft_config[module.name]
     elif module is not None and is_peft_model(module):
@@ -335,32 +326,32 @@ def _adapter_settings(module: Any) -> dict[str, Any] | None:
     return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
 
 
-def _as_model(trainer: Any) -> str:
-    """How a checkpoint's policy is given to a new run, in words."""
-    if is_peft_model(trainer.model):  # the folder holds the adapter alone
-        return "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
-    return "`model` set to the checkpoint"
-
-
 def check_settings(trainer: Any, checkpoint: Path) -> None:
     """
-    Refuses settings that do not go on with the run that wrote a checkpoint, and says which others have changed. Nothing must have
-    been loaded yet. What a checkpoint does not know, since an earlier version wrote it, is not compared.
+    Compares settings with those of the run that wrote a checkpoint, before anything is loaded, and warns of changes. Settings that are
+    not in the checkpoint, which an earlier version wrote, are not compared.
 
     Raises:
-        `ValueError`: If the run's settings would not go on with the run that wrote it.
+        `ValueError`: If the run cannot be resumed with these settings.
     """
     path = checkpoint / "position-0.json"
     if not path.is_file():
         return
     position = json.loads(path.read_text(encoding="utf-8"))
+    adapter = is_peft_model(trainer.model)  # of which the folder has the adapter alone
+    model = (
+        "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
+        if adapter
+        else "`model` set to the checkpoint"
+    )
+    new_run = f"start a new run with {model}"
     if trainer.accelerator.num_processes != position["num_processes"]:
         raise ValueError(
             f"{checkpoint} is of a run with {position['num_processes']} processes, and this one has "
-            f"{trainer.accelerator.num_processes}; launch as many, or start a new run with {_as_model(trainer)}."
+            f"{trainer.accelerator.num_processes}; launch as many, or {new_run}."
         )
     before, now = position["settings"], _settings(trainer)
-    for name in _ADAPTERS:  # only what differs, and what both versions of PEFT know, is shown
+    for name in _ADAPTERS:  # fields that differ, and that both versions of PEFT have
         if now[name] is not None and before.get(name) is not None:
             changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
             before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
@@ -370,7 +361,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         if text != drawn["text"]:
             raise ValueError(
                 f"Other prompts would be drawn for than in the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
-                f"start a new run with {_as_model(trainer)}."
+                f"{new_run}."
             )
         if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):
             before.pop("chat_template_kwargs", None)  # they make the same prompts
@@ -380,8 +371,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         name = refused[0]
         shown = f"`{name}={now[name]!r}`" if name in vars(trainer.args) else f"{name}: {now[name]!r}"
         raise ValueError(
-            f"{shown} does not go on with the run that wrote {checkpoint}, where it is {before[name]!r}; set it to that, "
-            f"or start a new run with {_as_model(trainer)}."
+            f"{shown} does not go on with the run that wrote {checkpoint}, where it is {before[name]!r}; set it to that, or {new_run}."
         )
     for name in changed:
         consequence = _CONSEQUENCES.get(name, "the optimizer goes on as it was")

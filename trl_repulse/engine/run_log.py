@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 
 _STATE = "trainer_state.json"
-# Metric that not every run logs -> when it is logged
+# Metric that not every run logs -> with what it is logged
 _WHEN = {
-    "kl": "it is logged with `beta` above 0",
-    "proposal/log_z_gap": "it is logged with a learned proposal",
-    "proposal/distinct": "it is logged with a learned proposal or the hot policy",
-    "proposal/reward": "it is logged with a learned proposal",
-    "proposal/ess": "it is logged with a learned proposal",
-    "negative/p_bad": "it is logged with the hot policy",
+    "kl": "`beta` above 0",
+    "proposal/log_z_gap": "a learned proposal",
+    "proposal/distinct": "a learned proposal or the hot policy",
+    "proposal/reward": "a learned proposal",
+    "proposal/ess": "a learned proposal",
+    "negative/p_bad": "the hot policy",
 }
 
 
 class Unknown(Exception):
-    """Says why a symptom cannot be looked for. Not an error of the user."""
+    """Why a symptom cannot be looked for; not an error of the user."""
 
 
 class Span(NamedTuple):
@@ -41,13 +41,11 @@ class RunLog:
         self.settings, self.needed = settings, needed
         self.columns: dict[str, list[tuple[int, float]]] = {}  # metric -> update and value, in order
         for entry in history:
-            # TRL logs `None` for NaN
-            values = {name: math.nan if value is None else value for name, value in entry.items()}
-            numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-            step = numbers.pop("step", 0.0)
-            step = int(step) if math.isfinite(step) else 0
-            for name, value in numbers.items():
-                self.columns.setdefault(name, []).append((step, value))
+            step = entry.get("step")
+            step = int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
+            for name, value in entry.items():
+                if name != "step" and (value is None or isinstance(value, int | float)):  # TRL logs `None` for NaN
+                    self.columns.setdefault(name, []).append((step, math.nan if value is None else float(value)))
         # A value describes the updates since the log before it
         self.steps = sorted(
             {step for name in ("reward", "loss") for step, _ in self.columns.get(name, ()) if step > 0}
@@ -59,9 +57,9 @@ class RunLog:
         return self.steps[-1] if self.steps else 0
 
     def spans(self, name: str) -> list[Span]:
-        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates; [`Unknown`] if there is none."""
+        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates; raises [`Unknown`] without."""
         if name not in self.columns:
-            when = f": {_WHEN[name]}" if name in _WHEN else ""
+            when = f": it is logged with {_WHEN[name]}" if name in _WHEN else ""
             raise Unknown(f"the log has no `{name}`{when}")
         points = [(step, value) for step, value in self.columns[name] if step in self._before and math.isfinite(value)]
         spans: list[Span] = []
@@ -85,10 +83,7 @@ class RunLog:
             elif found[-1]:
                 found.append([])
         best = max(found, key=lambda spans: spans[-1].last - spans[0].first if spans else -1)
-        if not best:
-            return None
-        mean = sum(span.mean for span in best) / len(best)
-        return Span(best[0].first, best[-1].last, mean)
+        return Span(best[0].first, best[-1].last, sum(span.mean for span in best) / len(best)) if best else None
 
     def standard_error(self, name: str) -> float:
         """Standard error of a mean of [`spans`], from the differences of successive logs."""
@@ -146,15 +141,12 @@ def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, 
             unreadable.append(error)
     if not states:
         raise unreadable[0]
-    path, state = max(states, key=lambda each: each[1].get("global_step") or 0)
+    states.sort(key=lambda each: each[1].get("global_step") or 0, reverse=True)
+    path, state = states[0]
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise ValueError(f"`{path}` has no `log_history`; name the folder of a run that a Trainer has written.")
-    checkpoints = sorted(states, key=lambda each: each[1].get("global_step") or 0, reverse=True)
-    known = [
-        path.with_name("results.json"),
-        *(each.with_name("position-0.json") for each, _ in [(path, state), *checkpoints]),
-    ]
+    known = [path.with_name("results.json"), *(each.with_name("position-0.json") for each, _ in states)]
     settings = next((_read_json(file).get("settings") for file in known if file.is_file()), None)
     return path, history, settings if isinstance(settings, dict) else {}
 
