@@ -1,9 +1,7 @@
-"""Every dependence on names of TRL and transformers that they do not promise to keep.
+"""Every dependence on private names of TRL and transformers.
 
-Each entry says what it relies on, since which version, why, and what would let it go. `PINNED` lists the methods the
-trainers override or call; a test compares their signatures with the installed packages, so that an upgrade which moves
-one fails there and not in somebody's run. The trainers compare them too, when they are built. PEFT's are in
-`models/_peft_bridge.py`.
+Each entry has the version, the reason, and a way out. `PINNED` lists methods that the trainers override or call. A test compares their
+signatures with the installed packages, and so do the trainers when they are built. PEFT's are in `models/_peft_bridge.py`.
 """
 
 import contextlib
@@ -18,7 +16,7 @@ from typing import Any
 
 import transformers.trainer
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import validate_quantization_for_training
 
 # `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
@@ -69,12 +67,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     GRPOTrainer._compute_loss: ("self", "model", "inputs"),
     # Called, and overridden around `super()` to see the log-probabilities that the loss is made of.
     GRPOTrainer._get_per_token_logps_and_entropies: (
-        "self",
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
     ),
     # Overridden around `super()`: the value model steps when the policy's gradient is complete.
     GRPOTrainer.training_step: ("self", "model", "inputs", "num_items_in_batch"),
@@ -90,11 +83,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     ),
     split_tensor_dict: ("tensor_dict", "num_chunks"),
     unwrap_model_for_generation: (
-        "model",
-        "accelerator",
-        "gather_deepspeed3_params",
-        "generation_kwargs",
-        "gradient_checkpointing_kwargs",
+        *("model", "accelerator", "gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"),
     ),
     use_adapter: ("model", "adapter_name"),
     # Called: what the Trainer refuses to train of its own model, for the second one. transformers has it since 5.0.
@@ -112,12 +101,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
     Trainer._save_checkpoint: ("self", "model", "trial"),
     Trainer.save_model: ("self", "output_dir", "_internal_call"),
     # Replaced on a base model with two adapters: whatever turns checkpointing on ends here.
-    PreTrainedModel._set_gradient_checkpointing: (
-        "self",
-        "enable",
-        "gradient_checkpointing_func",
-        "every_n_layers",
-    ),
+    PreTrainedModel._set_gradient_checkpointing: ("self", "enable", "gradient_checkpointing_func", "every_n_layers"),
     # Overridden around `super()`: where models under FSDP2 are told their precision, before the first is prepared.
     Trainer.create_accelerator_and_postprocess: ("self",),
     # Overridden around `super()`: the loss becomes the mean over all processes.
@@ -144,7 +128,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
 
 
 def pinned_changes() -> list[str]:
-    """What [`PINNED`] relies on and the installed packages no longer have, one line each with package, version and name."""
+    """Entries of [`PINNED`] that the installed packages no longer have, one line each with package, version and name."""
     changes = []
     for method, expected in PINNED.items():
         package, name = method.__module__.partition(".")[0], method.__qualname__
@@ -165,17 +149,15 @@ def require_pinned() -> None:
     changes = pinned_changes()
     if changes:
         raise RuntimeError(
-            "Methods that trl-repulse builds on have changed: "
-            + "; ".join(changes)
-            + ". Install the versions of TRL and "
-            "transformers that its requirements name, and look for patches of them."
+            f"Methods that trl-repulse builds on have changed: {'; '.join(changes)}. Install the versions of TRL and transformers that "
+            "its requirements name, and look for patches of them."
         )
 
 
 @contextlib.contextmanager
 def use_reference(model: Any) -> Iterator[None]:
     """
-    Makes an adapter's model, unwrapped, the reference: TRL's frozen adapter `ref` if there is one, else the base model.
+    Makes a PEFT model, unwrapped, the reference: TRL's frozen adapter `ref` if there is one, else the base model.
 
     TRL (1.16) adds `ref` to a PEFT model passed as it is. Way out: a method of TRL's trainer that scores with the
     reference.
@@ -189,11 +171,11 @@ def logged_apart(
     tables: dict[str, dict[str, list[Any]]], mode: str, joined: Callable[[str, Any], tuple[str, Any]]
 ) -> Iterator[dict[str, list[Any]]]:
     """
-    Context in which what TRL logs goes to a table of its own, which it gives, and afterwards joins the others.
-
-    `joined` makes of each name and value those under which they do. The running total of tokens is no mean, and stays what it is.
+    Context in which TRL logs to a new table, which it gives. Afterwards `joined` gives the name and value with which each entry is added
+    to the others; the running total of tokens, which is no mean, is kept as it is.
     """
-    metrics, inner = tables[mode], defaultdict(list)
+    metrics = tables[mode]
+    inner: dict[str, list[Any]] = defaultdict(list)
     tables[mode] = inner
     try:
         yield inner
@@ -209,15 +191,14 @@ def logged_apart(
 
 @contextlib.contextmanager
 def sampling_from(
-    trainer: GRPOTrainer, engine: nn.Module | None, name: str, num_generations: int, sampler: Sampler = POLICY
+    trainer: Any, engine: Any, name: str, num_generations: int, sampler: Sampler = POLICY
 ) -> Iterator[None]:
     """
     Lets TRL's generation and reward hooks work on another model, with its `name` before their metrics: `"proposal/..."`.
 
     TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
-    `trainer._metrics[mode]`. All are swapped inside the context and restored whatever happens; an adapter of the trainer's
-    own model is made the active one instead, and a vLLM engine is told name and sampler. Way out: arguments `model` and
-    `logits_processor` on TRL's generation hook.
+    `trainer._metrics[mode]`. All are replaced inside the context. An adapter of the trainer's own model is activated instead, and a
+    vLLM engine gets name and sampler. Way out: arguments `model` and `logits_processor` on TRL's generation hook.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -225,17 +206,17 @@ def sampling_from(
         engine (`torch.nn.Module` or [`AdapterView`], *optional*):
             Model to sample from, wrapped as it was prepared. If `None`, the policy.
         num_generations (`int`):
-            Completions a prompt that are drawn inside.
+            Completions of a prompt.
         sampler ([`Sampler`], *optional*):
-            What draws from the model's logits.
+            Sampler of the model's logits.
     """
     mode = "train" if trainer.model.training else "eval"
     policy = trainer.model_wrapped
     config = None if trainer.use_vllm else trainer.generation_config
     own_temperature = None if config is None else config.temperature
     is_adapter = isinstance(engine, AdapterView)
-    other = engine is not None and not is_adapter
-    trainer.model_wrapped = engine if other else policy
+    if engine is not None and not is_adapter:
+        trainer.model_wrapped = engine
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(logged_apart(trainer._metrics, mode, lambda key, value: (f"{name}/{key}", value)))
@@ -259,16 +240,16 @@ def sampling_from(
 @contextlib.contextmanager
 def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[None]:
     """
-    Sampling inside the context leaves the model, unwrapped, in its mode and precision.
+    Context in which sampling keeps the mode and precision of the model, unwrapped.
 
-    With continuous batching TRL (1.16) casts the model to half precision for good, and so what the optimizer updates, and
-    leaves it in training mode, in evaluation too. Way out: TRL putting both back.
+    With continuous batching TRL (1.16) casts the model, and so what the optimizer updates, to half precision and does not restore it,
+    and leaves it in training mode, in evaluation too. Way out: TRL restoring both.
     """
     if not trainer.use_transformers_continuous_batching:
         yield
         return
     modes = [(each, each.training) for each in (trainer.model, model)]
-    # A cast makes new tensors, and these stay; DeepSpeed's engines have cast theirs already
+    # A cast makes new tensors, so that these stay; DeepSpeed's engines have cast theirs already
     weights = [(p, p.data) for p in model.parameters() if not hasattr(p, "ds_id")]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
@@ -283,13 +264,13 @@ def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[
 
 
 @contextlib.contextmanager
-def without_kl(owner: GRPOTrainer | TrainingArguments) -> Iterator[None]:
+def without_kl(owner: Any) -> Iterator[None]:
     """
-    A GRPO trainer's loss inside the context has no KL term; a trainer built inside it of a configuration, no reference.
+    Context in which a GRPO trainer's loss has no KL term, or a trainer is built from a configuration without a reference.
 
-    TRL (1.16) loads the reference unless `args.beta` is 0 when a trainer is built, and reads `trainer.beta` in the loss. PPO
-    pays its KL penalty in the token rewards; a proposal's base can be the reference. Way out: an argument that says where the
-    penalty goes, and one for the model, as TRL's DPO trainer has.
+    TRL (1.16) loads the reference unless `args.beta` is 0 when a trainer is built, and reads `trainer.beta` in the loss. PPO has its
+    KL penalty in the token rewards; a proposal's base can be the reference. Way out: an argument for the place of the penalty, and one
+    for the model, as TRL's DPO trainer has.
     """
     beta, owner.beta = owner.beta, 0.0
     try:
@@ -299,15 +280,12 @@ def without_kl(owner: GRPOTrainer | TrainingArguments) -> Iterator[None]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turns all dropout of a model off, in place, and the noise of routers.
+    """
+    Disables all dropout of a model, in place, and the noise of routers. Its configuration, which is saved, stays as it is.
 
-    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures hold a probability
-    (OPT), or by how much the inputs of a router are shaken (Mixtral), as a number of a layer instead: noise in every
-    log-probability. What a layer reads off the configuration each time (Falcon) stays: `check_noise` finds it.
-
-    Args:
-        model (`torch.nn.Module`):
-            Model; its configuration, which is saved, stays as it is.
+    `disable_dropout_in_model` (TRL 1.16) sets that of `nn.Dropout` modules to 0. Some architectures hold a probability (OPT), or the
+    jitter of a router's inputs (Mixtral), as an attribute of a layer instead. What a layer reads from the configuration in each pass
+    (Falcon) stays: `check_noise` finds it.
     """
     disable_dropout_in_model(model)
     for module in model.modules():
@@ -318,14 +296,14 @@ def disable_dropout(model: nn.Module) -> None:
 
 def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:
     """
-    A copy of a model whose forward is its class's own, not one that an earlier trainer put on it; a path or id comes back as it is.
+    A copy of a model with its class's own forward, without an earlier trainer's patch; a path or id is returned unchanged.
 
-    `add_fused_lm_head` (TRL 1.16) and accelerate set `model.forward`, closed over the forward of the very model they
-    patch: a copy with that attribute would run the original's weights without a word. Way out: TRL patching classes.
+    `add_fused_lm_head` (TRL 1.16) and accelerate set `model.forward`, a closure over the forward of the model they patch: a copy with
+    that attribute would silently run the original's weights. Way out: TRL patching classes.
     """
     if isinstance(model, str):
         return model
-    with gathered(model):  # a parameter that ZeRO-3 has cut apart is copied empty
+    with gathered(model):  # a parameter that ZeRO-3 has partitioned would be copied empty
         copied = copy.deepcopy(model)
     for module in copied.modules():
         if isinstance(module, PreTrainedModel):
@@ -333,32 +311,29 @@ def copy_unpatched(model: PreTrainedModel | str) -> PreTrainedModel | str:
     return copied
 
 
-class _WithholdingApi:
-    """A Hub client whose folder uploads leave out what matches `patterns`."""
-
-    def __init__(self, api: Any, patterns: Sequence[str]):
-        self._api = api
-        self._patterns = patterns
-
-    def upload_folder(self, *args: Any, ignore_patterns: list[str] | str | None = None, **kwargs: Any) -> Any:
-        given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
-        return self._api.upload_folder(*args, ignore_patterns=[*given, *self._patterns], **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._api, name)
-
-
 @contextlib.contextmanager
 def withheld_from_uploads(patterns: Sequence[str]) -> Iterator[None]:
     """
-    Keeps files that match glob patterns, relative to the folder, out of what the Trainer uploads inside the context; `*` crosses folders.
+    Keeps files that match glob patterns, relative to the folder, out of the Trainer's uploads inside the context; `*` crosses folders.
 
     transformers (5.23) uploads `output_dir` and, with the `checkpoint` and `all_checkpoints` strategies, checkpoints,
     through `transformers.trainer.hf_api`. Way out: an `ignore_patterns` argument of `Trainer.push_to_hub`. If the name
     moves, this raises before anything is uploaded.
     """
     original = transformers.trainer.hf_api
-    transformers.trainer.hf_api = lambda: _WithholdingApi(original(), patterns)
+
+    def withholding_api() -> Any:
+        api: Any = copy.copy(original())
+        upload_folder = api.upload_folder
+
+        def upload(*args: Any, ignore_patterns: list[str] | str | None = None, **kwargs: Any) -> Any:
+            given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
+            return upload_folder(*args, ignore_patterns=[*given, *patterns], **kwargs)
+
+        api.upload_folder = upload
+        return api
+
+    transformers.trainer.hf_api = withholding_api
     try:
         yield
     finally:
