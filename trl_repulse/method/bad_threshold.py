@@ -1,4 +1,4 @@
-"""The reward under which an output is bad, measured at the start of a run that was not told."""
+"""The reward under which an output is bad, measured at the start of a run whose configuration has no threshold."""
 
 from typing import Any
 
@@ -12,16 +12,15 @@ from ..engine.scorer import Scorer
 
 logger = get_logger(__name__)
 
-_SAMPLES, _SHARE, _LEAST = 500, 0.1, 50  # so many, but no more than this share of a run's, and at least the last
-_MOST_BAD = 0.1  # share of the samples under a threshold above which bad is not rare
+# Samples that are used, but no more than this share of a run's, and at least the last
+_SAMPLES, _SHARE, _LEAST = 500, 0.1, 50
+_MOST_BAD = 0.1  # largest share of the samples that may be under a threshold
 
 
 class MeasuredThreshold:
     """
-    About the 2 % quantile of the rewards of the policy's first samples: 500, or a tenth of all if a run draws fewer than 5,000, and at
-    least 50.
-
-    All processes hold the same one, from what all of them have drawn.
+    About the 2 % quantile of the rewards of the policy's first samples in all processes: 500, or a tenth of all if a run draws fewer
+    than 5,000, and at least 50.
 
     Args:
         scorer ([`Scorer`]):
@@ -36,7 +35,7 @@ class MeasuredThreshold:
 
     def observe(self, rewards: torch.Tensor) -> None:
         """
-        Takes note of the rewards of this process's samples; NaN is left out. All processes must call it.
+        Adds the rewards of this process's samples, without NaN, until the threshold is measured. All processes must call it.
 
         Raises:
             `ValueError`: If more than a tenth of the rewards are the lowest, which is not rare.
@@ -44,27 +43,24 @@ class MeasuredThreshold:
         if self._scorer.mode != "train":
             return
         if self.value is None:
-            if not self._has_begun and self._drawn() < _LEAST:
+            trainer: Any = self._scorer.trainer
+            args, batch = trainer.args, trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
+            drawn = (
+                batch * trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
+            )  # in the run
+            if not self._has_begun and drawn < _LEAST:
                 logger.warning(
-                    f"`bad_reward_threshold` is not set, and takes {_LEAST} samples to measure. This run draws {self._drawn()}, so that nothing "
+                    f"`bad_reward_threshold` is not set, and takes {_LEAST} samples to measure. This run draws {drawn}, so that nothing "
                     "is pushed down. Set it, or train longer."
                 )
             self._has_begun = True
-            everyone = self._scorer.trainer.accelerator.gather(rewards.flatten())
+            everyone = trainer.accelerator.gather(rewards.flatten())
             self._rewards += everyone[everyone.isfinite()].tolist()
-            if len(self._rewards) >= self._wanted() and len(set(self._rewards)) > 1:
+            wanted = max(_LEAST, min(_SAMPLES, int(_SHARE * drawn)))
+            if len(self._rewards) >= wanted and len(set(self._rewards)) > 1:
                 self._measure()
         if self.value is not None:
             self._scorer.log_value("negative/bad_reward_threshold", self.value)
-
-    def _drawn(self) -> int:
-        """Samples of the policy in the whole run."""
-        trainer = self._scorer.trainer
-        args, batch = trainer.args, trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
-        return batch * trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
-
-    def _wanted(self) -> int:
-        return max(_LEAST, min(_SAMPLES, int(_SHARE * self._drawn())))
 
     def _measure(self) -> None:
         rewards = np.array(self._rewards)
@@ -82,9 +78,9 @@ class MeasuredThreshold:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON takes it to the bit."""
+        """What a checkpoint keeps, for JSON."""
         return {"value": self.value, "rewards": self._rewards}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up what [`state`] gave."""
+        """Restores what [`state`] gave."""
         self.value, self._rewards = state["value"], state["rewards"]

@@ -1,4 +1,4 @@
-"""Signs that a proposal no longer draws what it is trained for: the policy's own low-reward outputs.
+"""Signs that a proposal no longer draws the policy's low-reward outputs.
 
 Axis letters: U units of n policy samples and m proposal samples, P prompts, N policy samples and K proposal samples of a
 prompt, T completion tokens.
@@ -22,13 +22,13 @@ class CollapseWatch:
     """
     Logs how a proposal's samples compare with the policy's, and warns once if a learned proposal's are the worse ones.
 
-    The effective sample size cannot tell: where all samples of a prompt are the same, or all as improbable under the policy,
-    their weights are equal and it is as large as can be. But the policy's own samples bound log Z from below as well, and a
-    proposal whose samples put it lower than that finds less of the target than no proposal at all.
+    The effective sample size does not show a collapse: if all samples of a prompt are the same, or equally improbable under the
+    policy, their weights are equal. But the policy's own samples bound log Z from below too, and a proposal whose samples put it
+    lower finds less of the target than no proposal.
 
     Args:
         part ([`NegativeTerm`]):
-            What draws the samples.
+            The negative term that draws the samples.
     """
 
     def __init__(self, part: NegativeTerm):
@@ -55,14 +55,14 @@ class CollapseWatch:
             own_log_p (`torch.Tensor` of shape `(U, n, T)`), log_p (`torch.Tensor` of shape `(U, m, T)`):
                 Log-probabilities (nats) under the policy of its own samples and of the others.
             counted (`torch.Tensor` of shape `(U, m)`, *optional*):
-                Of which of the others to log the rank, by default of all.
+                Which of the others have their rank logged, by default all.
         """
         scorer, size = self._part.scorer, self._part.size
         mask = scorer.by_prompt(batch[f"{NEGATIVE}_mask"], size)
         scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()
         known = scored.any(dim=1)  # other prompts may only fill up a batch
-        distinct = distinct_share(scorer.by_prompt(batch[f"{NEGATIVE}_ids"], size), mask)
-        distinct = scorer.log_statistics({"proposal/distinct": mean}, distinct[known])
+        shares = distinct_share(scorer.by_prompt(batch[f"{NEGATIVE}_ids"], size), mask)
+        distinct = scorer.log_statistics({"proposal/distinct": mean}, shares[known])
         own = scorer.by_prompt(sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), scorer.num_generations)
         counted = None if counted is None else scorer.by_prompt(counted, size)
         rank = rank_among(sequence_log_prob(scorer.by_prompt(log_p, size), mask), own, counted)
@@ -80,24 +80,24 @@ class CollapseWatch:
         log_potential = self._part.log_potential(batch["rewards"])
         log_potential = scorer.by_prompt(log_potential, scorer.num_generations)  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
-        gap = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)
-        gap = scorer.log_statistics({"proposal/log_z_gap": mean}, torch.where(gap.isinf(), torch.nan, gap))
-        if self._part.mode == "train" and distinct.count:
-            self._warn(gap.mean if gap.count else None, distinct.mean * size, size)
-
-    def _warn(self, gap: float | None, distinct: float, size: int) -> None:
-        self._of_update.append((gap, distinct))
+        gaps = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)  # (P,)
+        gap = scorer.log_statistics({"proposal/log_z_gap": mean}, torch.where(gaps.isinf(), torch.nan, gaps))
+        if self._part.mode != "train" or not distinct.count:
+            return
+        self._of_update.append((gap.mean if gap.count else None, distinct.mean * size))
         if not self._part.trainer.accelerator.sync_gradients:
             return
-        gaps = [each for each, _ in self._of_update if each is not None]  # with an indicator many a batch has none
-        distinct = sum(each for _, each in self._of_update) / len(self._of_update)
+        known = [each for each, _ in self._of_update if each is not None]  # with an indicator many batches have none
+        latest = sum(each for _, each in self._of_update) / len(self._of_update)
         self._of_update.clear()
-        self._distinct.append(distinct)
-        if gaps:
-            self._gaps.append(sum(gaps) / len(gaps))
+        self._distinct.append(latest)
+        if known:
+            self._gaps.append(sum(known) / len(known))
+        if not self._warned:
+            self._warn(latest, size)
+
+    def _warn(self, distinct: float, size: int) -> None:
         gap, alike = (sum(each) / UPDATES if len(each) == UPDATES else None for each in (self._gaps, self._distinct))
-        if self._warned:
-            return
         if gap is not None and gap > LOG_Z_GAP:
             seen = f"do not find the policy's bad outputs: they put log Z {gap:.1f} nats lower than the policy's own samples do"
             seen += f" (`proposal/log_z_gap`), and {distinct:.1f} of {size} for a prompt were distinct"

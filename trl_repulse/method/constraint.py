@@ -11,20 +11,16 @@ from ..rewards.transforms import dual_step
 
 logger = get_logger(__name__)
 
-# How far one bad sample may move the logarithm of the multiplier, in nats, where an update has less than one
-_SINGLE = 0.25
-# Share of the latest estimate of P(bad) in the average, which serves the scale of steps alone
-_FORGETTING = 0.05
-# All relative to the first value: what is added to the multiplier before its logarithm moves, so that it comes back soon when it was
-# long not needed; the least and the most that it may become; and from where it is said that the rate may be out of reach
+_SINGLE = 0.25  # nats by which one bad sample may move the logarithm of the multiplier, if an update has less than one
+_FORGETTING = 0.05  # share of the latest estimate of P(bad) in the average, which only scales the steps
+# Relative to the first value: added to the multiplier before its logarithm moves, so that it recovers soon; its limits; a warning
 _SHIFT, _LEAST, _MOST, _FAR = 0.1, 1e-6, 1e6, 1e3
 
 
 class Constraint:
     """
-    Lagrange multiplier of P(reward < `bad_reward_threshold`) ≤ `max_bad_probability`, moved once for each batch of generations.
-
-    All processes hold the same one, from what all of them have seen.
+    Lagrange multiplier of P(reward < `bad_reward_threshold`) ≤ `max_bad_probability`, the same in all processes, which is updated once
+    for each batch of generations.
 
     Args:
         trainer ([`ReinforceTrainer`]):
@@ -42,17 +38,17 @@ class Constraint:
 
     def observe(self, bad: torch.Tensor, resolution: float) -> None:
         """
-        Takes note of samples or prompts that this process trains on.
+        Adds samples or prompts that this process trains on.
 
-        Each value of `bad` is the probability that a completion is bad, or 1 if it is and 0 if not; NaN is left out. `resolution` is what
-        one bad sample adds to it: 1 of a single sample, 0 of an estimate that tells smaller ones.
+        `bad` holds probabilities that a completion is bad, or 1 if it is and 0 if not; NaN is left out. `resolution` is the weight of one
+        bad sample: 1 for counts, 0 for an estimate that can be smaller.
         """
         if self._trainer.model.training:
             self._seen += Moments.of(bad)
             self._resolution = resolution
 
     def update(self) -> None:
-        """Moves the multiplier by what was noted since the last update, and logs both. All processes must call it."""
+        """Updates the multiplier from what was observed since the last update, and logs both. All processes must call it."""
         trainer, args = self._trainer, self._trainer.args
         seen, self._seen = trainer._gathered(self._seen), Moments()
         trainer._metrics["train"]["constraint/multiplier"].append(self.multiplier)
@@ -73,9 +69,9 @@ class Constraint:
             )
 
     def state(self) -> dict[str, float | None]:
-        """What a checkpoint keeps, as JSON takes it to the bit."""
+        """What a checkpoint keeps, for JSON."""
         return {"multiplier": self.multiplier, "average": self._average}
 
-    def load_state(self, state: dict[str, float | None]) -> None:
-        """Takes up what [`state`] gave."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restores what [`state`] gave."""
         self.multiplier, self._average = state["multiplier"], state["average"]

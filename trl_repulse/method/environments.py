@@ -1,7 +1,7 @@
-"""Tools and environments beside a negative term: who may act with them, and in what the trajectories that are drawn for it act.
+"""Tools and environments of the trajectories that are drawn for a negative term.
 
-It stands on how TRL's GRPO trainer (1.16) sets up environments and tools of a batch, in the middle of
-`_generate_and_score_completions`: instances are taken from a pool and reset, each row gets the methods of its own. A test compares.
+This repeats how TRL's GRPO trainer (1.16) sets up environments and tools of a batch, inside `_generate_and_score_completions`:
+instances are taken from a pool and reset, and each row gets the methods of its own. A test compares both.
 Way out: a method of TRL's trainer that does it for given rows.
 """
 
@@ -25,7 +25,7 @@ _BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", 
 
 
 def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
-    """Refuses, among a trainer's other arguments by name, what writes into completions, unless `alpha` is 0."""
+    """Refuses what writes into completions among a trainer's arguments, `given` by name, unless `alpha` is 0."""
     for name in ("tools", "rollout_func", "environment_factory"):
         if given.get(name) and args.alpha > 0:
             raise ValueError(
@@ -35,20 +35,19 @@ def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
 
 def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -> None:
     """
-    Refuses to let a proposal, or the hot policy, act unless its user says so. `given` are the trainer's other arguments by name.
+    Refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's other arguments by name.
 
     Raises:
-        `ValueError`: If it would act with tools or in environments that it was not given by name, or would be drawn by a user's
+        `ValueError`: If it would act with tools or in environments that were not allowed, or would be drawn by a user's
             `rollout_func`; or if a factory has no use.
     """
     own = given.get("environment_factory")
-    draws = args.draws_twice
-    if factory is not None and (own is None or not draws):
+    if factory is not None and (own is None or not args.draws_twice):
         missing = (
             "an `environment_factory`" if own is None else "completions of a proposal, or of the policy drawn hotter,"
         )
         raise ValueError(f"`proposal_environment_factory` has no use without {missing}; leave it out.")
-    if not draws:
+    if not args.draws_twice:
         return
     others = "The proposal" if args.has_proposal else "The policy, drawn hotter,"
     remedy = "Set `alpha=0`, or `proposal='policy'`, which draws nothing more"
@@ -81,7 +80,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
 
 class ProposalWorld:
     """
-    What the trajectories that are drawn for a negative term act with: the trainer's tools, and environments of their own.
+    The trainer's tools, and own environments, for the trajectories that are drawn for a negative term.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -90,7 +89,7 @@ class ProposalWorld:
             Makes the environments, if there are any.
 
     Raises:
-        `ValueError`: If an environment has other tools than the policy's of that name, or cannot give the rewards that it gives.
+        `ValueError`: If an environment has other tools than the policy's, or another type where the policy's gives rewards.
     """
 
     def __init__(self, trainer: GRPOTrainer, factory: Factory | dict[str, Factory] | None):
@@ -111,13 +110,21 @@ class ProposalWorld:
     @contextlib.contextmanager
     def acting(self, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """
-        Context in which the trainer's hooks for generation and rewards act in these environments, which are reset for each row. It gives
-        the rows, one a completion, with the prompts as their environments begin them.
+        Context in which the trainer's hooks for generation and rewards use these environments, reset for each row. It gives the rows, one
+        a completion, with the first observations in their prompts.
         """
-        trainer = self._trainer
+        trainer: Any = self._trainer
         before = {name: value for name, value in vars(trainer).items() if name in _BATCH_ATTRIBUTES}
         try:
-            environments = self._take(rows)
+            environments = []
+            if trainer.environment_factories is not None:
+                names = [row["environment"] if trainer._multi_environment else None for row in rows]
+                trainer._batch_environments, taken = names, Counter[str | None]()
+                for name in names:
+                    if taken[name] == len(self._pool[name]):
+                        self._pool[name].append(self._factories[name]())
+                    environments.append(self._pool[name][taken[name]])
+                    taken[name] += 1
             trainer.environments = environments or None
             tools = [
                 {tool.__name__: tool for tool in (*trainer._standalone_tools, *_methods(environment).values())}
@@ -131,20 +138,6 @@ class ProposalWorld:
             yield rows
         finally:
             vars(trainer).update(before)
-
-    def _take(self, rows: list[dict[str, Any]]) -> list[Any]:
-        """An environment for each row, made where there are too few."""
-        trainer, taken = self._trainer, Counter()
-        if trainer.environment_factories is None:
-            return []
-        trainer._batch_environments = [row["environment"] if trainer._multi_environment else None for row in rows]
-        found = []
-        for name in trainer._batch_environments:
-            if taken[name] == len(self._pool[name]):
-                self._pool[name].append(self._factories[name]())
-            found.append(self._pool[name][taken[name]])
-            taken[name] += 1
-        return found
 
     def _begin(self, row: dict[str, Any], environment: Any) -> dict[str, Any]:
         """Resets an environment for a row; its first observation joins the last message."""

@@ -1,4 +1,4 @@
-"""The policy drawn by another sampler of its own logits, in the place of a proposal.
+"""The policy itself, drawn by another sampler of its logits, in place of a proposal.
 
 Axis letters: U units of n policy samples and m hot ones, P prompts, N policy samples and K hot ones of a prompt, T
 completion tokens.
@@ -22,11 +22,10 @@ from .sampler_choice import SamplerChoice
 
 class HotPolicy(DrawnTerm):
     """
-    Finds the policy's bad outputs by drawing from the policy itself by another sampler, and weighs them.
+    Draws from the policy with another sampler to find bad outputs, and weighs them.
 
-    A hot sample's probability is known exactly, under the policy and by its sampler: a prompt's N samples and its K hot ones are weighed
-    together against their mixture ([`~trl_repulse.math.importance.log_mixture_weights`]). Only what is bad has a weight, so that a
-    prompt for which nothing bad was drawn is not pushed at all.
+    The probability of a hot sample is known exactly, under the policy and under its sampler: a prompt's N samples and K hot ones are
+    weighed together against their mixture ([`~trl_repulse.math.importance.log_mixture_weights`]). Only bad samples have a weight.
 
     Args:
         trainer ([`UnitSampling`]):
@@ -55,7 +54,6 @@ class HotPolicy(DrawnTerm):
             raise
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.draw`]."""
         if self.measured is not None:
             self.measured.observe(batch["rewards"])
         try:
@@ -65,31 +63,31 @@ class HotPolicy(DrawnTerm):
         if self.mode == "train":
             sets = ((batch, "completion", "rewards"), (drawn, NEGATIVE, "proposal_rewards"))
             self.choice.observe(*((x[f"{name}_ids"], x[f"{name}_mask"], x[rewards]) for x, name, rewards in sets))
-        said = f"{NEGATIVE}_engine_log_p"
-        if said in drawn:  # what is not scored is not compared
-            drawn[said] = drawn[said].masked_fill(~self.needed(drawn)[NEGATIVE].unsqueeze(2), torch.nan)
+        engine = f"{NEGATIVE}_engine_log_p"
+        if engine in drawn:  # samples that are not scored are not compared
+            drawn[engine] = drawn[engine].masked_fill(~self.needed(drawn)[NEGATIVE].unsqueeze(2), torch.nan)
         return drawn
 
     @property
     def _threshold(self) -> float:
-        """Reward under which a sample is bad; −inf, under which nothing is, as long as it is not known."""
+        """Reward under which a sample is bad; −inf until it is known."""
         threshold = self.scorer.bad_reward_threshold
         return -math.inf if threshold is None else threshold
 
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
-        return ~(rewards >= self._threshold)  # without a reward too
+        return ~(rewards >= self._threshold)  # true for NaN
 
     @property
     def sampler(self) -> Sampler:
-        """What draws hot samples."""
+        """The sampler of hot samples."""
         return self.choice.sampler
 
     def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.needed`]: of the hot samples, what may be bad."""
+        """As [`NegativeTerm.needed`]: the hot samples that may be bad."""
         return super().needed(batch) or {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
 
     def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
-        """As [`NegativeTerm.by_sampler`]: what draws hot samples, until they are weighed, of what may be bad: nothing else has a weight."""
+        """As [`NegativeTerm.by_sampler`]: the samples that may be bad, until they are weighed; no others have a weight."""
         if COEFFICIENTS[NEGATIVE] in batch or self.sampler is POLICY:
             return None
         rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
@@ -98,7 +96,6 @@ class HotPolicy(DrawnTerm):
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """As [`DrawnTerm.weigh_early`]."""
         drawn = batch.get(f"{NEGATIVE}_by_sampler", log_p_negative)
         return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: drawn}
 
@@ -106,8 +103,8 @@ class HotPolicy(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_hot: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
-        What the policy makes of the bad ones among its samples and the hot ones, `log_p` and `log_p_hot` being their log-probabilities
-        (nats) under the sampling-time policy, detached, and those by the sampler in the batch.
+        Weighs the bad samples. `log_p` and `log_p_hot` are log-probabilities (nats) of own and hot samples under the sampling-time
+        policy, detached; those under the sampler are in the batch.
 
         Returns:
             `dict[str, torch.Tensor]`: `own_negative_coefficients` of shape `(U, n)` and `negative_coefficients` of shape
@@ -120,11 +117,11 @@ class HotPolicy(DrawnTerm):
             return torch.cat([scorer.by_prompt(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
 
         rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
-        sets = ((log_p, OWN), (log_p_hot, NEGATIVE))
-        in_policy = whole(*(sequence_log_prob(x, batch[f"{name}_mask"]) for x, name in sets))  # (P, N + K)
-        drawn = (batch.get(f"{name}_by_sampler", x) for x, name in sets)
-        in_sampler = whole(
-            *(sequence_log_prob(x, batch[f"{name}_mask"]) for x, (_, name) in zip(drawn, sets, strict=True))
+        by_policy = {OWN: log_p, NEGATIVE: log_p_hot}
+        by_sampler = {name: batch.get(f"{name}_by_sampler", x) for name, x in by_policy.items()}
+        in_policy, in_sampler = (
+            whole(*(sequence_log_prob(x, batch[f"{name}_mask"]) for name, x in each.items()))  # (P, N + K)
+            for each in (by_policy, by_sampler)
         )
         log_potential = self.log_potential(rewards, args.reweighting_beta)
         log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
@@ -151,16 +148,13 @@ class HotPolicy(DrawnTerm):
         }
 
     def state(self) -> dict[str, Any]:
-        """As [`NegativeTerm.state`]."""
         measured = None if self.measured is None else self.measured.state()
         return {"threshold": measured, "choice": self.choice.state()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.tensors`]."""
         return {"effects": self.choice.effects.sums}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """As [`NegativeTerm.load_state`]."""
         if self.measured is not None and state["threshold"] is not None:
             self.measured.load_state(state["threshold"])
         self.choice.load_state(state["choice"], tensors["effects"])
@@ -168,7 +162,6 @@ class HotPolicy(DrawnTerm):
     def learn(
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.learn`]."""
         if f"{NEGATIVE}_engine_log_p" in inputs:
             drawn = inputs.get(self.drawn_log_p, inputs.get(f"{NEGATIVE}_by_sampler", log_p_negative))
             self.scorer.log_engine(inputs, NEGATIVE, drawn)

@@ -10,8 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..engine.sampling import UnitSampling
-from ..engine.second_model import SecondModel
-from ..engine.second_models import PROPOSAL_FOLDER
+from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
 from ..engine.trl_bridge import split_tensor_dict
 from ..math.importance import log_importance_weights, normalize_weights
 from ..math.losses import scale_gradient
@@ -76,7 +75,6 @@ class LearnedProposal(DrawnTerm):
         return super().sample(rows, batch)
 
     def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.draw`]."""
         drawn = super().draw(rows, batch)
         if self.trainer.args.negative_loss == "reinforce" and self.trainer.beta != 0.0:
             drawn["proposal_ref_log_prob"] = self.scorer.reference_log_prob(drawn, NEGATIVE)
@@ -85,7 +83,6 @@ class LearnedProposal(DrawnTerm):
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """As [`DrawnTerm.weigh_early`]."""
         log_q = self.scorer.score(self.proposal.module, batch, (NEGATIVE,), gradient=False).log_p[0]
         made = {"proposal_old_log_q": log_q}  # (U, m, T)
         made |= self.weigh(batch | made, log_p, log_p_negative)
@@ -131,16 +128,12 @@ class LearnedProposal(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
-        As [`NegativeTerm.weigh`]; of the policy's own samples nothing is needed where only the proposal learns.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units of proposal samples with their rewards and `proposal_old_log_q` of shape `(U, m, T)`, log-probabilities (nats) under
-                the proposal that drew them, and, where they serve the policy's loss, its own samples.
+        As [`NegativeTerm.weigh`]. The batch has proposal samples with `proposal_old_log_q` of shape `(U, m, T)`, log-probabilities (nats)
+        under the proposal that drew them, and the policy's own samples if these weights serve its loss.
 
         Returns:
-            `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and
-            `negative_coefficients` of the policy loss, each of shape `(U, m)`.
+            `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and `negative_coefficients` of the policy
+            loss, each of shape `(U, m)`.
         """
         scorer, args, size = self.scorer, self.trainer.args, self.size
         rewards = batch["proposal_rewards"]
@@ -153,24 +146,21 @@ class LearnedProposal(DrawnTerm):
 
         log_w = log_weights(None)
         weights = {"proposal_w": scorer.by_unit(normalize_weights(log_w), rewards)}
-        if "rewards" in batch:  # the policy's samples are at hand: this is the draw that serves its loss
+        if "rewards" in batch:  # of the policy's samples: this draw serves its loss
             scorer.log_importance(PROPOSAL_FOLDER, log_w, scorer.by_prompt(~rewards.isnan(), size))
             self._watch.compare(batch, log_w, self._watch.look(batch, log_p, log_p_negative))
             negative_log_w = log_w if args.reweighting_beta is None else log_weights(args.reweighting_beta)
-            returns = [None, None]
+            returns_negative = returns = None
             if args.negative_loss == "reinforce":
-                returns = [
-                    scorer.by_prompt(scorer.returns(batch, log_p_negative, "proposal_"), size),
-                    scorer.by_prompt(batch["returns"], scorer.num_generations),
-                ]
-            negative = self.coefficients(negative_log_w, *returns)
+                returns_negative = scorer.by_prompt(scorer.returns(batch, log_p_negative, "proposal_"), size)
+                returns = scorer.by_prompt(batch["returns"], scorer.num_generations)
+            negative = self.coefficients(negative_log_w, returns_negative, returns)
             weights[COEFFICIENTS[NEGATIVE]] = scorer.by_unit(negative, rewards)
         return weights
 
     # Learning
 
     def update(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
-        """As [`WithNegativeTerm.update_proposal`]."""
         trainer = self.trainer
         for i, chunk in enumerate(chunks):
             with self.proposal.gradient_sync(i == len(chunks) - 1):
@@ -191,6 +181,7 @@ class LearnedProposal(DrawnTerm):
         self.scorer.log(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
 
     def _step(self, advance_schedule: bool = True) -> None:
+        """Updates the proposal with the gradient it has."""
         self.scorer.step(advance_schedule)
         if self.trainer.use_vllm:
             self.trainer.vllm_generation.changed(PROPOSAL_FOLDER)
@@ -199,19 +190,12 @@ class LearnedProposal(DrawnTerm):
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_q: torch.Tensor, log_q_now: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """
-        What a prompt's samples set against their weights in the proposal's loss; needs them together; detached.
+        `proposal_coefficients`, detached, which take all samples of a prompt that have a reward: for CTL the token coefficients w − w⁻_t
+        (w without its second term) of shape `(U, m, T)`; for SIXO the weights towards the policy and for VarGrad the target
+        log-probabilities (nats), of shape `(U, m)`. DPG needs none and gets its weights back.
 
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with `proposal_w`, `proposal_completion_mask` and `proposal_rewards`; samples without a reward take part in
-                nothing.
-            log_p, log_q, log_q_now (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the policy, and under the proposal as it was sampled and as it is; detached.
-
-        Returns:
-            `dict[str, torch.Tensor]`: `proposal_coefficients`: of shape `(U, m, T)`, the token coefficients of CTL (w − w⁻_t, or
-            w alone without its second term); of shape `(U, m)`, SIXO's weights towards the policy, or the log-probabilities
-            (nats) that VarGrad aims at. DPG needs none and gets its weights back.
+        `log_p`, `log_q` and `log_q_now` (U, m, T) are log-probabilities (nats) under the policy, and under the proposal as it was when it
+        was sampled and as it is now; detached.
         """
         scorer, args, rewards = self.scorer, self.trainer.args, batch["proposal_rewards"]
         if args.proposal_loss == "dpg":
@@ -235,13 +219,8 @@ class LearnedProposal(DrawnTerm):
 
     def _loss(self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
         """
-        The proposal's loss on one micro-batch of its samples, a mean over them.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with `proposal_w` of shape `(U, m)` and the `proposal_coefficients` of [`_contrast`].
-            log_q_now, log_p (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the proposal, carrying gradient, and under the sampling-time policy.
+        The proposal's loss on one micro-batch, a mean over its samples. `log_q_now` and `log_p` (U, m, T) are log-probabilities (nats)
+        under the proposal, with gradient, and under the sampling-time policy.
         """
         args, mask = self.trainer.args, batch[f"{NEGATIVE}_mask"]
         if "proposal_engine_ratio" in batch:

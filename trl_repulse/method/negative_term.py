@@ -1,16 +1,14 @@
-"""The negative term of a policy's loss: samples that find the policy's bad outputs, weighed, and pushed down.
+"""The negative term of a policy's loss: weighted samples of the policy's bad outputs, which are pushed down.
 
-It is a part that a trainer of units *has*, whatever the rest of the trainer's loss is. The trainer drives it with
+A trainer of units has one, whatever the rest of its loss is, and calls:
 
-- `drawing()`, a context around the policy's own sampling, in which vLLM can draw for both;
-- `sample(rows, batch)` for each generation batch: what joins it. Samples are drawn here, and weighed where that cannot wait;
-- `learn(inputs, log_p, log_p_negative)` for each micro-batch: what its loss still lacks. A proposal learns here;
-- `completions`, the sets of completions that the policy's pass with gradient scores for a micro-batch, with what else
-  `by_sampler` asks of it, and their coefficients, `own_negative_coefficients` and `negative_coefficients`, by which the trainer
-  adds them to its loss;
+- `drawing()`: a context around the policy's own sampling, in which vLLM can draw for both;
+- `sample(rows, batch)` for each generation batch: draws samples, and weighs them where that cannot wait;
+- `learn(inputs, log_p, log_p_negative)` for each micro-batch: gives the coefficients that are still missing; a proposal learns here;
 - `end_of_micro_batch()` once the gradient is there.
 
-In return it asks for what [`UnitSampling`] has: samples for rows, their log-probabilities, prompts put together from units.
+The policy's pass with gradient scores the sets in `completions`, and what `by_sampler` adds. The trainer adds them to its loss with
+`own_negative_coefficients` and `negative_coefficients`.
 
 Axis letters: U units of n policy samples and m others, P prompts, N policy samples and K others of a prompt, T completion tokens.
 """
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 
 from ..engine.sampling import Samples, UnitSampling
 from ..engine.scorer import Scorer
-from ..engine.second_models import PROPOSAL_FOLDER
+from ..engine.second_model import PROPOSAL_FOLDER
 from ..generation._samplers import POLICY, Sampler
 from ..math.importance import normalize_weights
 from ..math.losses import negative_coefficients, negative_reinforce_coefficients
@@ -37,15 +35,15 @@ from ..rewards.transforms import (
 
 
 OWN, NEGATIVE = "completion", "proposal_completion"
-# By what the samples of a set are multiplied in the loss
+# Names of the coefficients of each set's samples in the loss
 COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficients"}
 
 
 def own_prompts(samples: Samples, batch: dict[str, torch.Tensor], m: int) -> dict[str, torch.Tensor]:
     """
-    `prompt_ids` and `prompt_mask` of samples, m for each unit, one row a sample; nothing where they are those of the units.
+    `prompt_ids` and `prompt_mask` of samples, m for each unit, one row a sample, if they differ from those of the units.
 
-    An environment may begin otherwise each time.
+    Prompts differ where an environment does not always begin in the same way.
     """
     found = [(samples.prompt_ids, samples.prompt_mask), (batch["prompt_ids"], batch["prompt_mask"])]
     length = max(ids.size(1) for ids, _ in found)
@@ -65,11 +63,12 @@ class NegativeTerm:
     """
 
     completions: tuple[str, ...] = (OWN,)
-    engine: Any = None  # what the others are drawn from; the policy if `None`
-    sampler = POLICY  # what draws from the logits
+    engine: Any = None  # model that other samples are drawn from; the policy if `None`
+    sampler = POLICY
 
     def __init__(self, trainer: UnitSampling):
-        self.scorer, self.trainer = Scorer(trainer), trainer
+        self.scorer = Scorer(trainer)
+        self.trainer: Any = trainer
         self.logs = self.scorer.new_table()
 
     # The calls of a trainer
@@ -80,18 +79,18 @@ class NegativeTerm:
 
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
-        What joins a generation batch.
+        Samples and coefficients that are added to a generation batch.
 
         Args:
             rows (`list[dict]`):
-                This process's rows of the data set, one a policy sample.
+                This process's rows of the dataset, one a policy sample.
             batch (`dict[str, torch.Tensor]`):
                 Their units: `prompt_ids` and `prompt_mask` of shape `(U, L)`, `completion_ids` and `completion_mask` of shape
                 `(U, n, T)`, `rewards` of shape `(U, n)` and, where there are some, `old_log_p` (nats, under the sampling-time
                 policy) of shape `(U, n, T)` and `returns` of shape `(U, n)`.
 
         Returns:
-            `dict[str, torch.Tensor]`: Samples, and where they are weighed now also the coefficients, with U first.
+            `dict[str, torch.Tensor]`: Samples and, if they are weighed now, their coefficients, with U first.
         """
         return self.weigh(batch) if self.scorer.weighs_early else {}
 
@@ -99,34 +98,31 @@ class NegativeTerm:
         self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """
-        What the loss of a micro-batch lacks.
+        Coefficients that a micro-batch does not have yet.
 
         Args:
             inputs (`dict[str, torch.Tensor]`):
                 Its units.
             log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
-                Log-probabilities (nats) under the policy, detached: at sampling time of its own samples, and now of the
-                others. Not needed where samples were weighed as they were drawn.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Coefficients, if they are not there yet.
+                Log-probabilities (nats) under the policy, detached: of its own samples at sampling time, and of the others now.
+                Not needed if samples were weighed as they were drawn.
         """
         made = COEFFICIENTS[self.completions[-1]] in inputs
         return {} if made else self.weigh(inputs, log_p, log_p_negative)
 
     def end_of_micro_batch(self) -> None:
-        """Updates what learns, once the gradient of an update is complete."""
+        """Updates a proposal, once the gradient of an update is complete."""
 
     def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
-        """By which other sampler, and of which samples, the policy's pass over these units gives log-probabilities as well."""
+        """Another sampler under which the policy's pass gives log-probabilities too, and of which samples."""
         return None
 
     def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Which completions of a set the policy's pass over these units has to score, where not all: those that have a weight."""
+        """The completions that the policy's pass has to score, by set, where these are not all: those that have a weight."""
         return {NEGATIVE: batch[COEFFICIENTS[NEGATIVE]] != 0} if COEFFICIENTS[NEGATIVE] in batch else {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON takes it to the bit."""
+        """What a checkpoint keeps, for JSON."""
         return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -134,7 +130,7 @@ class NegativeTerm:
         return {}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Takes up what [`state`] and [`tensors`] gave."""
+        """Restores what [`state`] and [`tensors`] gave."""
 
     # Sampling
 
@@ -144,13 +140,13 @@ class NegativeTerm:
 
     @property
     def size(self) -> int:
-        """K: how many samples beside the policy's own a prompt gets."""
+        """K: the number of other samples of a prompt."""
         configured = self.trainer.args.num_proposal_generations
         return configured if self.mode == "train" and configured is not None else self.scorer.num_generations
 
     @property
     def unit_sizes(self) -> tuple[int, int]:
-        """n and m: how many of the policy's samples and of the others a unit has."""
+        """n and m: the numbers of the policy's and of other samples in a unit."""
         n = self.scorer.unit_size
         return n, self.size * n // self.scorer.num_generations
 
@@ -178,7 +174,7 @@ class NegativeTerm:
         return geometric_schedule(start, end, min(state.global_step / last, 1.0))
 
     def log_potential(self, rewards: torch.Tensor, beta: float | None = None) -> torch.Tensor:
-        """log φ of each sample, nats; the raw reward decides, never the transformed one."""
+        """log φ (nats) of each sample, from raw rewards, not transformed ones."""
         args = self.trainer.args
         beta = self.scheduled("target_dist_beta") if beta is None else beta
         if args.potential == "indicator":
@@ -192,7 +188,7 @@ class NegativeTerm:
         self, log_w: torch.Tensor, returns_negative: torch.Tensor | None, returns: torch.Tensor | None
     ) -> torch.Tensor:
         """
-        What the log-probabilities of weighted samples are multiplied with in the policy loss, of shape `(P, K)`.
+        Coefficients of weighted samples in the policy loss, of shape `(P, K)`.
 
         Args:
             log_w (`torch.Tensor` of shape `(P, K)`):
@@ -218,7 +214,7 @@ class NegativeTerm:
         log_p_negative: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """
-        Weighs the samples that serve the negative term; here the policy's own, whose log-probabilities are not needed.
+        Weighs the samples of the negative term; here the policy's own, whose log-probabilities are not needed.
 
         Args:
             batch (`dict[str, torch.Tensor]`):
@@ -235,27 +231,24 @@ class NegativeTerm:
         scored = ~log_w.isnan()
         log_w = torch.where(scored, log_w, -torch.inf)
         scorer.log_importance("negative", log_w, scored)
-        returns = None
-        if args.negative_loss == "reinforce":
-            returns = scorer.by_prompt(batch["returns"], size)
+        returns = scorer.by_prompt(batch["returns"], size) if args.negative_loss == "reinforce" else None
         return {COEFFICIENTS[OWN]: scorer.by_unit(self.coefficients(log_w, returns, returns), rewards)}
 
 
 class DrawnTerm(NegativeTerm):
-    """A negative term of samples that are drawn for it, beside the policy's own."""
+    """A negative term of samples that are drawn for it, in addition to the policy's own."""
 
     completions = (OWN, NEGATIVE)
-    drawn_log_p: str  # in batches weighed early, log-probabilities of these samples under what they were drawn from
+    drawn_log_p: str  # name of the samples' log-probabilities under what drew them, in batches that are weighed early
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """As [`NegativeTerm.drawing`]; vLLM draws the others too, in the same call, where one call can."""
+        """As [`NegativeTerm.drawing`]; vLLM draws the others in the same call, if it can."""
         if not self.trainer.use_vllm:
             return contextlib.nullcontext()
         name = "policy" if self.engine is None else PROPOSAL_FOLDER
         return self.trainer.vllm_generation.together(name, self.unit_sizes, self.sampler)
 
     def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.sample`]."""
         drawn = self.draw(rows, batch)
         if not self.scorer.weighs_early:
             return drawn
@@ -264,8 +257,8 @@ class DrawnTerm(NegativeTerm):
         names = (NEGATIVE,) if "old_log_p" in batch and by_sampler is None else (NEGATIVE, OWN)
         if "old_log_p" in batch and by_sampler is not None:
             needed[OWN] = by_sampler[1][OWN]
-        asked = {"by_sampler": by_sampler, "needed": needed}
-        scores = self.scorer.score(self.trainer.model, batch, names, gradient=False, **asked)
+        options = {"gradient": False, "by_sampler": by_sampler, "needed": needed}
+        scores = self.scorer.score(self.trainer.model, batch, names, **options)
         log_p = dict(zip(names, scores.log_p, strict=True))
         own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
         early = self.weigh_early(batch | scores.by_sampler, own_log_p, log_p[NEGATIVE])
@@ -274,5 +267,5 @@ class DrawnTerm(NegativeTerm):
     def weigh_early(
         self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """What there is to say of samples that were just drawn, from the policy's log-probabilities, as for [`learn`]."""
+        """Coefficients of samples that were just drawn, and what else [`learn`] needs of them."""
         return self.weigh(batch, log_p, log_p_negative)

@@ -1,4 +1,4 @@
-"""Building the proposal, beside a policy or as a second adapter over its base."""
+"""Building the proposal, as a second model or as a second adapter over the policy's base."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 def policy_adapter(
     model: "str | PreTrainedModel | PeftModel", peft_config: "PeftConfig | None"
 ) -> "PeftConfig | None":
-    """Configuration of the adapter that a policy has, or is given; `None` without."""
+    """Configuration of the policy's adapter, which it has or is given; `None` without."""
     is_adapter = not isinstance(model, str) and is_peft_model(model)
     return model.peft_config.get(POLICY_ADAPTER) if is_adapter else peft_config
 
@@ -46,7 +46,7 @@ def shares_base(
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
-    """Whether policy and proposal, as they were passed, can be two adapters over one base; says why if adapters cannot."""
+    """Whether policy and proposal, as passed, can be two adapters over one base; warns with the reason if adapters cannot."""
     policy_config = policy_adapter(model, peft_config)
     if policy_config is None:
         return False
@@ -64,7 +64,7 @@ def shares_base(
 
 
 def _change_of_base(config: "PeftConfig") -> str | None:
-    """What keeps a model with an adapter of this configuration from being its base where the adapter is off."""
+    """Why a model with such an adapter is not its base model when the adapter is off; `None` if it is."""
     if config.is_prompt_learning or config.is_adaption_prompt:
         return f"{config.peft_type.value} has no layers to switch"
     if getattr(config, "bias", "none") != "none":
@@ -83,8 +83,8 @@ def lends_reference(
     proposal_peft_config: "PeftConfig | None",
 ) -> bool:
     """
-    Whether the base of the proposal's adapter, where no `proposal_model` is given, is the initial policy, and so the reference of a
-    policy trained whole; not where no reference is needed, or a moving one.
+    Whether the base of the proposal's adapter is the initial policy and can be its reference, if no `proposal_model` is given. It is not
+    if no reference is needed, or a moving one.
     """
     if args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
         return False
@@ -101,12 +101,12 @@ def starting_point(
     proposal_peft_config: "PeftConfig | None",
 ) -> str | PreTrainedModel | None:
     """
-    What the proposal starts from, taken before TRL wraps or patches the policy: what was passed, or a copy of the policy, or `None`
-    where there is no proposal or it is a second adapter over the policy's base.
+    The model that the proposal starts from, before TRL wraps or patches the policy: the one that was passed, or a copy of the policy.
+    `None` if there is no proposal, or it is a second adapter over the policy's base.
 
     Raises:
-        `ValueError`: If a proposal or its adapter is passed and none is wanted, if it is the policy itself, shares weights with
-            it or is no language model, or if the policy's adapter has another name than PEFT's `default`.
+        `ValueError`: If a proposal or its adapter is passed and has no use, if it is the policy itself, shares weights with it or is no
+            language model, or if the policy's adapter has another name than PEFT's `default`.
     """
     if not args.has_proposal:
         for name, given in {"proposal_peft_config": proposal_peft_config, "proposal_model": proposal_model}.items():
@@ -146,13 +146,13 @@ def build_proposal(
     quantization_config: Any = None,
 ) -> SecondModel:
     """
-    Makes the second model of a trainer whose policy is in place, from what [`starting_point`] gave.
+    Makes the second model of a trainer, after its policy, from what [`starting_point`] gave.
 
-    A path or id is loaded with the trainer's `model_init_kwargs`; a folder that holds an adapter over the policy's base joins it
-    there. The policy's `peft_config` serves both models if it is alone.
+    A path or id is loaded with the trainer's `model_init_kwargs`. An adapter over the policy's base is added to the policy's model. The
+    policy's `peft_config` is used if there is no `proposal_peft_config`.
 
     Raises:
-        `ValueError`: If its tokens are not the policy's, it is not causal, or cannot be trained.
+        `ValueError`: If its tokens are not the policy's, or it is not causal or cannot be trained.
     """
     args = trainer.args
     if isinstance(model, str) and model != trainer.model.config._name_or_path:
@@ -175,12 +175,9 @@ def build_proposal(
 
 
 def _ready(
-    model: "str | PreTrainedModel",
-    trainer: Any,
-    peft_config: "PeftConfig | None",
-    quantization_config: Any,
+    model: Any, trainer: Any, peft_config: "PeftConfig | None", quantization_config: Any
 ) -> "PreTrainedModel | PeftModel":
-    """A model that TRL's hooks can sample and score, as TRL made the policy ready."""
+    """Loads and prepares a model as TRL does the policy, so that TRL's hooks can sample from it and score with it."""
     args = trainer.args
     if isinstance(model, str):
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -210,9 +207,8 @@ def _ready(
     try:
         validate_quantization_for_training(model)
     except ValueError as error:
-        raise ValueError(
-            f"`proposal_model` cannot be trained: {error} Pass `proposal_peft_config`, or load it in full."
-        ) from error
+        remedy = "Pass `proposal_peft_config`, or load it in full."
+        raise ValueError(f"`proposal_model` cannot be trained: {error} {remedy}") from error
     if is_peft_model(model) and args.activation_checkpointing:
         model.enable_input_require_grads()
     disable_dropout(model)
@@ -226,7 +222,7 @@ def _ready(
 
 
 def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
-    """Lets the vLLM engine, or a server of its own, sample from the proposal too."""
+    """Lets the vLLM engine, or a second server, sample from the proposal too."""
     module, args, server = proposal.module, trainer.args, {}
     if args.proposal_vllm_server_base_url is not None:
         server["server_base_url"] = args.proposal_vllm_server_base_url

@@ -1,5 +1,4 @@
-"""
-What draws the samples of a negative term: a sampler of the policy's own logits, chosen as training goes by how often its samples are bad.
+"""The sampler of the hot policy, chosen during training by how often its samples are bad.
 
 Axis letters: V tokens of the vocabulary, B completions of T tokens.
 """
@@ -17,19 +16,15 @@ from ..generation._samplers import POLICY, Sampler
 
 TEMPERATURES = (1.3, 1.6, 2.0)
 TILTS = (0.5, 1.0, 1.5)  # nats by which a token is raised whose completions have rewards one spread lower
-HIGHEST = 3.0  # nats: no token is raised by more
-_KEPT = 0.98  # of what was counted, from one generation batch to the next
+HIGHEST = 3.0  # nats: the most that a token is raised
+_KEPT = 0.98  # share of the counts that the next generation batch keeps
 _REWARDS, _FINDS = 1024, 200  # latest rewards and finds that are kept
-_FARTHEST = 6.0  # spreads: no reward counts as farther from the others
+_FARTHEST = 6.0  # spreads: the largest deviation of a reward
 
 
 class TokenEffects:
     """
-    By how much each token moves the reward of a completion that has it: the mean deviation of these rewards, shrunk towards 0.
-
-    Args:
-        vocabulary (`int`):
-            V.
+    Effect of each of V tokens on the reward of completions that have it: the mean deviation of their rewards, shrunk towards 0.
     """
 
     def __init__(self, vocabulary: int):
@@ -48,23 +43,23 @@ class TokenEffects:
         return sums.index_add_(1, ids[row, column], values)
 
     def __call__(self) -> torch.Tensor:
-        """Effects (V,), in spreads of the reward. A token that was seen once has half of what its completion says."""
+        """Effects (V,), in spreads of the reward. A token that was seen once has half the deviation of its completion."""
         return self.sums[1] / (self.sums[0] + 1.0)
 
 
 class SamplerChoice:
     """
-    The samplers among which a negative term may draw: the policy itself, the policy at higher temperatures, and the policy with the logits
-    of tokens raised whose completions had low rewards.
+    Chooses among the policy itself, the policy at higher temperatures, and the policy with raised logits of tokens whose completions had
+    low rewards.
 
-    Before each generation batch one is drawn by Thompson sampling: each sampler's share of bad samples has a Beta distribution from what
-    was counted, which is slowly forgotten, and the one with the highest draw is taken.
+    Before each generation batch one is chosen by Thompson sampling: each sampler's share of bad samples has a Beta distribution from its
+    counts, which decay slowly, and the one with the highest draw is taken.
 
     Args:
         scorer ([`Scorer`]):
             The trainer's services.
         temperature (`float`, *optional*):
-            The one temperature to draw at, in place of a choice.
+            A fixed temperature, in place of a choice.
     """
 
     def __init__(self, scorer: Scorer, temperature: float | None):
@@ -85,16 +80,16 @@ class SamplerChoice:
 
     @property
     def sampler(self) -> Sampler:
-        """What draws."""
+        """The chosen sampler."""
         return self.samplers[self.index]
 
     def choose(self) -> None:
-        """Takes up what was found since the last choice, and chooses what draws next. All processes must call it."""
+        """Counts what was found since the last choice, and chooses the next sampler. All processes must call it."""
         self._finds.extend(gather_object(self._new) if self._scorer.holds_whole_prompts else self._new)
         self._new = []
         self._raise_tokens()
         if self._temperature is None:
-            self.index = int(self._random.beta(*self.counts + 0.5).argmax())
+            self.index = int(np.argmax(self._random.beta(*self.counts + 0.5)))
             self._scorer.log_value("proposal/temperature", self.sampler.temperature)
         if (gain := self.gain()) is not None:
             self._scorer.log_value("proposal/gain", gain)
@@ -108,9 +103,9 @@ class SamplerChoice:
 
     def gain(self) -> float | None:
         """
-        By how much the latest extra samples helped to estimate P(bad): the second moment of n samples of the policy p, over that of n / 2
-        of each that are weighed by their mixture m, from the bad ones among both: Σw / Σw·(p / m), w being their importance weights. It is 1
-        where extra samples were worth as much as more of the policy's own, 0.5 where they were wasted. `None` where nothing bad was found.
+        How much the latest extra samples helped to estimate P(bad): the second moment of n samples of the policy p, over that of n / 2 of
+        each, weighed by their mixture m. From bad samples with importance weights w: Σw / Σw·(p / m). It is 1 if extra samples were worth
+        as much as more of the policy's own, 0.5 if they were useless, and `None` if nothing bad was found.
         """
         if not self._finds:
             return None
@@ -119,8 +114,8 @@ class SamplerChoice:
 
     def observe(self, *sets: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         """
-        Takes note of completions that this process has drawn: tokens and mask `(..., T)` and rewards `(...)` of the policy's own, and of the
-        others. All processes must call it.
+        Counts completions of this process: tokens and mask `(..., T)` and rewards `(...)` of the policy's own and of the others. All
+        processes must call it.
         """
         if self._temperature is not None:
             return
@@ -147,18 +142,15 @@ class SamplerChoice:
 
     def judge(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
         """
-        Takes note of finds.
-
-        Args:
-            log_p, log_q (`torch.Tensor` of shape `(P, N + K)`): Log-probabilities (nats) of samples under the policy and by the sampler.
-            log_w (`torch.Tensor` of shape `(P, N + K)`): Log-weights, −inf of samples that are no finds.
+        Keeps bad samples for [`gain`]. `log_p` and `log_q` (P, N + K) are log-probabilities (nats) of samples under the policy and the
+        sampler, and `log_w` (P, N + K) log-weights, −inf of samples that are not bad.
         """
         found = log_w > -torch.inf
         ratio = 2 * torch.sigmoid(log_p[found] - log_q[found])  # p / m
         self._new += torch.stack([log_w[found].exp(), ratio], dim=1).tolist()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON takes it to the bit; the effects' sums are kept as a tensor."""
+        """What a checkpoint keeps, for JSON; the effects' sums are kept as a tensor."""
         return {
             "rewards": [*self._rewards],
             "finds": [*self._finds],
@@ -169,7 +161,7 @@ class SamplerChoice:
         }
 
     def load_state(self, state: dict[str, Any], sums: torch.Tensor) -> None:
-        """Takes up what [`state`] gave, and the effects' sums."""
+        """Restores what [`state`] gave, and the effects' sums."""
         self._rewards.extend(state["rewards"])
         self._finds.extend(state["finds"])
         self._new, self.index, self.effects.sums = state["new"], state["index"], sums
