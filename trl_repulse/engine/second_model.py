@@ -28,7 +28,7 @@ _STATE = "optimizer.json"
 
 class SecondModel:
     """
-    A model trained beside a TRL trainer's own: its engine, optimizer, schedule, clipping, saving and loading.
+    A model that is trained together with a TRL trainer's own: its engine, optimizer, schedule, clipping, saving and loading.
 
     The trainer treats its policy as any TRL trainer does. It calls [`prepare`] once training is set up, [`backward`] for each
     micro-batch inside [`gradient_sync`], and [`step`] and [`step_schedule`] for each update.

@@ -141,9 +141,9 @@ class ProposalWorld:
 
     def _begin(self, row: dict[str, Any], environment: Any) -> dict[str, Any]:
         """Resets an environment for a row; its first observation joins the last message."""
-        told = {k: v for k, v in row.items() if k != "environment"} if self._trainer._multi_environment else row
+        fields = {k: v for k, v in row.items() if k != "environment"} if self._trainer._multi_environment else row
         prompt = row.get("prompt", [{"role": "user", "content": ""}])
-        observation = environment.reset(**told)
+        observation = environment.reset(**fields)
         if observation is None:
             return row | {"prompt": prompt}
         content = prompt[-1]["content"]
