@@ -51,10 +51,8 @@ def push(hub, make):
 
 def checkpoint_files(strategy, files):
     """The files of the checkpoints that a strategy uploads, in the repository."""
-    folders = {"checkpoint": ["last-checkpoint"], "all_checkpoints": ["checkpoint-1", "checkpoint-2"]}.get(
-        strategy, []
-    )
-    return {f"{folder}/{name}" for folder in folders for name in files}
+    folders = {"checkpoint": ["last-checkpoint"], "all_checkpoints": ["checkpoint-1", "checkpoint-2"]}
+    return {f"{folder}/{name}" for folder in folders.get(strategy, []) for name in files}
 
 
 @pytest.mark.thorough
@@ -290,10 +288,8 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
     ):
         assert said in card.text
     assert "### Measured" not in card.text and "question" not in card.text and "None" not in card.text
-    assert (
-        "reward_transform_" not in card.text and "cvar_" not in card.text and "constraint" not in card.text
-    )  # of none
-    assert "SchedulerType" not in card.text
+    for absent in ("reward_transform_", "cvar_", "constraint", "SchedulerType"):
+        assert absent not in card.text
 
 
 def test_a_card_says_what_a_constraint_made_of_its_multiplier(make, tmp_path):
@@ -358,9 +354,8 @@ def test_the_cards_numbers_are_those_of_the_results(tmp_path, model_dirs, own):
     script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "repulse.py"))
     flags = ["--output_dir", str(tmp_path), "--max_steps", "1", "--max_completion_length", "1"]
     if own:
-        (tmp_path / "mine.py").write_text(
-            "def reward(completions, **kwargs): return [float(len(x)) for x in completions]"
-        )
+        code = "def reward(completions, **kwargs): return [float(len(x)) for x in completions]"
+        (tmp_path / "mine.py").write_text(code)
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
         flags += ["--model_name_or_path", model_dirs["gpt2"], "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
         flags += ["--dataset_name", str(tmp_path / "prompts.jsonl"), "--bad_reward_threshold", "0", "--beta", "0.1"]
@@ -371,9 +366,8 @@ def test_the_cards_numbers_are_those_of_the_results(tmp_path, model_dirs, own):
     found = {each.metric_type: each.metric_value for each in card.data.eval_results}
     if own:
         kl = results["metrics"]["kl"] * results["metrics"]["completions/mean_length"]
-        assert kl != results["metrics"]["kl"] and found == {name: results["metrics"][name] for name in found} | {
-            "kl": kl
-        }
+        assert kl != results["metrics"]["kl"]
+        assert found == {name: results["metrics"][name] for name in found} | {"kl": kl}
         assert {"reward", "kl", "bad_fraction"} <= set(found)
     else:
         assert set(found) == {"expected_reward", "log_prob_bad", "kl"} and found == results["final"]

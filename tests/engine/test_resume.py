@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 ADAPTERS = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], init_lora_weights=False)}
 BASE = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 6, "learning_rate": 1e-2}
 ONE_BLOCK = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 1}
+HOT = ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0}
 MOVING = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3}
 CASES = {
     "an update a generation": (RePULSeTrainer, {"per_device_train_batch_size": 8}),
@@ -31,7 +32,7 @@ CASES = {
     "cut prompts": (RePULSeTrainer, ONE_BLOCK | {"per_device_train_batch_size": 2, "steps_per_generation": 8}),
     "proposal after": (RePULSeTrainer, ONE_BLOCK | {"proposal_update_order": "after", "beta": 0.1}),
     "adapters": (RePULSeTrainer, ONE_BLOCK | {"beta": 0.1}),
-    "hot policy": (RePULSeTrainer, ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0}),
+    "hot policy": (RePULSeTrainer, HOT),
     "REINFORCE": (ReinforceTrainer, ONE_BLOCK),
     "PPO": (PPOTrainer, ONE_BLOCK | {"num_iterations": 2}),
     "PPO, adapters": (PPOTrainer, ONE_BLOCK | {"beta": 0.1}),
@@ -41,19 +42,10 @@ CASES = {
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
     ),
     "RePULSe on PPO, adapters": (RePULSePPOTrainer, ONE_BLOCK | {"beta": 0.1}),
-    "hot policy on PPO": (
-        RePULSePPOTrainer,
-        ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0},
-    ),
+    "hot policy on PPO": (RePULSePPOTrainer, HOT),
     "RePULSe on GRPO": (RePULSeGRPOTrainer, ONE_BLOCK | {"num_iterations": 2, "beta": 0.1}),
-    "hot policy on GRPO": (
-        RePULSeGRPOTrainer,
-        ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0},
-    ),
-    "constraint": (
-        RePULSeTrainer,
-        ONE_BLOCK | {"proposal": "hot_policy", "proposal_temperature": 2.0, "max_bad_probability": 0.05},
-    ),
+    "hot policy on GRPO": (RePULSeGRPOTrainer, HOT),
+    "constraint": (RePULSeTrainer, HOT | {"max_bad_probability": 0.05}),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
     "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
     "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
@@ -186,12 +178,9 @@ def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(run, tmp_pa
     assert find_checkpoint(True, str(tmp_path / "run")).endswith("checkpoint-5")
 
 
-def test_nothing_to_resume_from(run, tmp_path):
+def test_a_checkpoint_that_is_not_there(run, tmp_path):
     with pytest.raises(ValueError, match="There is no complete checkpoint in .*without `resume_from_checkpoint`"):
         run("an update a generation", "empty", resume=True)
-
-
-def test_a_checkpoint_that_is_not_there(run, tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint `.*checkpoint-9`; name .*`resume_from_checkpoint=True` from"):
         find_checkpoint(tmp_path / "checkpoint-9", str(tmp_path))
 
@@ -235,10 +224,7 @@ def test_negatives_stay_where_nothing_would_mix(run, tmp_path, caplog):
     path.write_bytes(rows[:first])
     position = json.loads((Path(find_checkpoint(True, str(path.parent))) / "position-0.json").read_text())
     run("an update a generation", "out", resume=True, save_negatives=True, **settings)
-    assert (
-        f"has {first} bytes, and had {position['negatives_bytes']} when" in caplog.text
-        and "negatives-*.jsonl may have" in caplog.text
-    )
+    assert f"has {first} bytes, and had {position['negatives_bytes']} when" in caplog.text
 
 
 def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, caplog):
@@ -392,10 +378,8 @@ def test_what_another_horizon_does_to_schedules_is_said(run, caplog):
     run(case, "run", max_steps=3, **settings)
     with caplog.at_level(logging.WARNING):
         resumed = run(case, "run", resume=True, max_steps=5, **settings)
-    said = [r.getMessage() for r in caplog.records if "`max_steps` is 5 here and 3 in" in r.getMessage()]
-    assert (
-        len(said) == 1 and "`alpha` and `target_dist_beta` too, go on as if it had been so from the start" in said[0]
-    )
+    (said,) = [r.getMessage() for r in caplog.records if "`max_steps` is 5 here and 3 in" in r.getMessage()]
+    assert "`alpha` and `target_dist_beta` too, go on as if it had been so from the start" in said
     assert "go on as they were" not in caplog.text
     rates = [[r["learning_rate"] for r in t.state.log_history if "learning_rate" in r][-1] for t in (whole, resumed)]
     assert rates[0] == rates[1] and resumed._negative.scheduled("alpha") == whole._negative.scheduled("alpha")

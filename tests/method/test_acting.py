@@ -156,16 +156,14 @@ def test_a_proposal_acts_in_its_own_environments(build, term):
         pool = trainer._proposal_world._pool[None]
         assert [type(each) for each in trainer.environments] == [shop.Shop] * 8
         assert [type(each) for each in pool] == [Sandbox] * 16
-        calls = [
-            [tool["function"]["name"] for message in messages for tool in message.get("tool_calls") or []]
-            for messages in list(trainer._negative.logs["completion"])[-16:]
-        ]
-        assert [each.calls for each in pool] == calls
-        own = [
-            [tool["function"]["name"] for message in messages for tool in message.get("tool_calls") or []]
-            for messages in list(trainer._logs["completion"])[-8:]
-        ]
-        assert policys == own
+        calls, own = (
+            [
+                [tool["function"]["name"] for message in messages for tool in message.get("tool_calls") or []]
+                for messages in list(logs["completion"])[-number:]
+            ]
+            for logs, number in ((trainer._negative.logs, 16), (trainer._logs, 8))
+        )
+        assert [each.calls for each in pool] == calls and policys == own
         attended, mask = batch["proposal_completion_attended"], batch["proposal_completion_mask"]
         assert ((attended - mask).sum(-1) == 3 * torch.tensor([len(row) for row in calls]).view(8, 2)).all()
         seen += calls
@@ -439,14 +437,14 @@ def test_with_the_same_draws_an_engine_changes_nothing(build, monkeypatch):
     [
         ("<call> close <eos>", ["close"]),
         ("<call> lookup <eos>", ["lookup"]),
-        *[
+        *(
             (turn, [])
             for turn in ("<call> close", "<call> sorry <eos>", "close <eos>", "<eos>", "<call> close <eos> <eos>")
-        ],
-        *[
+        ),
+        *(
             (turn, [])
             for turn in ("sorry <call> close <eos>", "<call> close sorry <eos>", "<call> <call> close <eos>")
-        ],
+        ),
     ],
 )
 def test_a_call_is_a_turn_of_three_tokens(turn, calls):

@@ -43,9 +43,7 @@ def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, st
     say(trainer, EOS)
     trainer.train()
     log = [log for log in trainer.state.log_history if "proposal/log_z_gap" in log][-1]
-    assert log["proposal/ess"] == pytest.approx(4) and log["proposal/max_weight"] == pytest.approx(
-        0.25
-    )  # the blind spot
+    assert [log["proposal/ess"], log["proposal/max_weight"]] == pytest.approx([4, 0.25])  # the blind spot
     assert log["proposal/distinct"] == pytest.approx(0.25)
     # By hand: each weight is p(end) · φ(0), and the policy's samples have their rewards
     with torch.no_grad():
@@ -61,10 +59,7 @@ def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, st
     assert log["proposal/log_z_gap"] == pytest.approx(gap, abs=1e-4) and gap > 2
     assert 0 <= log["proposal/log_p_rank"] <= 1
     [message] = warnings()
-    assert (
-        "its samples do not find the policy's bad outputs" in message
-        and "1.0 of 4 for a prompt were distinct" in message
-    )
+    assert "`proposal/log_z_gap`" in message and "1.0 of 4 for a prompt were distinct" in message
 
 
 @pytest.mark.thorough
@@ -113,12 +108,8 @@ def test_prompts_that_are_cut_apart(make):
 )
 def test_a_hot_policy_of_one_output(make, monkeypatch, settings):
     """The same signs for the hot policy: what it draws, against a count by hand."""
-    hot = {
-        "proposal": "hot_policy",
-        "bad_reward_threshold": 99.0,  # the rank is of what is bad
-        "proposal_temperature": 2.0,
-        "target_dist_beta": None,
-    }
+    hot = {"proposal": "hot_policy", "proposal_temperature": 2.0, "target_dist_beta": None}
+    hot |= {"bad_reward_threshold": 99.0}  # the rank is of what is bad
     trainer = make(**(FROZEN | hot), max_steps=2, logging_steps=1, **settings)
     drawn = []
     draw = type(trainer._negative).draw

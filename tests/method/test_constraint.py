@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_repulse import ReinforceTrainer
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.method import constraint as _constraint
 from trl_repulse.method.constraint import Constraint
 from trl_repulse.rewards.transforms import dual_step
@@ -128,15 +128,12 @@ def replayed(logs, start, resolution, rate=0.5, limit=0.1, forgetting=0.05):
     return multipliers
 
 
+INDICATOR = {"alpha": 0.3, "potential": "indicator", "target_dist_beta": -10.0}
 CASES = {
     "cost": (ReinforceTrainer, {}, 1.0),
-    "alpha, own samples": (None, {"proposal": "policy", "alpha": 0.3}, 0.3),
-    "alpha, learned": (
-        None,
-        {"proposal": "learned", "alpha": 0.3, "potential": "indicator", "target_dist_beta": -10.0},
-        0.3,
-    ),
-    "alpha, hot": (None, HOT | {"alpha": 0.3, "potential": "indicator", "target_dist_beta": -10.0}, 0.3),
+    "alpha, own samples": (RePULSeTrainer, {"proposal": "policy", "alpha": 0.3}, 0.3),
+    "alpha, learned": (RePULSeTrainer, INDICATOR | {"proposal": "learned"}, 0.3),
+    "alpha, hot": (RePULSeTrainer, INDICATOR | HOT, 0.3),
 }
 
 
@@ -147,7 +144,7 @@ CASES = {
 )
 def test_the_multiplier_follows_what_is_seen(make, case):
     trainer_cls, settings, start = CASES[case]
-    trainer = make(*([trainer_cls] if trainer_cls else []), max_steps=3, **LIMIT, **settings)
+    trainer = make(trainer_cls, max_steps=3, **LIMIT, **settings)
     trainer.train()
     logs = trainer.state.log_history[:-1]
     expected = replayed(logs, start, 0 if "hot" in case else 1 / 16)
@@ -155,12 +152,10 @@ def test_the_multiplier_follows_what_is_seen(make, case):
     assert trainer._constraint.multiplier == pytest.approx(expected[-1], rel=1e-6) and len(set(expected)) > 1
     for log, multiplier in zip(logs, expected, strict=False):
         if case == "cost":
-            assert log["reward"] - log["reward_transformed"] == pytest.approx(
-                multiplier * log["bad_fraction"], abs=1e-5
-            )
-        assert log["constraint/p_bad"] == pytest.approx(
-            log["negative/p_bad" if "hot" in case else "bad_fraction"], abs=1e-7
-        )
+            cost = log["reward"] - log["reward_transformed"]
+            assert cost == pytest.approx(multiplier * log["bad_fraction"], abs=1e-5)
+        p_bad = log["negative/p_bad" if "hot" in case else "bad_fraction"]
+        assert log["constraint/p_bad"] == pytest.approx(p_bad, abs=1e-7)
     if case != "cost":
         assert trainer._negative.scheduled("alpha") == trainer._constraint.multiplier
         assert not trainer.args.charges_bad
@@ -236,13 +231,8 @@ def test_reused_generations_are_counted_once(make):
 @pytest.mark.thorough
 @pytest.mark.trainer
 def test_it_goes_on_from_a_checkpoint_to_the_bit(make, tmp_path, monkeypatch):
-    settings = LIMIT | {
-        "bad_reward_threshold": 0.2,
-        "optim": "adamw_torch",
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_steps": 4,
-    }
+    settings = LIMIT | {"bad_reward_threshold": 0.2, "optim": "adamw_torch", "max_steps": 4}
+    settings |= {"save_strategy": "steps", "save_steps": 2}
 
     def trained(folder, resume=None):
         trainer = make(ReinforceTrainer, output_dir=str(tmp_path / folder), **settings)
