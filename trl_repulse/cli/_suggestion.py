@@ -364,7 +364,7 @@ def _batch(found: Suggestion, measured: Measured, prompts: int, use_peft: bool) 
     fixed = _fixed_memory(machine, use_peft)
     tokens = measured.prompt_tokens + found.values["max_completion_length"]
     # An own and an extra completion: inputs of all layers, which checkpointing keeps, and one layer whole. The factors of the latter
-    # are those at which the formula without checkpointing gives what was measured on an H100 (docs/shared_prompts.md)
+    # are those at which the formula without checkpointing gives what was measured on an H100 (benchmarks/notes/shared_prompts.md)
     a_row = 2 * tokens * machine.number * ((machine.layers + 20) * machine.width + 8 * machine.inner)
     cache = 2 * prompts * n * tokens * machine.layers * machine.cache * machine.number
     sizes = [n * k for k in range(prompts, 0, -1) if prompts % k == 0]
