@@ -19,22 +19,30 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import validate_quantization_for_training
 
-# `trl.trainer.utils` is not part of TRL's public API. Measured with 1.16.0; `add_fused_lm_head` exists since 1.15, the
+
+# `trl.trainer.utils` is not part of TRL's public API. Measured with 1.15.0 and 1.16.0; `add_fused_lm_head` exists since 1.15, the
 # others since 1.9 or earlier. They go when TRL exports them, or when a public equivalent appears.
-from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
-from trl.trainer.utils import (
-    FusedCausalLMOutput,
-    add_fused_lm_head,
-    create_model_from_path,
-    disable_dropout_in_model,
-    get_config_model_id,
-    is_async_callable,
-    pad,
-    print_prompt_completions_sample,
-    split_tensor_dict,
-    use_adapter,
-)
+try:
+    from trl import GRPOTrainer
+    from trl.models.utils import disable_gradient_checkpointing, unwrap_model_for_generation
+    from trl.trainer.utils import (
+        FusedCausalLMOutput,
+        add_fused_lm_head,
+        create_model_from_path,
+        disable_dropout_in_model,
+        get_config_model_id,
+        is_async_callable,
+        pad,
+        print_prompt_completions_sample,
+        split_tensor_dict,
+        use_adapter,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"TRL {version('trl')} has moved a function that trl-repulse builds on: {error}. Install a version that trl-repulse was tested "
+        "with (1.15 or 1.16), or look for a newer trl-repulse.",
+        name=error.name,
+    ) from error
 
 from ..generation._samplers import POLICY, Sampler, rows_drawn_by
 from ..models._deepspeed import gathered
@@ -82,9 +90,7 @@ PINNED: dict[Any, tuple[str, ...]] = {
         *("prompts", "completions", "rewards", "advantages", "step", "num_samples", "extra"),
     ),
     split_tensor_dict: ("tensor_dict", "num_chunks"),
-    unwrap_model_for_generation: (
-        *("model", "accelerator", "gather_deepspeed3_params", "generation_kwargs", "gradient_checkpointing_kwargs"),
-    ),
+    unwrap_model_for_generation: ("model", "accelerator", "gather_deepspeed3_params", "generation_kwargs"),
     use_adapter: ("model", "adapter_name"),
     # Called: what the Trainer refuses to train of its own model, for the second one. transformers has it since 5.0.
     validate_quantization_for_training: ("model",),
@@ -149,9 +155,18 @@ def require_pinned() -> None:
     changes = pinned_changes()
     if changes:
         raise RuntimeError(
-            f"Methods that trl-repulse builds on have changed: {'; '.join(changes)}. Install the versions of TRL and transformers that "
-            "its requirements name, and look for patches of them."
+            f"Methods that trl-repulse builds on have changed: {'; '.join(changes)}. Install a TRL that trl-repulse was tested with (1.15 "
+            "or 1.16), or look for a newer trl-repulse; look for patches of TRL and transformers."
         )
+
+
+def unwrapped_for_generation(trainer: Any) -> Any:
+    """A context with a trainer's policy, whole and ready for `generate`. TRL 1.15 takes no `gradient_checkpointing_kwargs`."""
+    args = trainer.args
+    options = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
+    if "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters:
+        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
+    return unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **options)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
 from ..data._texts import completion_texts
-from ..engine.trl_bridge import unwrap_model_for_generation
+from ..engine.trl_bridge import unwrapped_for_generation
 from ..rewards.functions import FunctionReward
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .report import estimates
@@ -178,13 +178,7 @@ def draw_completions(
     wrapped, whole = trainer.model_wrapped, contextlib.nullcontext()
     if isinstance(wrapped, FullyShardedDataParallel):
         whole = FullyShardedDataParallel.summon_full_params(wrapped, recurse=False)
-    unwrapped = unwrap_model_for_generation(
-        wrapped,
-        accelerator,
-        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-    )
-    with unwrapped as model, whole:
+    with unwrapped_for_generation(trainer) as model, whole:
         engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
         own_seed = np.random.SeedSequence([seed, accelerator.process_index]).generate_state(1)[0]
         ids = engine([prompt_ids[prompt] for prompt in chosen], int(own_seed))
