@@ -1,9 +1,13 @@
 """Generation defaults that a model was saved with, and the tokens that end a completion."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+_WARNING = "We strongly recommend passing in an `attention_mask`"
 
 
 @contextlib.contextmanager
@@ -13,7 +17,8 @@ def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationCo
 
     transformers (5.23) fills what a passed `generation_config` leaves unset from the model's own: `typical_p`,
     `suppress_tokens`, `no_repeat_ngram_size` and others would change the distribution, and with it every importance
-    weight. Way out: `generate` taking the passed configuration as it is.
+    weight. Way out: `generate` taking the passed configuration as it is. Its warning about padding is left out: transformers (5.24) drops a mask of ones,
+    and then warns of completions that have ended.
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
@@ -24,10 +29,17 @@ def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationCo
         pad_token_id=saved.pad_token_id,
         cache_implementation=saved.cache_implementation,
     )
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_warning_of_padding)
     try:
         yield base.generation_config
     finally:
         base.generation_config = saved
+        logger.removeFilter(_is_no_warning_of_padding)
+
+
+def _is_no_warning_of_padding(record: logging.LogRecord) -> bool:
+    return _WARNING not in record.getMessage()
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
