@@ -162,6 +162,8 @@ def _measure(
     args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, name: str, function: Any, reward_bytes: int
 ) -> Any:
     """Draws, rewards and scores samples of the policy."""
+    from tqdm.auto import tqdm
+
     from ..data._checks import check_prompt_lengths
     from ..data._texts import completion_texts
     from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
@@ -186,10 +188,13 @@ def _measure(
         spent += time.perf_counter() - start
         return np.array([np.nan if value is None else value for value in given])
 
-    engine = transformers_engine(model, tokenizer, args.max_completion_length, args.batch_size)
-    start = time.perf_counter()
     prompt_ids = [ids[place] for place in rows]
-    tokens = engine(prompt_ids, args.seed)
+    start = time.perf_counter()
+    with tqdm(total=len(rows), desc="samples", unit="completion") as bar:
+        engine = transformers_engine(
+            model, tokenizer, args.max_completion_length, args.batch_size, on_drawn=bar.update
+        )
+        tokens = engine(prompt_ids, args.seed)
     seconds = (time.perf_counter() - start) / len(rows)
     texts = completion_texts(tokenizer, chosen[rows]["prompt"], prompt_ids, tokens)
     rewards = reward(rows, texts, tokens)
