@@ -9,7 +9,8 @@ import torch
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
+from examples.worlds import two_tokens
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.plots import _logged_panels, plot_training
 from trl_repulse.evaluation.tracking import (
@@ -46,29 +47,29 @@ def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
     if repulse:
         settings = {"proposal": "learned", "potential": "tilted", "target_dist_beta": -1.0, "alpha": 1.0} | settings
     return trainer(
-        model=embedded.policy_path() if model is None else model,
-        reward_funcs=embedded.reward_model_path() if reward is None else reward,
+        model=two_tokens.policy_path() if model is None else model,
+        reward_funcs=two_tokens.reward_model_path() if reward is None else reward,
         args=config(output_dir=str(folder), **BASE | settings),
-        train_dataset=embedded.load_prompts().repeat(4),
+        train_dataset=two_tokens.load_prompts().repeat(4),
     )
 
 
 def initial_policy():
-    return AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    return AutoModelForCausalLM.from_pretrained(two_tokens.policy_path())
 
 
 @pytest.fixture(scope="module")
 def evaluator():
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
 
     def reward(texts):
         return torch.tensor([float(len(text)) for text in texts])
 
     return ExactEvaluator(
         tokenizer,
-        embedded.load_prompts()["prompt"][:3],
+        two_tokens.load_prompts()["prompt"][:3],
         reward,
-        embedded.bad_token_ids(tokenizer),
+        two_tokens.bad_token_ids(tokenizer),
         1,
         reference_model=initial_policy(),
     )
@@ -187,7 +188,7 @@ def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
 
 def test_from_trainer(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
-    prompts, bad = embedded.load_prompts()["prompt"][:2], embedded.bad_token_ids(trainer.processing_class)
+    prompts, bad = two_tokens.load_prompts()["prompt"][:2], two_tokens.bad_token_ids(trainer.processing_class)
     tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial_policy(), every=3)
     assert tracking.every == 3
     assert tracking.evaluator.rewards.shape[0] == 2
@@ -197,7 +198,7 @@ def test_from_trainer(tmp_path):
 
 def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tmp_path):
     plain = make_trainer(tmp_path, max_steps=1, max_completion_length=2)
-    prompts, bad = embedded.load_prompts()["prompt"][:1], embedded.bad_token_ids(plain.processing_class)
+    prompts, bad = two_tokens.load_prompts()["prompt"][:1], two_tokens.bad_token_ids(plain.processing_class)
     policy, tokens = initial_policy(), plain.processing_class(prompts[0], return_tensors="pt")
     first = policy(**tokens).logits[0, -1].argmax().item()
     policy.generation_config.eos_token_id = [policy.generation_config.eos_token_id, first]
@@ -322,6 +323,17 @@ class TestFiles:
         plot_training(history, tmp_path / "training.png", logs=logs)
         image = imread(tmp_path / "training.png")
         assert image.shape[0] / image.shape[1] == pytest.approx((2 if exact else 1) * 3.4 / (4 * 4.2), rel=0.01)
+
+    def test_the_figure_of_the_hot_policy_has_probabilities_on_a_logarithmic_axis(self, tmp_path, monkeypatch):
+        figures = []
+        monkeypatch.setattr("trl_repulse.evaluation.plots._save", lambda figure, path: figures.append(figure))
+        logs = [
+            {"step": step, "reward": 1.0, "negative/ess": 1.0, "negative/p_bad": p}
+            for step, p in ((1, 1e-2), (2, 0.0))
+        ]
+        plot_training([], tmp_path / "hot.png", logs=logs)
+        panels = {panel.get_title(loc="left"): panel.get_yscale() for panel in figures[0].axes}
+        assert panels == {"Reward of samples": "linear", "Estimated P(bad)": "log"}
 
     def test_the_kl_of_a_figure_is_per_completion(self):
         [panel] = _logged_panels([{"step": 1, "kl": 0.5, "completions/mean_length": 4.0}, {"step": 2, "kl": 0.5}])

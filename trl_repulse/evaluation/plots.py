@@ -27,9 +27,11 @@ _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},
     ("Bad samples", "share"): {"policy": ("bad_fraction",), "proposal": ("proposal/bad_fraction",)},
     ("KL to reference", "nats per completion"): {"policy": ("kl_per_completion",)},
+    ("Estimated P(bad)", "probability"): {"policy": ("negative/p_bad",)},
     ("Effective sample size", "samples"): {"proposal": ("proposal/ess", "negative/ess")},
     ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
 }
+_LOGARITHMIC = {"Bad samples", "Estimated P(bad)"}  # 0 is not drawn
 _COLOURS = "#c8502d #1f5fa8 #3f8f4f #7b52a1 #8a6d1f #2b8c99 #555555 #d68fb0 #111111 #9bbf3b".split()
 _AXES = {"samples": "samples drawn", "update": "policy updates"}
 _INK, _FAINT = "#333333", "#dddddd"
@@ -109,9 +111,13 @@ def _exact_panels(history: list[dict[str, Any]], x: str) -> list[_Panel]:
 def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
     panels = []
     known = [entry | {"kl_per_completion": kl_per_completion(entry)} for entry in logs]
+    # The hot policy's sample size says nothing: most prompts with a bad sample have one
+    left_out = "negative/ess" if any("negative/p_bad" in entry for entry in logs) else None
     for (title, unit), models in metrics.items():
         values = {
-            model: [(entry["step"], entry[name]) for entry in known for name in names if name in entry]
+            model: [
+                (entry["step"], entry[name]) for entry in known for name in names if name in entry and name != left_out
+            ]
             for model, names in models.items()
         }
         series = _finite(values)
@@ -130,6 +136,8 @@ def _finite(series: dict[str, list[tuple[float, float | None]]]) -> dict[str, li
 
 
 def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str, list[tuple[float, float]]]) -> None:
+    if title in _LOGARITHMIC and any(value > 0 for points in series.values() for _, value in points):
+        panel.set_yscale("log", nonpositive="mask")
     for model, points in series.items():
         label, colour, style = _MODELS[model]
         panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
