@@ -1,5 +1,6 @@
 """
-The README's figure: P(bad) against KL of finished runs in a held-out world, at several KL coefficients a method, a point a run and a mean each.
+The README's figure: P(bad) against KL of finished runs in a held-out world, at several KL coefficients a method: a point a run, open where nothing bad was
+found, and the arithmetic mean of each.
 
     python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out.png
     python -m benchmarks.held_out.figure benchmarks/held_out/results/school docs/assets/held_out_all.png --all --completions 16000
@@ -29,6 +30,8 @@ METHODS = {
         0.2: "PPO, learning rate 1.2e-3",
         0.4: "PPO, KL coefficient 0.4",
     },
+    ("GRPO", "#d88fb4", "<"): {0.4: "GRPO, rewards not scaled, KL coefficient 0.4"},
+    ("RePULSe on GRPO", "#7d4fa8", "P"): {0.4: "RePULSe on GRPO, rewards not scaled, KL coefficient 0.4, alpha 1"},
     ("RePULSe on PPO", "#d99a00", "^"): {
         0.2: "PPO, temperature 2, KL coefficient 0.2",
         0.35: "PPO, temperature 2, KL coefficient 0.35",
@@ -72,7 +75,7 @@ def main() -> None:
     methods = METHODS
     if options.all:
         ours = {style: names for style, names in METHODS.items() if style not in OTHERS}
-        methods = {style: {0.2: names[0.2]} for style, names in ours.items()}
+        methods = {style: {0.2: names[0.2]} for style, names in ours.items() if 0.2 in names}
         methods |= {style: {0.2: name} for style, name in OTHERS.items()}
 
     figure = Figure(figsize=(8.4 if options.all else 6.4, 4.2), layout="constrained")
@@ -83,9 +86,16 @@ def main() -> None:
         for coefficient, name in names.items():
             runs = [run["policy"] for run in found[name, options.completions]]
             kl, p_bad = (np.array([np.mean(run[key]) for run in runs]) for key in ("kl", "p_bad"))
-            p_bad = p_bad.clip(LEAST)
-            axes.plot(kl, p_bad, marker, color=colour, alpha=0.45, markersize=4, linestyle="none", markeredgewidth=0)
-            means.append((kl.mean(), np.exp(np.log(p_bad).mean())))
+            for part, face in ((p_bad > 0, colour), (p_bad == 0, "none")):
+                style = {
+                    "color": colour,
+                    "markerfacecolor": face,
+                    "alpha": 0.45,
+                    "markersize": 4,
+                    "markeredgewidth": 0.8,
+                }
+                axes.plot(kl[part], p_bad[part].clip(LEAST), marker, linestyle="none", **style)
+            means.append((kl.mean(), p_bad.mean().clip(LEAST)))
             print(
                 f"{label}, KL coefficient {coefficient}: KL {means[-1][0]:.2f}, P(bad) {means[-1][1]:.1e}, {len(runs)} runs"
             )
