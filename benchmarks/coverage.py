@@ -1,6 +1,6 @@
-"""Coverage of the evaluation's intervals, in the embedded world, where the truth is known by enumeration.
+"""Coverage of the evaluation's intervals, in the world of two tokens, where the truth is known by enumeration.
 
-    python benchmarks/coverage.py
+    python -m benchmarks.coverage
 
 Every completion of two tokens is enumerated, for several prompts and models; a repetition draws completions (and models and
 prompts, for the intervals over these) from the enumerated distribution, as the models themselves would, and asks each interval
@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from embedded import grammar
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
+from examples.worlds.two_tokens import grammar
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
@@ -44,7 +44,7 @@ class World:
     """Rewards of all completions of each prompt in order, and their probabilities under each model."""
 
     def __init__(self, prompts: list[str], models: list[torch.nn.Module], tokenizer, reward, reward_tokenizer):
-        bad = embedded.bad_token_ids(tokenizer)
+        bad = two_tokens.bad_token_ids(tokenizer)
         evaluator = ExactEvaluator(tokenizer, prompts, reward, bad, 2, reward_tokenizer=reward_tokenizer)
         rewards, order = evaluator.rewards.sort(dim=1)
         self.rewards = rewards.numpy()  # (P, C)
@@ -138,15 +138,15 @@ def perturbed(model: torch.nn.Module, scale: float, generator: torch.Generator) 
 
 def build(num_models: int, num_prompts: int) -> World:
     """Two populations of models, half of them each, and prompts of the grammar, the embedded four first."""
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
-    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
-    reward = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
+    policy = AutoModelForCausalLM.from_pretrained(two_tokens.policy_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
     generator, rng = torch.Generator().manual_seed(0), random.Random(0)
-    prompts = dict.fromkeys(embedded.load_prompts()["prompt"])
+    prompts = dict.fromkeys(two_tokens.load_prompts()["prompt"])
     while len(prompts) < num_prompts:
         prompts["".join(grammar.draw_frame(rng.choice(grammar.FAMILIES), rng))] = None
     models = [policy] + [perturbed(policy, scale, generator) for scale in (0.1, 0.2) for _ in range(num_models // 2)]
-    reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
+    reward_tokenizer = AutoTokenizer.from_pretrained(two_tokens.reward_model_path())
     return World(list(prompts), models, tokenizer, reward, reward_tokenizer)
 
 
@@ -170,7 +170,7 @@ def one_model(world: World, rng: np.random.Generator, repetitions: int) -> None:
 
 
 def split_ties(world: World, rng: np.random.Generator, repetitions: int) -> None:
-    """Intervals of quantiles where no two completions share a reward: what the atoms of the embedded world add."""
+    """Intervals of quantiles where no two completions share a reward: what the atoms of the world of two tokens add."""
     for prompts, samples, levels in ONE_MODEL:
 
         def once(tally: Tally, prompts=prompts, samples=samples, levels=levels) -> None:

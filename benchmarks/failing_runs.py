@@ -1,9 +1,9 @@
 """Runs made to fail on purpose, and the figures of docs/reading_a_run.md.
 
-    python benchmarks/failing_runs.py collapse     # one of them; without a name, all
+    python -m benchmarks.failing_runs collapse     # one of them; without a name, all
     trl-repulse diagnose runs/failing/collapse     # what is wrong with it
 
-Every run is `examples/repulse.py` in the embedded world, seed 0, with something made wrong, `sound` with nothing. A figure shows
+Every run is `examples/repulse.py` in the world of two tokens, seed 0, with something made wrong, `sound` with nothing. A figure shows
 one beside the sound run. A run that left a `trainer_state.json` is not repeated. Each takes about a minute on one CPU core.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.engine.run_log import load_log
 from trl_repulse.evaluation.plots import plot_training
 
@@ -27,11 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "repulse.py"
 UPDATES = 160
 THIS = "benchmarks/failing_runs.py"
-# The embedded world as if it were somebody's own: completions are long enough to end, so that nothing is enumerated
+# Completions are long enough to end, so that nothing is enumerated
 LONG = {
-    "config": embedded.settings_path("repulse"),
-    "model_name_or_path": embedded.policy_path(),
-    "dataset_name": embedded.prompts_path(),
     "max_completion_length": 5,
     "per_device_train_batch_size": 32,
     "num_generations": 8,
@@ -137,7 +134,13 @@ def run(folder: Path, name: str) -> list[dict]:
     if not (output_dir / "trainer_state.json").exists():
         flags = {"output_dir": output_dir, "max_steps": UPDATES, "logging_steps": 5, "disable_tqdm": "true"}
         flags |= {"num_table_completions": 0, "beta": 0.0, "learning_rate": 4e-4} | RUNS[name]
-        arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+        arguments = two_tokens.flags("repulse")
+        if "max_completion_length" in flags:
+            lines = Path(arguments[1]).read_text(encoding="utf-8").splitlines(keepends=True)
+            arguments[1] = str(folder / f"{name}.yaml")
+            kept = [line for line in lines if not line.startswith(("exact_tracking:", "bad_token_ids:"))]
+            Path(arguments[1]).write_text("".join(kept), encoding="utf-8")
+        arguments += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
         print(shlex.join(["trl-repulse", "repulse", *arguments]), flush=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(

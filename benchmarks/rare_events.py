@@ -1,6 +1,6 @@
-"""Estimates of rare events in the embedded world, against the truth by enumeration.
+"""Estimates of rare events in the world of two tokens, against the truth by enumeration.
 
-    python benchmarks/rare_events.py --output_dir runs/rare
+    python -m benchmarks.rare_events --output_dir runs/rare
 
 A policy is trained with `examples/repulse.py` until P(bad) is near 1e-4, and a proposal for it as it stands; then a second policy,
 with RePULSe, and a proposal for that one. Every completion has a known probability under each of them: repetitions draw from
@@ -14,7 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rare_world import (
+from scipy.stats import t as student
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from benchmarks.rare_world import (
     BETA,
     LEVEL,
     THRESHOLD,
@@ -29,10 +32,7 @@ from rare_world import (
     true_cvar,
     true_prob_bad,
 )
-from scipy.stats import t as student
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
 from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
@@ -256,7 +256,7 @@ def bounds(tables: Tables, repetitions: int) -> None:
             gaps += [b.gap for b in found]
         rows.append(
             (
-                f"embedded world, {name}: 100 draws of 4 prompts",
+                f"world of two tokens, {name}: 100 draws of 4 prompts",
                 f"{held} of 400",
                 f"{sum(gaps) / 400:.3f}",
                 f"{max(gaps):.3f}",
@@ -313,7 +313,7 @@ def forecast(tables: Tables, repetitions: int) -> None:
         ("Gumbel", lambda survival: -(-torch.log1p(-survival)).log()),
         ("normal", lambda survival: -torch.special.ndtri(survival)),
         ("power law, P(score > x) = x⁻²", lambda survival: survival**-0.5),
-        ("−r of the policy in the embedded world", lowest),
+        ("−r of the policy in the world of two tokens", lowest),
     ):
         sizes, held, covered, reliable = (10**4, 10**6, 10**9), [0, 0, 0], 0.0, 0
         for seed in range(repetitions):
@@ -332,9 +332,12 @@ def forecast(tables: Tables, repetitions: int) -> None:
 def real(tables: Tables, folder: Path) -> None:
     print("### With real draws of the models\n")
     models, rows = load_models(folder), []
-    reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
-    reward = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
-    tokenizer, prompts = AutoTokenizer.from_pretrained(embedded.policy_path()), list(embedded.load_prompts()["prompt"])
+    reward_tokenizer = AutoTokenizer.from_pretrained(two_tokens.reward_model_path())
+    reward = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
+    tokenizer, prompts = (
+        AutoTokenizer.from_pretrained(two_tokens.policy_path()),
+        list(two_tokens.load_prompts()["prompt"]),
+    )
     for seed in range(5):
         start = time.perf_counter()
         temperature = find_temperature(models["trained"], tokenizer, prompts, 2, seed=seed)

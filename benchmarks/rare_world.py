@@ -1,4 +1,4 @@
-"""The embedded world's policies and proposals that `rare_events.py` estimates with, and what enumeration knows of them."""
+"""The world of two tokens's policies and proposals that `rare_events.py` estimates with, and what enumeration knows of them."""
 
 import math
 import os
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from trl_repulse import RePULSeConfig, RePULSeTrainer, embedded
+from examples.worlds import two_tokens
+from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 
@@ -62,10 +63,10 @@ def train_proposal(folder: Path, policy: Path, generations: int, updates: int) -
     )
     trainer = RePULSeTrainer(
         model=str(policy),
-        reward_funcs=embedded.reward_model_path(),
+        reward_funcs=two_tokens.reward_model_path(),
         args=args,
-        train_dataset=embedded.load_prompts(),
-        proposal_model=embedded.policy_path(),
+        train_dataset=two_tokens.load_prompts(),
+        proposal_model=two_tokens.policy_path(),
     )
     trainer.train()
     trainer.save_model(str(folder))
@@ -86,14 +87,14 @@ def load_tables(folder: Path) -> Tables:
     """Rewards, and every model's log-probability of every completion."""
     path = folder / "tables.safetensors"
     if not path.exists():
-        tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+        tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
         evaluator = ExactEvaluator(
             tokenizer,
-            embedded.load_prompts()["prompt"],
-            AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
-            embedded.bad_token_ids(tokenizer),
+            two_tokens.load_prompts()["prompt"],
+            AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
+            two_tokens.bad_token_ids(tokenizer),
             2,
-            reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
+            reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
         )
         tables = {name: evaluator.log_probs(model) for name, model in load_models(folder).items()}
         save_file(tables | {"rewards": evaluator.rewards}, path)

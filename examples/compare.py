@@ -1,5 +1,5 @@
 """
-Compares methods in the embedded world at equal numbers of completions: a table and a figure.
+Compares methods in the world of two tokens at equal numbers of completions: a table and a figure.
 
     python examples/compare.py                 # each method's chosen setting, seeds 0 to 4
     python examples/compare.py --tune          # instead, every setting of every method, on four other seeds
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import yaml
+from worlds import two_tokens
 from worlds.results import by_method, draw, format_table
 
 from trl_repulse.cli.main import Parser
@@ -47,7 +48,7 @@ def run(command: str, method: str, flags: dict[str, Any], folder: Path) -> None:
     shutil.rmtree(running, ignore_errors=True)
     running.mkdir(parents=True)
     (running / "flags.json").write_text(json.dumps(flags, indent=2), encoding="utf-8")
-    argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    argv = [*two_tokens.flags(command), *(part for name, value in flags.items() for part in (f"--{name}", str(value)))]
     with open(running / "log.txt", "w", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             train(command, [*argv, "--output_dir", str(running)])

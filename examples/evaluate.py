@@ -1,10 +1,10 @@
 """
 How often does a model produce a bad output? Held-out samples and their tail report, beside the truth.
 
-    python examples/evaluate.py                                      # the embedded policy
+    python examples/evaluate.py                                      # the policy of the world of two tokens
     accelerate launch examples/evaluate.py --model out --output_dir out/samples
 
-The embedded world's completions can be enumerated, so that the truth is known. With other models the same calls estimate
+Completions in the world of two tokens can be enumerated, so that the truth is known. With other models the same calls estimate
 what nobody knows; `trl-repulse evaluate` makes them from the command line. Killed, it goes on where it stopped.
 """
 
@@ -13,8 +13,8 @@ import argparse
 import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from worlds import two_tokens
 
-from trl_repulse import embedded
 from trl_repulse.cli.main import Parser
 from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.exact import ExactEvaluator
@@ -30,11 +30,11 @@ def print_truth(model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     evaluator = ExactEvaluator(
         tokenizer,
-        embedded.load_prompts()["prompt"],
-        AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
-        embedded.bad_token_ids(tokenizer),
+        two_tokens.load_prompts()["prompt"],
+        AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
+        two_tokens.bad_token_ids(tokenizer),
         max_completion_length=2,
-        reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
+        reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
     )
     probs = evaluator.log_probs(AutoModelForCausalLM.from_pretrained(model)).exp() / len(evaluator.rewards)
     rewards, order = evaluator.rewards.flatten().sort()
@@ -47,8 +47,8 @@ def print_truth(model: str) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=embedded.policy_path(), help="a model of the embedded world")
-    parser.add_argument("--output_dir", default="samples-embedded", help="folder of the samples")
+    parser.add_argument("--model", default=two_tokens.policy_path(), help="a model of that world")
+    parser.add_argument("--output_dir", default="samples-two-tokens", help="folder of the samples")
     parser.add_argument("--num_samples", type=int, default=5000, help="completions of each prompt")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -57,12 +57,12 @@ def main() -> None:
     samples = sample_completions(
         options.output_dir,
         options.model,
-        embedded.load_prompts(),
-        embedded.reward_model_path(),
+        two_tokens.load_prompts(),
+        two_tokens.reward_model_path(),
         SamplingSettings(
             num_samples=options.num_samples, max_completion_length=2, seed=options.seed, batch_size=256, beta=0.1
         ),
-        reference=embedded.policy_path(),
+        reference=two_tokens.policy_path(),
     )
     if state.is_main_process:
         report = tail_report(samples, thresholds=[THRESHOLD], levels=[LEVEL])

@@ -1,6 +1,6 @@
 """Completions of two models side by side, text in, text out, without a trainer.
 
-python examples/repulse.py --output_dir out                                  # trains both in the embedded world
+python examples/repulse.py --proposal learned --target_dist_beta -3 --output_dir out    # trains both in the embedded world
 python examples/generate.py --policy out --proposal out/proposal
 python examples/generate.py --policy out --proposal out/proposal --use_vllm  # both on one vLLM engine
 """
@@ -15,7 +15,7 @@ from trl_repulse.embedded import policy_path
 from trl_repulse.generation import TransformersGenerator, VLLMGenerator
 
 
-PROMPTS = ["the weather is", "my neighbour is"]
+PROMPTS = ["Customer: how much is the old kettle? Clerk:", "Customer: can you repair my clock? Clerk:"]
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--proposal", help="another one of the same architecture; by default the policy")
     parser.add_argument("--prompts", nargs="+", default=PROMPTS)
     parser.add_argument("--num_completions", type=int, default=3)
-    parser.add_argument("--max_new_tokens", type=int, default=2)
+    parser.add_argument("--max_new_tokens", type=int, default=24)
     parser.add_argument("--use_vllm", action="store_true")
     options = parser.parse_args()
 

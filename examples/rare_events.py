@@ -1,10 +1,10 @@
 """
 How often does a trained policy produce a bad output? Importance sampling with its proposal, beside the truth.
 
-    python examples/repulse.py --output_dir out --max_steps 120      # a policy and its proposal, in the embedded world
+    python examples/repulse.py --config examples/configs/two_tokens/repulse.yaml --output_dir out --max_steps 120
     python examples/rare_events.py --output_dir out
 
-The embedded world's completions can be enumerated, so that P(bad), CVaR and log Z are known. With other models the same calls
+Completions in the world of two tokens can be enumerated, so that P(bad), CVaR and log Z are known. With other models the same calls
 estimate what nobody knows; `trl-repulse rare-events` makes them from the command line.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from worlds import two_tokens
 
-from trl_repulse import embedded
 from trl_repulse.cli.main import Parser
 from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.exact import ExactEvaluator
@@ -43,7 +43,7 @@ def print_bounds(
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", default="repulse-embedded", help="folder of a run of examples/repulse.py")
+    parser.add_argument("--output_dir", default="repulse-two-tokens", help="folder of a run of examples/repulse.py")
     parser.add_argument("--num_samples", type=int, default=5000, help="completions a prompt from each component")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -56,9 +56,9 @@ def main() -> None:
     policy = AutoModelForCausalLM.from_pretrained(options.output_dir)
     proposal = AutoModelForCausalLM.from_pretrained(f"{options.output_dir}/proposal")
     tokenizer = AutoTokenizer.from_pretrained(options.output_dir)
-    reward_model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
-    reward_tokenizer = AutoTokenizer.from_pretrained(embedded.reward_model_path())
-    prompts = list(embedded.load_prompts()["prompt"])
+    reward_model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
+    reward_tokenizer = AutoTokenizer.from_pretrained(two_tokens.reward_model_path())
+    prompts = list(two_tokens.load_prompts()["prompt"])
 
     # At a higher temperature the proposal also draws what training made it neglect
     temperature = find_temperature(proposal, tokenizer, prompts, max_completion_length=2)
@@ -77,7 +77,7 @@ def main() -> None:
     report = rare_event_report(draws.sample, [THRESHOLD], [LEVEL], [10**6, 10**9])
     print(format_report(report))
 
-    bad_tokens = embedded.bad_token_ids(tokenizer)
+    bad_tokens = two_tokens.bad_token_ids(tokenizer)
     evaluator = ExactEvaluator(tokenizer, prompts, reward_model, bad_tokens, 2, reward_tokenizer=reward_tokenizer)
     log_p, log_q = evaluator.log_probs(policy), evaluator.log_probs(proposal)
     truth = float((log_p.exp() * (evaluator.rewards < THRESHOLD)).sum(dim=1).mean())

@@ -308,9 +308,20 @@ def test_what_is_no_folder(tmp_path, capsys):
 @pytest.mark.trainer
 @pytest.mark.thorough
 def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
+    from examples.worlds import two_tokens
     from trl_repulse.cli.methods import train  # imports TRL, which nothing else here needs
 
-    flags = ["--max_completion_length", "1", "--max_steps", "24", "--logging_steps", "4", "--disable_tqdm", "true"]
+    flags = [
+        *two_tokens.flags("repulse"),
+        "--max_completion_length",
+        "1",
+        "--max_steps",
+        "24",
+        "--logging_steps",
+        "4",
+        "--disable_tqdm",
+        "true",
+    ]
     train("repulse", [*flags, "--num_table_completions", "0", "--output_dir", str(tmp_path)])
     assert main(["diagnose", str(tmp_path)]) == 0
     assert "24 updates" in capsys.readouterr().out

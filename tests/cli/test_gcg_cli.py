@@ -14,7 +14,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.cli.arguments import FieldsParser
 from trl_repulse.cli.main import main
 from trl_repulse.cli.scripts import main_or_exit
@@ -195,10 +195,10 @@ def test_judges_that_are_refused(folder, capsys, tmp_path):
 
 def test_a_path_alone_is_a_classifier_as_in_training():
     """It reads a plain prompt with what follows it, and is known by its weights."""
-    path = embedded.reward_model_path()
+    path = two_tokens.reward_model_path()
     run = GCGRunArguments("model", "table.csv", reward_model_path=path)
     judge = load_judge(run, GCGEvaluationConfig(prompt_format="raw"))
-    texts = [prompt["prompt"] for prompt in embedded.load_prompts()][:2]
+    texts = [prompt["prompt"] for prompt in two_tokens.load_prompts()][:2]
     _, expected = as_function(path, None, torch.device("cpu"))
     completions = [" is", " was"]
     assert judge(texts, completions) == expected(prompts=texts, completions=completions)

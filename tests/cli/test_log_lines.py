@@ -5,6 +5,7 @@ import json
 import pytest
 from transformers import TrainerState
 
+from examples.worlds import two_tokens
 from trl_repulse._numbers import format_logs
 from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import _print_log
@@ -46,6 +47,7 @@ def test_only_the_main_process_prints(capsys, is_main):
 )
 def test_a_run(tmp_path, capsys, everything, bar):
     flags = [
+        *two_tokens.flags("reinforce"),
         "--max_completion_length",
         "1",
         "--max_steps",

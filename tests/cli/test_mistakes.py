@@ -16,7 +16,8 @@ from peft import get_peft_model
 from transformers import GPT2ForSequenceClassification, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
-from trl_repulse import RePULSeConfig, embedded
+from examples.worlds import two_tokens
+from trl_repulse import RePULSeConfig
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import main_or_exit
@@ -44,9 +45,9 @@ class User:
     def command(self, name="repulse", **flags):
         """A training command with a model, reward and prompts of the user's own; `None` leaves a flag out."""
         flags = {
-            "model_name_or_path": embedded.policy_path(),
-            "reward_model_path": embedded.reward_model_path(),
-            "dataset_name": embedded.prompts_path(),
+            "model_name_or_path": two_tokens.policy_path(),
+            "reward_model_path": two_tokens.reward_model_path(),
+            "dataset_name": two_tokens.prompts_path(),
             "output_dir": self.folder / "out",
             "max_completion_length": 2,
             "bad_reward_threshold": -4,

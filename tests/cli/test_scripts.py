@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._errors import describe_error, from_reward
 from trl_repulse.cli import arguments
@@ -31,14 +32,15 @@ def parse(command, flags):
 
 
 def run(command, folder, *flags):
-    train(command, [*QUICK, "--output_dir", str(folder), *flags])
+    world = two_tokens.paths() if "--config" in flags else two_tokens.flags(command)
+    train(command, [*world, *QUICK, "--output_dir", str(folder), *flags])
     return json.loads((folder / "results.json").read_text())
 
 
 def log_prob_bad(folder, bad=None):
-    """log P(bad) of the embedded world at one token, by the evaluator alone."""
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
-    bad, prompts = bad or embedded.bad_token_ids(tokenizer), embedded.load_prompts()["prompt"]
+    """log P(bad) of the world of two tokens at one token, by the evaluator alone."""
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
+    bad, prompts = bad or two_tokens.bad_token_ids(tokenizer), two_tokens.load_prompts()["prompt"]
     evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 1)
     return evaluator.evaluate(AutoModelForCausalLM.from_pretrained(folder)).log_prob_bad
 
@@ -62,11 +64,11 @@ def log_prob_bad(folder, bad=None):
         ("repulse-grpo", ["--alpha", "0"], "GRPO"),
     ],
 )
-def test_embedded_run(tmp_path, capsys, name, flags, method):
+def test_exact_run(tmp_path, capsys, name, flags, method):
     results = run(name, tmp_path, *flags)
     drawn = 512 if method.startswith("RePULSe") else 256
     assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, drawn)
-    assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(embedded.policy_path()), abs=1e-5)
+    assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(two_tokens.policy_path()), abs=1e-5)
     assert results["final"]["log_prob_bad"] == pytest.approx(log_prob_bad(tmp_path), abs=1e-5)
     assert results["final"]["expected_reward"] != results["initial"]["expected_reward"]
     assert f"{method}, seed 0" in capsys.readouterr().out
@@ -74,7 +76,7 @@ def test_embedded_run(tmp_path, capsys, name, flags, method):
 
 
 def test_settings_are_those_of_trl():
-    _, args, _ = parse("grpo", [])
+    _, args, _ = parse("grpo", two_tokens.flags("grpo"))
     assert (args.loss_type, args.scale_rewards) == ("grpo", "group")
     _, args, _ = parse("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"])
     assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
@@ -99,7 +101,7 @@ def test_grpo_with_a_transform(tmp_path):
     assert results["method"] == "GRPO (exponential transform)"
     # The reward is a function here: log P(bad) alone is exact
     assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
-    name = Path(embedded.reward_model_path()).name
+    name = Path(two_tokens.reward_model_path()).name
     raw, seen = (results["metrics"][f"rewards/{name}{suffix}/mean"] for suffix in ("", "_transformed"))
     assert results["metrics"]["reward"] == pytest.approx(seen)
     assert seen < raw  # 0.3·exp(−0.5·r) is above 0
@@ -151,7 +153,9 @@ def test_reward_kwargs(tmp_path):
 def test_a_function_in_a_file_needs_no_model(tmp_path):
     path = tmp_path / "own.py"
     path.write_text("def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
-    metrics = run("repulse", tmp_path / "out", "--reward_type", f"{path}:length", "--logging_steps", "1")["metrics"]
+    flags = [*QUICK, "--output_dir", str(tmp_path / "out"), "--reward_type", f"{path}:length", "--logging_steps", "1"]
+    train("repulse", [*flags, "--num_final_samples", "0"])
+    metrics = json.loads((tmp_path / "out" / "results.json").read_text())["metrics"]
     assert metrics["reward"] == metrics["rewards/length/mean"] > 0
 
 
@@ -164,7 +168,7 @@ def test_single_prompt_and_bad_tokens(tmp_path):
 
 def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
     prompts = tmp_path / "held_out.jsonl"
-    prompts.write_text("\n".join(json.dumps({"question": text}) for text in embedded.load_prompts()["prompt"][:3]))
+    prompts.write_text("\n".join(json.dumps({"question": text}) for text in two_tokens.load_prompts()["prompt"][:3]))
     flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
     results = run("reinforce", tmp_path / "out", *flags)
     assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
@@ -172,9 +176,32 @@ def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
     assert results["policy_updates"] == 2
 
 
+def test_a_run_ends_with_p_bad_on_unseen_prompts(tmp_path, capsys):
+    """In the embedded world, beside what is stored of other policies; the numbers are in the results and on the card."""
+    (tmp_path / "few.jsonl").write_text("".join(Path(embedded.prompts_path("unseen")).open().readlines()[:3]))
+    flags = ["--max_steps", "1", "--eval_dataset_name", str(tmp_path / "few.jsonl"), "--num_final_samples", "4"]
+    train("repulse", [*flags, "--max_completion_length", "6", "--output_dir", str(tmp_path / "out")])
+    metrics = json.loads((tmp_path / "out" / "results.json").read_text())["metrics"]
+    assert metrics["eval_p_bad_low"] <= metrics["eval_p_bad"] <= metrics["eval_p_bad_high"]
+    printed, card = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text()
+    for text in (printed, card):
+        assert all(name in text for name in ("initial policy", "REINFORCE", "95% interval", "stored results"))
+    assert "trl-repulse diagnose" in printed and "eval_p_bad" in card
+
+
+def test_stored_results_are_those_of_prompts_that_are_not_trained_on():
+    stored, train_prompts = embedded.stored_results(), embedded.load_prompts()["prompt"][:]
+    assert not set(train_prompts) & set(embedded.load_prompts("unseen")["prompt"][:])
+    for values in stored.values():
+        assert values["eval_p_bad_low"] < values["eval_p_bad"] < values["eval_p_bad_high"]
+    assert stored["initial policy"]["samples"] == 0 < stored["REINFORCE"]["samples"]
+    size = sum(path.stat().st_size for path in Path(embedded.policy_path()).parents[0].rglob("*") if path.is_file())
+    assert size < 3e6
+
+
 def test_a_run_goes_on_where_nobody_reads_it(tmp_path, poor_stdout):
     folder = tmp_path / "☕"
-    flags = [*QUICK, "--logging_steps", "1", "--output_dir", str(folder)]
+    flags = [*two_tokens.flags("reinforce"), *QUICK, "--logging_steps", "1", "--output_dir", str(folder)]
     with poor_stdout():
         main_or_exit(lambda: train("reinforce", flags))
     assert (folder / "results.json").is_file() and (folder / "completions" / "before_after.md").is_file()
@@ -183,12 +210,12 @@ def test_a_run_goes_on_where_nobody_reads_it(tmp_path, poor_stdout):
 @pytest.mark.parametrize("command", ["repulse", "grpo"])
 def test_held_out_prompts_need_one_argument(tmp_path, command):
     """With 16 completions a prompt, and the column of the prompts that are trained on."""
-    prompts = embedded.load_prompts()["prompt"]
+    prompts = two_tokens.load_prompts()["prompt"]
     for name, rows in (("train", prompts), ("held_out", prompts[:3])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"question": text}) for text in rows))
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"{Path(embedded.settings_path(command)).read_text()}\neval_dataset_name: {tmp_path}/held_out.jsonl\n"
+        f"{Path(two_tokens.config_path(command)).read_text()}\neval_dataset_name: {tmp_path}/held_out.jsonl\n"
     )
     flags = ["--config", str(config), "--dataset_name", f"{tmp_path}/train.jsonl", "--prompt_column", "question"]
     metrics = run(command, tmp_path / "out", *flags, "--num_generations", "16")["metrics"]
@@ -198,15 +225,15 @@ def test_held_out_prompts_need_one_argument(tmp_path, command):
 
 
 def test_long_prompts_are_left_out(tmp_path):
-    prompts = embedded.load_prompts()["prompt"]
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    prompts = two_tokens.load_prompts()["prompt"]
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
     lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    script_args, args, _ = parse("repulse", ["--max_prompt_length", str(min(lengths))])
+    script_args, args, _ = parse("repulse", [*two_tokens.paths(), "--max_prompt_length", str(min(lengths))])
     if max(lengths) > min(lengths):
         with pytest.warns(UserWarning, match="are left out"):
-            train, held_out = load_data(script_args, args, embedded.policy_path())
+            train, held_out = load_data(script_args, args, two_tokens.policy_path())
     else:
-        train, held_out = load_data(script_args, args, embedded.policy_path())
+        train, held_out = load_data(script_args, args, two_tokens.policy_path())
     assert isinstance(train, Dataset)
     assert len(train) == lengths.count(min(lengths))
     assert held_out is None
@@ -216,9 +243,9 @@ def test_long_prompts_are_left_out(tmp_path):
 def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
     own = ["--dataset_name", "d", "--reward_model_path", "r"]
     _, args, model_args = parse("reinforce", [flag, *own])
-    assert model_args.model_name_or_path == "m" and args.max_completion_length != 2
+    assert model_args.model_name_or_path == "m" and args.max_completion_length != 24
     for other in ("--model_revision=main", "--learning_rate=1"):
-        assert parse("reinforce", [other])[1].max_completion_length == 2  # the control
+        assert parse("reinforce", [other])[1].max_completion_length == 24  # the control
     with pytest.raises(
         ValueError, match="`--model_name` is no argument; remove it. Did you mean `--model_name_or_path`?"
     ):
@@ -236,18 +263,18 @@ def test_a_file_of_settings_behind_an_equals_sign(tmp_path):
 
 def test_negative_numbers_are_no_flags():
     flags = ["--target_dist_beta", "-1e1", "--bad_reward_threshold", "-.5", "--reward_cap", "-1.5E-3"]
-    args = parse("repulse", flags)[1]
+    args = parse("repulse", [*two_tokens.flags("repulse"), *flags])[1]
     assert (args.target_dist_beta, args.bad_reward_threshold, args.reward_cap) == (-10, -0.5, -0.0015)
 
 
 def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
     tokenizer.chat_template = "{{ messages[0]['content'] * (3 if long else 1) }}"
     tokenizer.save_pretrained(tmp_path)
-    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in embedded.load_prompts()["prompt"])
-    flags = ["--max_prompt_length", str(longest), "--apply_chat_template", "true"]
+    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in two_tokens.load_prompts()["prompt"])
+    flags = [*two_tokens.paths(), "--max_prompt_length", str(longest), "--apply_chat_template", "true"]
     script_args, args, _ = parse("repulse", flags)
-    assert len(load_data(script_args, args, str(tmp_path))[0]) == len(embedded.load_prompts())
+    assert len(load_data(script_args, args, str(tmp_path))[0]) == len(two_tokens.load_prompts())
     args.chat_template_kwargs = {"long": True}
     with pytest.raises(ValueError, match="leaves out every prompt"):
         load_data(script_args, args, str(tmp_path))
@@ -265,8 +292,8 @@ def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
         (["--reward_type", "nice"], "`reward_type='nice'` is not one of"),
         (["--single_prompt", "the ", "--apply_chat_template", "true"], "`single_prompt` is plain text"),
         (["--apply_chat_template", "true"], "the tokenizer has no chat template"),
-        (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 128 completions of one pass"),
-        (["--bad_token_ids", "9999"], "9999"),
+        (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 96 completions of one pass"),
+        (["--single_prompt", "the ", "--bad_token_ids", "9999"], "9999"),
         (["--model_name_or_path", "m", "--reward_type", "chat"], "`--dataset_name` is needed"),
         (["--prompt_column", "question"], "has no column `question`, only prompt"),
         (["--num_table_completions", "-1"], "`num_table_completions=-1` must be at least 0"),
@@ -392,7 +419,7 @@ def test_examples_stay_short(path):
 
 @pytest.mark.parametrize("steps, expected", [(800, 200), (10, 2), (1, 1)])
 def test_share_of_the_decay_follows_the_updates(steps, expected):
-    _, args, _ = parse("repulse", ["--max_steps", str(steps)])
+    _, args, _ = parse("repulse", [*two_tokens.flags("repulse"), "--max_steps", str(steps)])
     assert args.lr_scheduler_kwargs == {"decay_type": "linear", "num_decay_steps": expected}
 
 
@@ -406,7 +433,7 @@ def test_share_of_the_decay_follows_the_updates(steps, expected):
 )
 def test_share_of_the_decay_in_wrong_places(flags, words):
     with pytest.raises(ValueError, match=words):
-        parse("repulse", flags)
+        parse("repulse", [*two_tokens.flags("repulse"), *flags])
 
 
 def test_another_schedule():
@@ -439,8 +466,8 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path, name):
 @pytest.mark.parametrize("name", ["reinforce", "grpo"])
 @pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
 def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, given, name):
-    paths = {"model_name_or_path": embedded.policy_path(), "reward_model_path": embedded.reward_model_path()}
-    paths |= {"dataset_name": embedded.prompts_path(), given: str(tmp_path / "mistyped")}
+    paths = {"model_name_or_path": two_tokens.policy_path(), "reward_model_path": two_tokens.reward_model_path()}
+    paths |= {"dataset_name": two_tokens.prompts_path(), given: str(tmp_path / "mistyped")}
     flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
     flags += ["--max_completion_length", "2", "--max_prompt_length", "8"]  # counted by the policy's tokenizer
     with pytest.raises(SystemExit) as exit_:
@@ -457,7 +484,7 @@ def test_a_missing_package_is_one_line_with_its_remedy():
 
 
 def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
-    flags = [*QUICK, "--output_dir", str(tmp_path / "out")]
+    flags = [*two_tokens.flags("reinforce"), *QUICK, "--output_dir", str(tmp_path / "out")]
     train("reinforce", flags)
     assert "holds a run" not in caplog.text
     train("reinforce", [*flags, "--max_steps", "1"])

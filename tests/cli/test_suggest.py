@@ -10,6 +10,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.cli import train as train_command
@@ -256,10 +257,10 @@ def test_what_a_cut_completion_gets_is_looked_at():
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """The command in the embedded world, in a folder of its own."""
+    """The command in the world of two tokens, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--model", embedded.policy_path(), "--reward_model_path", embedded.reward_model_path()]
-    flags += ["--prompts", embedded.prompts_path(), "--num_samples", "200", "--max_completion_length", "2"]
+    flags = ["--model", two_tokens.policy_path(), "--reward_model_path", two_tokens.reward_model_path()]
+    flags += ["--prompts", two_tokens.prompts_path(), "--num_samples", "200", "--max_completion_length", "2"]
 
     def command(*more):
         return main(["suggest", *flags, "--max_steps", "2", *map(str, more)])
@@ -286,7 +287,7 @@ def test_the_file_trains_as_it_is(command, capsys):
     assert "`repulse-grpo` takes it with `--scale_rewards none`" in printed
     train("repulse", ["--config", "repulse.yaml"])
     trained = AutoModelForCausalLM.from_pretrained("out")
-    initial = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
+    initial = AutoModelForCausalLM.from_pretrained(two_tokens.policy_path())
     assert any((p != q).any() for p, q in zip(trained.parameters(), initial.parameters(), strict=True))
 
 
@@ -356,7 +357,7 @@ def length(completions, **kwargs):
 )
 def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, message):
     (tmp_path / "mine.py").write_text(REWARDS)
-    arguments = ["suggest", "--model", embedded.policy_path(), "--prompts", embedded.prompts_path()]
+    arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
     arguments += ["--max_completion_length", "2", "--num_samples", "50", "--output", "repulse.yaml"]
     assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:{function}"]) == 1
     error = capsys.readouterr().err

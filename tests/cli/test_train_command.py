@@ -136,11 +136,9 @@ def test_the_help_of_all_flags_in_a_script(capsys, flag):
 
 def test_each_command_has_arguments_and_settings():
     assert list(TRAINING) == list(ARGUMENTS)
-    for suffix, command in SETTINGS.items():
+    for command in TRAINING:
         packaged = Path(embedded.settings_path(command))
         assert packaged.is_file() and packaged.is_relative_to(ROOT / "trl_repulse")
-        example = ROOT / "examples" / "configs" / f"embedded{suffix}.yaml"
-        assert example.resolve() == packaged.resolve()
 
 
 def run(*command, cwd):
@@ -176,7 +174,7 @@ def test_a_run(tmp_path):
         f"{settings}\nnum_processes: 1\naccelerate_config: {ROOT / 'accelerate_configs' / 'single_gpu.yaml'}\n"
     )
     command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--config", str(path)]
-    done = run(*command, "--max_completion_length", "1", "--disable_tqdm", "true", cwd=tmp_path)
+    done = run(*command, "--num_final_samples", "2", "--disable_tqdm", "true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "REINFORCE, seed 0" in done.stdout and (tmp_path / "reinforce-embedded" / "results.json").exists()
     done = run(*command, "--num_proceses", "2", cwd=tmp_path)

@@ -7,7 +7,8 @@ from datasets import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
 from trl.trainer import grpo_trainer
 
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer, embedded
+from examples.worlds import two_tokens
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.cli.main import main
 from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import drop_long_prompts, load_prompts
@@ -445,7 +446,7 @@ def test_folders_that_hold_no_data(tmp_path):
 
 
 def test_the_embedded_prompts_are_as_they_were(tmp_path):
-    assert load_prompts(embedded.prompts_path())["prompt"][:] == embedded.load_prompts()["prompt"][:]
+    assert load_prompts(two_tokens.prompts_path())["prompt"][:] == two_tokens.load_prompts()["prompt"][:]
 
 
 @pytest.mark.trainer

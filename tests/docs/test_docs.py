@@ -183,7 +183,7 @@ def test_example_of_the_readme_exists():
 
 def test_metrics_are_documented():
     """Every metric name written down in the trainers is explained on the page of the trainer that logs it."""
-    page = "\n".join((ROOT / "docs" / f"{name}_trainer.md").read_text("utf-8") for name in ("repulse", "ppo"))
+    page = "\n".join((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("metrics", "ppo_trainer"))
     paths = [path for folder in ("trainers", "engine", "method") for path in sorted((PACKAGE / folder).glob("*.py"))]
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     statistics = "mean|std|lowest|highest"

@@ -87,7 +87,7 @@ def test_requirements(metadata):
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
     base = {requirement.name: requirement for requirement in required if requirement.marker is None}
     assert set(base) == {Requirement(line).name for line in PROJECT["dependencies"]}
-    assert base["trl"].specifier == SpecifierSet(">=1.16,<1.17")
+    assert base["trl"].specifier == SpecifierSet(">=1.15")
 
 
 def test_extras(metadata):

@@ -20,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from examples.worlds import shop
+from examples.worlds import shop, two_tokens
 from trl_repulse import embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
 from trl_repulse.cli.main import TRAINING, main
@@ -43,6 +43,7 @@ NOT_READ = {
     "mypy": "CI runs it",
     "mkdocs build": "CI runs it",
     "tensorboard": "serves until it is stopped",
+    "lm_eval": "a tool of others, which downloads its tasks",
     "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 4 train.py": "a script of the user",
 }
 # Command that runs here, by its beginning -> what is added to it; the last of two equal flags wins
@@ -92,7 +93,7 @@ trainer = build()
 # Page -> what its blocks take for granted
 BEFORE = {
     "docs/checkpoints.md": f"{TRAINER}\ntrainer.train()\ntrainer = build()",
-    "docs/evaluation.md": TRAINER,
+    "docs/evaluation.md": TRAINER.replace("trl_repulse.embedded", "examples.worlds.two_tokens"),
 }
 
 
@@ -180,8 +181,8 @@ def prepare(page, world):
         shutil.rmtree(world / "out")
         save_causal_model(world / "out", "llama", build_gcg_tokenizer(), context=256)
     if page in ("docs/evaluation.md", "docs/rare_events.md"):
-        shutil.copytree(embedded.policy_path(), world / "out", dirs_exist_ok=True)
-        shutil.copytree(embedded.policy_path(), world / "out" / "proposal", dirs_exist_ok=True)
+        shutil.copytree(two_tokens.policy_path(), world / "out", dirs_exist_ok=True)
+        shutil.copytree(two_tokens.policy_path(), world / "out" / "proposal", dirs_exist_ok=True)
     if page in ("docs/checkpoints.md", "docs/adapters.md"):
         adapter = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"])
         folder = "out/checkpoint-500" if page == "docs/checkpoints.md" else "out"
@@ -340,7 +341,7 @@ def test_json_blocks_are_json():
 def test_no_block_is_left_out():
     """A block is in a language that the tests above run or read, or in one of text; what is left out says why, and is there."""
     languages = {language for page in PAGES for _, language, _ in _FENCE.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"python", "py", "bash", "json", "text", "bibtex", "yaml", ""}
+    assert languages <= {"python", "py", "bash", "json", "text", "bibtex", "yaml", "diff", ""}
     lines = [shlex.join(words) for _, words in commands()]
     for beginning in (*NOT_READ, *RUN):
         assert any(line.startswith(beginning) for line in lines), f"no page has a command `{beginning}`"

@@ -14,6 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import integration_utils
 
+from examples.worlds import two_tokens
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.configs import _checks
 
@@ -317,7 +318,8 @@ def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
 
 def test_the_example_pushes_what_it_measured(hub, tmp_path):
     script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "repulse.py"))
-    flags = ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--max_completion_length", "1"]
+    flags = [*two_tokens.flags("repulse"), "--output_dir", str(tmp_path / "out")]
+    flags += ["--max_steps", "2", "--max_completion_length", "1"]
     script["main"]([*flags, "--push_to_hub", "true", "--hub_model_id", "me/out", "--push_proposal_to_hub", "true"])
     policy = hub.repositories["me/out"]
     results = json.loads(policy.files["results.json"])
@@ -349,7 +351,7 @@ def test_an_adapters_cards(make, tmp_path):
             assert {"trl", "trl-repulse"} <= set(card.data.tags)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["a model of one's own", "embedded"])
+@pytest.mark.parametrize("own", [True, False], ids=["a model of one's own", "two tokens"])
 def test_the_cards_numbers_are_those_of_the_results(tmp_path, model_dirs, own):
     script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "repulse.py"))
     flags = ["--output_dir", str(tmp_path), "--max_steps", "1", "--max_completion_length", "1"]
@@ -361,6 +363,8 @@ def test_the_cards_numbers_are_those_of_the_results(tmp_path, model_dirs, own):
         flags += ["--dataset_name", str(tmp_path / "prompts.jsonl"), "--bad_reward_threshold", "0", "--beta", "0.1"]
         flags += ["--per_device_train_batch_size", "8", "--num_generations", "4"]
         flags += ["--max_steps", "2", "--max_completion_length", "3"]
+    else:
+        flags = [*two_tokens.flags("repulse"), *flags]
     script["main"](flags)
     results, card = json.loads((tmp_path / "results.json").read_text()), ModelCard.load(tmp_path / "README.md")
     found = {each.metric_type: each.metric_value for each in card.data.eval_results}
@@ -380,7 +384,8 @@ def test_a_folder_of_prompts_and_a_resumed_run_on_the_card(hub, tmp_path):
     script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "reinforce.py"))
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "train.jsonl").write_text('{"prompt": "the "}\n')
-    flags = ["--output_dir", str(tmp_path / "out"), "--max_completion_length", "1", "--save_strategy", "steps"]
+    flags = [*two_tokens.flags("reinforce"), "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps"]
+    flags += ["--max_completion_length", "1"]
     flags += ["--save_steps", "1", "--dataset_name", str(tmp_path / "prompts"), "--hub_model_id", "me/out"]
     flags += ["--push_to_hub", "true"]
     script["main"]([*flags, "--max_steps", "1"])

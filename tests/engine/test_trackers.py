@@ -16,7 +16,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
-PAGES = "\n".join((ROOT / "docs" / f"{name}_trainer.md").read_text(encoding="utf-8") for name in ("repulse", "ppo"))
+PAGES = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("metrics", "ppo_trainer"))
 SETTINGS = {
     "beta": 0.1,
     "bad_reward_threshold": -1.0,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer, embedded
+from examples.worlds import two_tokens
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.plots import plot_training
@@ -57,9 +58,9 @@ def test_equals_the_sum_over_all_completions(architecture, length, bad, eos):
 @pytest.mark.parametrize("length", [1, 2])
 def test_equals_the_evaluator(length):
     """The other implementation, which also enumerates second tokens, on a trained policy in float32."""
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
-    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
-    bad, prompts = embedded.bad_token_ids(tokenizer), embedded.load_prompts()["prompt"]
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
+    policy = AutoModelForCausalLM.from_pretrained(two_tokens.policy_path())
+    bad, prompts = two_tokens.bad_token_ids(tokenizer), two_tokens.load_prompts()["prompt"]
     evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, length)
     expected = torch.tensor(evaluator.evaluate(policy).log_prob_bad_per_prompt, dtype=torch.float64)
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
@@ -153,18 +154,18 @@ BASE = {
 
 def make_trainer(folder, config=RePULSeConfig, trainer=RePULSeTrainer, **settings):
     return trainer(
-        model=embedded.policy_path(),
-        reward_funcs=embedded.reward_model_path(),
+        model=two_tokens.policy_path(),
+        reward_funcs=two_tokens.reward_model_path(),
         args=config(output_dir=str(folder), **BASE | settings),
-        train_dataset=embedded.load_prompts().repeat(2),
+        train_dataset=two_tokens.load_prompts().repeat(2),
     )
 
 
 @pytest.mark.trainer
 def test_along_a_run(tmp_path):
     trainer = make_trainer(tmp_path, proposal="learned", target_dist_beta=-1.0)
-    tokenizer, prompts = trainer.processing_class, embedded.load_prompts()["prompt"]
-    bad = embedded.bad_token_ids(tokenizer)
+    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"]
+    bad = two_tokens.bad_token_ids(tokenizer)
     tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)
     trainer.add_callback(tracking)
     trainer.train()

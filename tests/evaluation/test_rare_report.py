@@ -200,12 +200,13 @@ def test_example(tmp_path, monkeypatch, capsys):
     """On an untrained pair; its estimate holds the truth that the example prints beside it."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trl_repulse import embedded
+    from examples.worlds import two_tokens
 
-    AutoTokenizer.from_pretrained(embedded.policy_path()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(two_tokens.policy_path()).save_pretrained(tmp_path)
     for folder in (tmp_path, tmp_path / "proposal"):
-        AutoModelForCausalLM.from_pretrained(embedded.policy_path()).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(two_tokens.policy_path()).save_pretrained(folder)
     path = ROOT / "examples" / "rare_events.py"
+    monkeypatch.syspath_prepend(path.parent)
     spec = importlib.util.spec_from_file_location("rare_events_example", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -227,6 +228,7 @@ def test_examples_without_a_model_end_in_one_line(tmp_path, monkeypatch):
     for name, flag in (("rare_events", "--output_dir"), ("evaluate", "--model")):
         path = ROOT / "examples" / f"{name}.py"
         monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(path.parent)  # as for a script
         monkeypatch.setattr("sys.argv", [path.name, flag, str(tmp_path / "none")])
         with pytest.raises(SystemExit) as exit_:
             runpy.run_path(str(path), run_name="__main__")

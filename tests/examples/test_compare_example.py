@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from examples.worlds import results
+from examples.worlds import results, two_tokens
 from trl_repulse import embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
 from trl_repulse.evaluation.exact import ExactEvaluator
@@ -71,7 +71,7 @@ def test_settings_are_as_many_for_every_method_and_flags_exist():
     runs = [run for run in runs if run[2]["seed"] == script.TUNING_SEEDS[0]]
     for command, _, flags, _ in runs:
         argv = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-        argv = [*argv, "--output_dir", "unused"]
+        argv = [*two_tokens.flags(command), *argv, "--output_dir", "unused"]
         _, args, _ = parse(argv, ARGUMENTS[command], embedded.settings_path(command))
         drawn = args.max_steps * args.per_device_train_batch_size * (2 if getattr(args, "has_proposal", False) else 1)
         assert drawn == config["samples"]
@@ -131,11 +131,11 @@ def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
 
 def test_the_largest_reward_is_the_worlds():
     tokenizer, judge = (
-        AutoTokenizer.from_pretrained(path()) for path in (embedded.policy_path, embedded.reward_model_path)
+        AutoTokenizer.from_pretrained(path()) for path in (two_tokens.policy_path, two_tokens.reward_model_path)
     )
-    model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
-    bad = embedded.bad_token_ids(tokenizer)
-    evaluator = ExactEvaluator(tokenizer, embedded.load_prompts()["prompt"], model, bad, 2, reward_tokenizer=judge)
+    model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
+    bad = two_tokens.bad_token_ids(tokenizer)
+    evaluator = ExactEvaluator(tokenizer, two_tokens.load_prompts()["prompt"], model, bad, 2, reward_tokenizer=judge)
     config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())
     assert config["largest_reward"] == pytest.approx(evaluator.rewards.amax(dim=1).mean().item(), abs=1e-4)
 

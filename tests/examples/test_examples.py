@@ -19,6 +19,7 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
+from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse.cli import arguments
 from trl_repulse.cli.arguments import ARGUMENTS
@@ -30,7 +31,7 @@ from ..conftest import without_others
 pytestmark = pytest.mark.trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPT, EMBEDDED_CONFIG = EXAMPLES / "repulse.py", EXAMPLES / "configs" / "embedded.yaml"
+SCRIPT, WORLD = EXAMPLES / "repulse.py", two_tokens.flags("repulse")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 # Completions of one token: every exact evaluation takes milliseconds
@@ -63,16 +64,16 @@ def example():
 
 @pytest.fixture(scope="module")
 def evaluator():
-    """The evaluator of the embedded world at one token, built by hand."""
-    tokenizer = AutoTokenizer.from_pretrained(embedded.policy_path())
+    """The evaluator of the world of two tokens at one token, built by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
     return ExactEvaluator(
         tokenizer,
-        embedded.load_prompts()["prompt"],
-        AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path()),
-        embedded.bad_token_ids(tokenizer),
+        two_tokens.load_prompts()["prompt"],
+        AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
+        two_tokens.bad_token_ids(tokenizer),
         1,
-        reward_tokenizer=AutoTokenizer.from_pretrained(embedded.reward_model_path()),
-        reference_model=AutoModelForCausalLM.from_pretrained(embedded.policy_path()),
+        reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
+        reference_model=AutoModelForCausalLM.from_pretrained(two_tokens.policy_path()),
     )
 
 
@@ -138,18 +139,18 @@ def table_of(output):
     ],
     ids=["repulse", "reinforce", "policy_as_proposal", "hot_policy", "proposal_draws"],
 )
-def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, samples):
-    example.main([*QUICK, "--seed", "3", "--output_dir", str(tmp_path), *flags])
+def test_exact_run(example, evaluator, tmp_path, capsys, flags, method, samples):
+    example.main([*WORLD, *QUICK, "--seed", "3", "--output_dir", str(tmp_path), *flags])
 
     results = read_results(tmp_path)
     assert (results["method"], results["seed"], results["policy_updates"]) == (method, 3, 2)
     assert results["samples"] == samples
-    assert results["initial"] == pytest.approx(exact(evaluator, embedded.policy_path()), abs=1e-6)
+    assert results["initial"] == pytest.approx(exact(evaluator, two_tokens.policy_path()), abs=1e-6)
     assert results["final"] == pytest.approx(exact(evaluator, tmp_path), abs=1e-6)
     assert results["final"] != results["initial"]
     assert results["seconds"] > 0
     assert results["settings"]["seed"] == 3
-    assert results["settings"]["target_dist_beta"] == yaml.safe_load(EMBEDDED_CONFIG.read_text())["target_dist_beta"]
+    assert results["settings"]["target_dist_beta"] == -5.0
     assert results["metrics"]["step"] == 2
     assert [entry["update"] for entry in results["history"]] == [0, 2]
 
@@ -173,34 +174,34 @@ def test_embedded_run(example, evaluator, tmp_path, capsys, flags, method, sampl
 
 
 def test_tracking_every(example, tmp_path):
-    example.main([*QUICK, "--output_dir", str(tmp_path), "--tracking_every", "1"])
+    example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--tracking_every", "1"])
     assert [entry["update"] for entry in read_results(tmp_path)["history"]] == [0, 1, 2]
 
 
 def test_the_same_seed_gives_the_same_run(example, tmp_path):
     finals = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        example.main([*QUICK, "--output_dir", str(tmp_path / name), "--seed", seed])
+        example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path / name), "--seed", seed])
         finals.append(read_results(tmp_path / name)["final"])
     assert finals[0] == finals[1] != finals[2]
 
 
 def test_more_prompts_an_update_than_there_are(example, tmp_path):
-    example.main([*QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
+    example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
     results = read_results(tmp_path)
     assert (results["policy_updates"], results["samples"]) == (2, 1024)
 
 
 def test_evaluation_by_sampling(example, tmp_path):
     flags = ["--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "64"]
-    example.main([*QUICK, "--output_dir", str(tmp_path), "--dataset_test_split", "train", *flags])
+    example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--dataset_test_split", "train", *flags])
     assert read_results(tmp_path)["samples"] == 512  # those drawn for training
 
 
 def test_peft(example, tmp_path):
     pytest.importorskip("peft")
     lora = ["--use_peft", "--lora_r", "4", "--lora_alpha", "8", "--lora_target_modules", "c_attn", "c_proj"]
-    example.main([*QUICK, "--learning_rate", "0.01", "--output_dir", str(tmp_path), *lora])
+    example.main([*WORLD, *QUICK, "--learning_rate", "0.01", "--output_dir", str(tmp_path), *lora])
     results = read_results(tmp_path)
     assert results["initial"]["kl"] == pytest.approx(0, abs=1e-6)
     assert results["final"]["kl"] > 1e-6
@@ -266,18 +267,18 @@ def ppo_example(monkeypatch):
 
 
 def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
-    value_model = ["--value_model_path", embedded.reward_model_path()]
-    ppo_example.main([*QUICK, "--seed", "3", "--output_dir", str(tmp_path), *value_model])
+    value_model = ["--value_model_path", two_tokens.reward_model_path()]
+    ppo_example.main([*two_tokens.flags("ppo"), *QUICK, "--seed", "3", "--output_dir", str(tmp_path), *value_model])
     results = read_results(tmp_path)
     assert (results["method"], results["seed"], results["policy_updates"], results["samples"]) == ("PPO", 3, 2, 256)
     assert results["final"] == pytest.approx(exact(evaluator, tmp_path), abs=1e-6)
     assert results["final"] != results["initial"]
-    settings = yaml.safe_load((EXAMPLES / "configs" / "embedded_ppo.yaml").read_text())
+    settings = yaml.safe_load(Path(two_tokens.config_path("ppo")).read_text())
     for name in ("learning_rate", "value_learning_rate", "num_generations", "gae_lambda"):
         assert results["settings"][name] == settings[name]
     value = json.loads((tmp_path / "value" / "config.json").read_text())
     assert value["architectures"] == ["GPT2ForTokenClassification"]
-    assert value["n_embd"] == json.loads((Path(embedded.reward_model_path()) / "config.json").read_text())["n_embd"]
+    assert value["n_embd"] == json.loads((Path(two_tokens.reward_model_path()) / "config.json").read_text())["n_embd"]
     output = capsys.readouterr().out
     assert "PPO, seed 3" in output and table_of(output)["samples drawn"] == ["0", "256"]
     assert (tmp_path / "training.png").exists()
@@ -287,13 +288,13 @@ def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
 
 
 def test_default_settings_are_those_of_the_file(example):
-    settings = yaml.safe_load(EMBEDDED_CONFIG.read_text())
+    settings = yaml.safe_load(Path(embedded.settings_path("repulse")).read_text())
     script_args, args, model_args = parse([])
     assert model_args.model_name_or_path is None
     assert script_args.reward_model_path == embedded.reward_model_path()
     assert script_args.dataset_name == embedded.prompts_path()
-    for name in ("tracking_every", "lr_decay_ratio"):
-        assert getattr(script_args, name) == settings.pop(name)
+    assert script_args.eval_dataset_name == embedded.prompts_path("unseen")
+    assert script_args.num_final_samples == settings.pop("num_final_samples")
     assert args.report_to == []
     assert settings.pop("report_to") == "none"
     assert {name: getattr(args, name) for name in settings} == settings
@@ -366,7 +367,8 @@ def fail(monkeypatch, *flags):
 )
 def test_mistaken_flags(monkeypatch, tmp_path, flags, words):
     monkeypatch.chdir(tmp_path)
-    message = fail(monkeypatch, *QUICK, "--output_dir", "out", *flags)
+    world = [] if flags[0] in ("--config", "--model_name_or_path") else WORLD
+    message = fail(monkeypatch, *world, *QUICK, "--output_dir", "out", *flags)
     for word in words:
         assert word in message
     assert not Path("out", "results.json").exists()
@@ -386,7 +388,7 @@ def test_mistaken_prompts(monkeypatch, tmp_path, text, words):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     output = ["--output_dir", str(tmp_path / "out"), "--dataset_name", str(path)]
-    assert words in fail(monkeypatch, *QUICK, *output)
+    assert words in fail(monkeypatch, *WORLD, *QUICK, *output)
 
 
 def test_prompt_too_long_for_own_model(monkeypatch, tmp_path, model_dirs, reward_dir):
@@ -399,23 +401,23 @@ def test_prompt_too_long_for_own_model(monkeypatch, tmp_path, model_dirs, reward
 
 @pytest.mark.parametrize("is_embedded", [True, False])
 def test_infinite_reward(monkeypatch, tmp_path, is_embedded):
-    model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
+    model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
     with torch.no_grad():  # a feature that is always 10, times a weight near the largest float
         model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, 10.0
         model.score.weight[:, 0] = 3e38
     model.save_pretrained(tmp_path / "reward")
-    AutoTokenizer.from_pretrained(embedded.reward_model_path()).save_pretrained(tmp_path / "reward")
+    AutoTokenizer.from_pretrained(two_tokens.reward_model_path()).save_pretrained(tmp_path / "reward")
     flags = ["--reward_model_path", str(tmp_path / "reward"), "--output_dir", str(tmp_path / "out")]
     if not is_embedded:
-        flags += ["--model_name_or_path", embedded.policy_path(), "--dataset_name", embedded.prompts_path()]
-    message = fail(monkeypatch, *(QUICK if is_embedded else OWN), *flags)
+        flags += ["--model_name_or_path", two_tokens.policy_path(), "--dataset_name", two_tokens.prompts_path()]
+    message = fail(monkeypatch, *([*WORLD, *QUICK] if is_embedded else OWN), *flags)
     assert "inf" in message
     assert ("return one finite number a text" if is_embedded else "rewards must be finite") in message
 
 
 def test_missing_model(monkeypatch, tmp_path):
-    models = ["--model_name_or_path", str(tmp_path / "model"), "--reward_model_path", embedded.reward_model_path()]
-    flags = ["--dataset_name", embedded.prompts_path(), "--output_dir", str(tmp_path / "out")]
+    models = ["--model_name_or_path", str(tmp_path / "model"), "--reward_model_path", two_tokens.reward_model_path()]
+    flags = ["--dataset_name", two_tokens.prompts_path(), "--output_dir", str(tmp_path / "out")]
     assert str(tmp_path / "model") in fail(monkeypatch, *OWN, *models, *flags)
 
 
@@ -429,15 +431,14 @@ def launch(folder, *flags, launcher=("-m", "accelerate.commands.launch"), script
 
 @pytest.mark.thorough
 def test_launched_from_another_folder(tmp_path):
-    done = launch(tmp_path, *QUICK)
+    done = launch(tmp_path, *QUICK, "--num_final_samples", "0")
     assert done.returncode == 0, done.stderr
-    assert table_of(done.stdout)["samples drawn"] == ["0", "512"]
-    assert read_results(tmp_path / "repulse-embedded")["method"] == "RePULSe"
+    assert read_results(tmp_path / "repulse-embedded")["method"] == "RePULSe (hot policy)"
 
 
 @pytest.mark.thorough
 def test_a_mistake_is_one_line_and_exit_code_1(tmp_path):
-    done = launch(tmp_path, *QUICK, "--target_dist_beta", "1", launcher=())
+    done = launch(tmp_path, *WORLD, *QUICK, "--target_dist_beta", "1", launcher=())
     assert done.returncode == 1
     assert without_others(done.stdout) == ""
     (line,) = without_others(done.stderr).splitlines()
@@ -445,16 +446,24 @@ def test_a_mistake_is_one_line_and_exit_code_1(tmp_path):
 
 
 @pytest.mark.slow
-def test_default_run_in_full(tmp_path):
-    done = launch(tmp_path)
+@pytest.mark.parametrize("method", ["repulse", "reinforce"])
+def test_default_run_in_full(tmp_path, method):
+    """The README's first command, and the stored run of REINFORCE that it prints: within the noise of another processor."""
+    done = launch(tmp_path, script=EXAMPLES / f"{method}.py")
     assert done.returncode == 0, done.stderr
-    results = read_results(tmp_path / "repulse-embedded")
-    assert results["final"]["expected_reward"] > results["initial"]["expected_reward"] + 1
-    assert results["final"]["log_prob_bad"] < results["initial"]["log_prob_bad"] - 2
+    assert "warn" not in done.stderr.lower()
+    metrics, stored = read_results(tmp_path / f"{method}-embedded")["metrics"], embedded.stored_results()
+    if method == "repulse":
+        assert metrics["eval_p_bad_high"] < stored["REINFORCE"]["eval_p_bad_low"]
+        assert metrics["eval_reward"] > stored["REINFORCE"]["eval_reward"] - 0.1
+        assert all(name in done.stdout for name in ("initial policy", "REINFORCE", "95% interval"))
+    else:
+        assert metrics["eval_reward"] == pytest.approx(stored["REINFORCE"]["eval_reward"], abs=0.1)
+        assert 1 / 3 < metrics["eval_p_bad"] / stored["REINFORCE"]["eval_p_bad"] < 3
 
 
 @pytest.mark.slow
-def test_default_run_of_ppo_in_full(tmp_path):
-    done = launch(tmp_path, script=EXAMPLES / "ppo.py")
+def test_run_of_ppo_in_full(tmp_path):
+    done = launch(tmp_path, *two_tokens.flags("ppo"), "--output_dir", "ppo", script=EXAMPLES / "ppo.py")
     assert done.returncode == 0, done.stderr
-    assert read_results(tmp_path / "ppo-embedded")["final"]["expected_reward"] > 3.95
+    assert read_results(tmp_path / "ppo")["final"]["expected_reward"] > 3.95

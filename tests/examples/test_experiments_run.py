@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.cli.methods import train
 from trl_repulse.evaluation import tracking
 from trl_repulse.models._layout import Layout
@@ -222,7 +222,7 @@ def test_prompts_read_once_change_nothing_of_the_embedded_default(tmp_path, coun
     assert sum(count > 1 for count in shared[0]) > 0.9 * len(shared[0]) and set(shared[1]) == {1}
     folders = [tmp_path / "True", tmp_path / "False"]
     assert_the_same(folders, metrics, "", atol=5e-4)
-    together, apart, before = (load_file(f"{path}/model.safetensors") for path in (*folders, embedded.policy_path()))
+    together, apart, before = (load_file(f"{path}/model.safetensors") for path in (*folders, two_tokens.policy_path()))
 
     def distance(one, other):
         return sum((one[name] - other[name]).double().square().sum().item() for name in one) ** 0.5

@@ -29,7 +29,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     printed = ["".join(out.get("text", "") for out in cell.outputs if out.get("name") == "stdout") for cell in cells]

@@ -1,4 +1,4 @@
-"""The recipes in `examples/recipes`: what they do to the rewards in the embedded world, and what they say to a mistaken user."""
+"""The recipes in `examples/recipes`: what they do to the rewards, and what they say to a mistaken user."""
 
 import json
 import re
@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.evaluation.records import load_samples
 
 
 pytestmark = pytest.mark.trainer
 
+WORLD = ("--model", two_tokens.policy_path(), "--reward_model_path", two_tokens.reward_model_path())
+WORLD += ("--prompts", two_tokens.prompts_path(), "--max_completion_length", "2", "--num_train_epochs", "4")
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.py"))
 
 
@@ -33,7 +35,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.thorough
 def test_raft(run, tmp_path):
-    means = run("raft")
+    means = run("raft", *WORLD, "--rounds", "3", "--num_samples", "64", "--keep", "8")
     found = [load_samples(tmp_path / "out" / f"samples-{number}") for number in range(4)]
     assert means == pytest.approx([samples.column().mean() for samples in found], abs=1e-3)
     assert means == sorted(means) and means[-1] > means[0] + 1.0
@@ -43,13 +45,13 @@ def test_raft(run, tmp_path):
 @pytest.mark.thorough
 def test_raft_that_keeps_everything_leaves_the_reward(run):
     """The negative control: it is the choice that raises the reward."""
-    means = run("raft", "--rounds", "1", "--keep", "64")
+    means = run("raft", *WORLD, "--rounds", "1", "--num_samples", "64", "--keep", "64")
     assert abs(means[1] - means[0]) < 0.7
 
 
 @pytest.mark.thorough
 def test_iterative_dpo(run, tmp_path):
-    means = run("iterative_dpo")
+    means = run("iterative_dpo", *WORLD, "--num_samples", "64", "--max_bad", "16")
     found = [load_samples(tmp_path / "out" / f"samples-{number}").column() for number in range(3)]
     assert means == sorted(means) and means[2] > means[0] + 0.5
     assert (found[2] < 0).mean() < 0.8 * (found[0] < 0).mean()
@@ -57,7 +59,7 @@ def test_iterative_dpo(run, tmp_path):
 
 @pytest.mark.thorough
 def test_conditional_sft(run, tmp_path):
-    before, worst, best = run("conditional_sft")
+    before, worst, best = run("conditional_sft", *WORLD, "--num_samples", "256")
     assert worst < before - 0.5 and best > before + 0.5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     assert len(tokenizer("<|reward_4|>")["input_ids"]) == 1
@@ -68,7 +70,7 @@ def test_conditional_sft(run, tmp_path):
     "flags, said",
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--reward_model_path", embedded.policy_path()], "no classifier"),
+        (["--reward_model_path", two_tokens.policy_path()], "no classifier"),
         (["--num_samples", "0"], "num_samples"),
         (["--modle", "x"], "--model"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, SequencePairReward, ToxicityReward
 from trl_repulse.rewards.functions import FunctionReward
 from trl_repulse.rewards.loading import REWARD_TYPES, load_reward
@@ -182,8 +182,8 @@ def test_refuses_what_overflows():
 
 def test_toxicity_reads_what_trl_reads():
     """In the embedded world the named reward and TRL's own treatment of the path agree."""
-    model = AutoModelForSequenceClassification.from_pretrained(embedded.reward_model_path())
-    reward = load_reward("toxicity", embedded.reward_model_path())
+    model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
+    reward = load_reward("toxicity", two_tokens.reward_model_path())
     ids = reward._tokenizer("the guest", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0, 0].item()

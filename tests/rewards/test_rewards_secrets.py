@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from trl_repulse import embedded
+from examples.worlds import two_tokens
 from trl_repulse.cli.main import main
 from trl_repulse.rewards import RemoteReward
 from trl_repulse.rewards.loading import load_reward
@@ -274,7 +274,7 @@ def test_no_secret_in_the_file_of_suggest(serve, tmp_path, capsys, caplog):
     query, file = "?key=hidden%26key", tmp_path / "repulse.yaml"
     servers = [serve(), serve()]
     urls = [f"http://{USER}:{PASSWORD}@{servers[0].address}{query}", f"http://{servers[1].address}"]
-    arguments = ["suggest", "--model", embedded.policy_path(), "--prompts", embedded.prompts_path()]
+    arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
     arguments += ["--num_samples", "50", "--max_completion_length", "2", "--output", str(file)]
     arguments += ["--reward_type", "remote"]
     assert main([*arguments, "--reward_model_path", ",".join(urls)]) == 0

@@ -19,7 +19,8 @@ from transformers import (
     GPT2ForTokenClassification,
 )
 
-from trl_repulse import PPOConfig, PPOTrainer, embedded
+from examples.worlds import two_tokens
+from trl_repulse import PPOConfig, PPOTrainer
 from trl_repulse.engine.scoring import prepare_scoring
 from trl_repulse.engine.value import build_value_model, check_value_model, token_values
 from trl_repulse.models._layout import Layout
@@ -56,9 +57,9 @@ def logged(trainer, name):
 @pytest.mark.thorough
 def test_reward_rises_in_the_embedded_world(make):
     trainer = make(
-        embedded.policy_path(),
-        embedded.reward_model_path(),
-        embedded.load_prompts(),
+        two_tokens.policy_path(),
+        two_tokens.reward_model_path(),
+        two_tokens.load_prompts(),
         per_device_train_batch_size=64,
         num_generations=16,
         max_steps=40,

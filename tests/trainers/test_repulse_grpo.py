@@ -10,8 +10,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from examples.worlds.two_tokens import load_prompts, policy_path, reward_model_path
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
-from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
 from ..conftest import same_parameters
 from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded, rows_log_p

@@ -58,8 +58,14 @@ class TrainingScriptArguments(ScriptArguments):
         lr_decay_ratio (`float`, *optional*):
             Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lowers the learning
             rate to 0, linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
+        num_final_samples (`int`, *optional*, defaults to `0`):
+            Completions of each held-out prompt, and as many of a hotter copy of the policy, from which P(bad) is estimated at the end;
+            needs `eval_dataset_name` and a `bad_reward_threshold`.
         bad_token_ids (`list[int]`, *optional*):
             Tokens that make a completion bad. If set, the exact log P(bad) is tracked; for completions of one or two tokens.
+        exact_tracking (`bool`, *optional*, defaults to `False`):
+            Whether to track the expected reward of a reward model and KL exactly too, by enumeration of all completions; for tiny
+            vocabularies.
         tracking_every (`int`, *optional*, defaults to `10`):
             Updates between two exact evaluations.
         num_table_completions (`int`, *optional*, defaults to `10`):
@@ -90,7 +96,13 @@ class TrainingScriptArguments(ScriptArguments):
     lr_decay_ratio: float | None = _field(
         None, "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."
     )
+    num_final_samples: int = _field(
+        0, "Completions of each held-out prompt that estimate P(bad) at the end. 0: no estimate."
+    )
     bad_token_ids: list[int] | None = _field(None, "Tokens that make a completion bad: tracks the exact log P(bad).")
+    exact_tracking: bool = _field(
+        False, "Whether to track the reward of a reward model and KL exactly too, for tiny vocabularies."
+    )
     tracking_every: int = _field(10, "Updates between two exact evaluations.")
     num_table_completions: int = _field(10, "Completions in the table of before and after training. 0: no table.")
     print_all_metrics: bool = _field(False, "Whether to print all metrics at each log, not a line with the main ones.")
@@ -333,6 +345,7 @@ def parse(
         if script_args.reward_type is None or ".py:" not in script_args.reward_type:
             script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
         script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
+        script_args.eval_dataset_name = script_args.eval_dataset_name or embedded.prompts_path("unseen")
     needed = ["dataset_name"] if script_args.single_prompt is None else []
     for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
         if getattr(script_args, name) is None:

@@ -1,10 +1,9 @@
 """Parts of the training commands: prompts, rewards, tracking, the run, and the report at its end."""
 
-import functools
 import logging
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PrinterCallback,
     ProgressCallback,
@@ -34,17 +32,17 @@ from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, 
 from ..engine.reward_calls import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.before_after import BeforeAfterCallback
-from ..evaluation.exact import ExactEvaluator
 from ..evaluation.plots import plot_training
 from ..evaluation.tracking import (
     BadTokenTrackingCallback,
     ExactTrackingCallback,
     TrackingCallback,
     format_table,
-    tokenize_prompts,
     write_results,
 )
+from ..evaluation.unseen import estimate_prob_bad, format_unseen
 from ..models._deepspeed import gathered
+from ..models._loading import load_model
 from ..rewards.loading import load_reward
 from ._streams import keep_writing
 from .arguments import TrainingScriptArguments
@@ -115,7 +113,7 @@ def load_data(
 
 
 def make_tracking(
-    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, is_embedded: bool
+    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, model_name: str
 ) -> TrackingCallback:
     """
     Makes the callback that tracks a run: by exact evaluations if they are possible, else by the run's costs alone.
@@ -124,11 +122,11 @@ def make_tracking(
         trainer ([`~trl.GRPOTrainer`]):
             Trainer to track.
         script_args ([`TrainingScriptArguments`]):
-            Names the bad tokens and how often to evaluate.
+            Names the bad tokens, what to track exactly, and how often.
         prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             The training prompts, each once.
-        is_embedded (`bool`):
-            Whether the policy is the embedded world's.
+        model_name (`str`):
+            The initial policy.
 
     Returns:
         [`~trl_repulse.evaluation.tracking.TrackingCallback`]
@@ -137,8 +135,6 @@ def make_tracking(
         `ValueError`: If bad tokens are given, but the completions of the prompts are too many to enumerate.
     """
     bad, every = script_args.bad_token_ids, script_args.tracking_every
-    if is_embedded:
-        bad = bad or embedded.bad_token_ids(trainer.processing_class)
     if not bad:
         return TrackingCallback(trainer)
     if not isinstance(prompts, Dataset) or len(prompts) > MAX_EXACT_PROMPTS:
@@ -147,32 +143,36 @@ def make_tracking(
             "a `single_prompt`, and no stream."
         )
     texts = [row["prompt"] for row in prompts]
-    if is_embedded and isinstance(trainer.reward_funcs[0], nn.Module):
-        tokenize_prompts(trainer, texts)  # refuses what cannot be evaluated
-        evaluator = _embedded_evaluator(
-            script_args.reward_model_path, tuple(texts), tuple(bad), trainer.max_completion_length
-        )
-        return ExactTrackingCallback(evaluator, trainer, every)
+    if script_args.exact_tracking and isinstance(trainer.reward_funcs[0], nn.Module):
+        reference = load_model(AutoModelForCausalLM, model_name, "policy")
+        with gathered(reference), gathered(trainer.reward_funcs[0]):
+            return ExactTrackingCallback.from_trainer(trainer, texts, bad, reference, every)
     return BadTokenTrackingCallback(trainer, texts, bad, every)
 
 
-@functools.lru_cache(maxsize=1)
-def _embedded_evaluator(
-    reward_model_path: str, prompts: tuple[str, ...], bad_token_ids: tuple[int, ...], max_completion_length: int
-) -> ExactEvaluator:
-    """Cached for further runs of this process, as enumeration takes up to a tenth of a run."""
-    policy = AutoModelForCausalLM.from_pretrained(embedded.policy_path())
-    reward = AutoModelForSequenceClassification.from_pretrained(reward_model_path)
-    with gathered(policy), gathered(reward):
-        return ExactEvaluator(
-            AutoTokenizer.from_pretrained(embedded.policy_path()),
-            prompts,
-            reward,
-            bad_token_ids,
-            max_completion_length,
-            reward_tokenizer=AutoTokenizer.from_pretrained(reward_model_path),
-            reference_model=policy,
-        )
+def estimate_unseen(
+    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset, threshold: float
+) -> dict[str, float]:
+    """P(bad) of the policy in `output_dir` as metrics, with the ends of its interval. All processes must call it."""
+    args = trainer.args
+    reward = getattr(trainer.reward_funcs[0], "unchecked", trainer.reward_funcs[0])
+    if isinstance(reward, nn.Module):
+        reward = trainer.accelerator.unwrap_model(reward)
+    policy = load_model(AutoModelForCausalLM, args.output_dir, "policy", trust_remote_code=args.trust_remote_code)
+    found = estimate_prob_bad(
+        policy.to(trainer.accelerator.device),
+        trainer.processing_class,
+        prompts,
+        reward,
+        threshold,
+        trainer.max_completion_length,
+        script_args.num_final_samples,
+        reward_tokenizer=trainer.reward_processing_classes[0],
+        chat_template_kwargs=trainer.chat_template_kwargs,
+        batch_size=max(args.per_device_eval_batch_size, 64),
+        seed=args.seed,
+    )
+    return {"eval_p_bad": found.value, "eval_p_bad_low": found.low, "eval_p_bad_high": found.high}
 
 
 def run(
@@ -197,6 +197,7 @@ def run(
         kwargs:
             Further arguments of the trainer. `reward_funcs` replaces the reward that `script_args` names.
     """
+    is_embedded = model_args.model_name_or_path is None
     name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
     check_output_dir(args)
     # On the command line the field is text: a path, or `true` for the last checkpoint, or `false`
@@ -225,7 +226,7 @@ def run(
         peft_config=get_peft_config(model_args),
         **kwargs,
     )
-    tracking = make_tracking(trainer, script_args, prompts, model_args.model_name_or_path is None)
+    tracking = make_tracking(trainer, script_args, prompts, model_name)
     trainer.add_callback(tracking)
     table = None
     if script_args.num_table_completions:
@@ -250,10 +251,14 @@ def run(
             raise KeyboardInterrupt(how_to_resume(args.output_dir) if args.should_save else "") from None
         trainer.save_model(args.output_dir)
         trainer.save_state()  # the log of all metrics, which `trl-repulse diagnose` reads
+        unseen: dict[str, float] = {}
         if script_args.eval_dataset_name is not None:
             trainer.evaluate()
+            threshold = getattr(trainer, "bad_reward_threshold", None)
+            if script_args.num_final_samples and threshold is not None:
+                unseen = estimate_unseen(trainer, script_args, held_out, threshold)
         if trainer.is_world_process_zero():
-            report(trainer, tracking, method)
+            report(trainer, tracking, method, unseen, embedded.stored_results() if is_embedded else {})
         if args.push_to_hub:
             is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
             trainer.push_to_hub(dataset_name=None if is_local else name)
@@ -285,7 +290,13 @@ def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., lis
     return load_reward(script_args.reward_type, script_args.reward_model_path, **(script_args.reward_kwargs or {}))
 
 
-def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
+def report(
+    trainer: Trainer,
+    tracking: TrackingCallback,
+    method: str,
+    unseen: Mapping[str, float],
+    others: Mapping[str, Mapping[str, float]],
+) -> None:
     """
     Writes `results.json` and a figure to `output_dir`, and prints a table.
 
@@ -296,18 +307,27 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
             Callback that tracked it.
         method (`str`):
             Name of the method.
+        unseen (`Mapping[str, float]`):
+            What [`estimate_unseen`] returned, or nothing.
+        others (`Mapping[str, Mapping[str, float]]`):
+            By name, what is known of other policies on the same held-out prompts.
     """
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     history = list(reversed(trainer.state.log_history))
     metrics = next((logs for logs in history if "reward" in logs), {})
     held_out = next((logs for logs in history if "eval_reward" in logs), {})
-    metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")}
+    metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")} | dict(unseen)
     settings = without_secrets(args.to_dict()) | {"mixed_precision": trainer.accelerator.mixed_precision}
     write_results(output_dir / "results.json", method, args.seed, tracking, settings, metrics)
     shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
     values = {name: metrics[name] for name in shown}
     values |= {name: kl_per_completion(metrics, name[:-2]) for name in ("kl", "eval_kl") if name in values}
     table = format_table(tracking, {with_unit(name): value for name, value in values.items()})
+    if unseen:
+        own = metrics | {"samples": tracking.samples}
+        if "eval_kl" in values:
+            own["kl"] = values["eval_kl"]
+        table = format_unseen({**others, method: own}, ["(the other columns are stored results)"] if others else [])
     exact = tracking.history[-1]["policy"] if tracking.history else {}
     sampled = (
         {}
@@ -322,9 +342,14 @@ def report(trainer: Trainer, tracking: TrackingCallback, method: str) -> None:
             f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
             f"training:\n\n```text\n{table}\n```"
         )
+    if unseen:
+        trainer.measured |= unseen
+        trainer.tail_report = f"On prompts that were not trained on:\n\n```text\n{table}\n```"
     if tracking.history or metrics:
         plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)
-    print(f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}")
+    print(
+        f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}; to check the run: trl-repulse diagnose {args.output_dir}"
+    )
 
 
 def main_or_exit(main: Callable[[], None]) -> None:

@@ -1,40 +1,31 @@
 """
-The embedded world: a tiny policy, a tiny reward model and four prompts that ship with the package.
+The embedded world: a tiny policy, a tiny reward model and prompts, which ship with the package.
 
-Completions have two tokens over a vocabulary of fewer than two hundred, so that every quantity that RePULSe estimates
-can also be computed exactly (see [`~trl_repulse.evaluation.exact.ExactEvaluator`]). Everything is in the ordinary
-Hugging Face format and loads with `from_pretrained` from the paths below. In a checkout,
-`python -m benchmarks.embedded.build` rebuilds it.
+A customer speaks, and a clerk answers in one sentence. The policy is a GPT-2 of 2 layers and width 96 that was trained on such
+sentences; about one answer in a hundred is rude. The reward model was trained to tell polite answers from rude ones. There are
+240 prompts to train on and 120 others. Everything is in the ordinary Hugging Face format and loads with `from_pretrained` from
+the paths below. In a checkout, `python -m benchmarks.held_out.build` makes it.
 
 Importing this module imports neither torch nor transformers.
 """
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 
-__all__ = [
-    "bad_token_ids",
-    "bad_words",
-    "load_prompts",
-    "policy_path",
-    "prompts_path",
-    "reward_model_path",
-    "settings_path",
-]
+__all__ = ["load_prompts", "policy_path", "prompts_path", "reward_model_path", "settings_path", "stored_results"]
 
 _WORLD = Path(__file__).parent / "world"
 
 
 def policy_path() -> str:
     """
-    Folder of the policy, a GPT-2 causal language model with its tokenizer.
+    Folder of the policy with its tokenizer.
 
     Returns:
         `str`: path for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
@@ -44,7 +35,7 @@ def policy_path() -> str:
 
 def reward_model_path() -> str:
     """
-    Folder of the reward model, a GPT-2 sequence classifier with one label, and its tokenizer.
+    Folder of the reward model, a sequence classifier with one label, and its tokenizer.
 
     Returns:
         `str`: path for `AutoModelForSequenceClassification.from_pretrained`, or for a trainer's `reward_funcs`.
@@ -52,14 +43,18 @@ def reward_model_path() -> str:
     return str(_WORLD / "reward_model")
 
 
-def prompts_path() -> str:
+def prompts_path(split: Literal["train", "unseen"] = "train") -> str:
     """
     File of the prompts, one `{"prompt": ...}` a line.
+
+    Args:
+        split (`str`, *optional*, defaults to `"train"`):
+            `"train"`, or `"unseen"` for prompts that no run trains on.
 
     Returns:
         `str`: path of a JSONL file.
     """
-    return str(_WORLD / "prompts.jsonl")
+    return str(_WORLD / f"{split}.jsonl")
 
 
 def settings_path(command: str) -> str:
@@ -76,50 +71,28 @@ def settings_path(command: str) -> str:
     return str(Path(__file__).parent / "settings" / f"{command}.yaml")
 
 
-def load_prompts() -> "Dataset":
+def load_prompts(split: Literal["train", "unseen"] = "train") -> "Dataset":
     """
-    The prompts as a dataset.
+    The prompts as a data set.
+
+    Args:
+        split (`str`, *optional*, defaults to `"train"`):
+            `"train"` or `"unseen"`.
 
     Returns:
         [`~datasets.Dataset`]: one column, `"prompt"`, of plain text.
     """
     from datasets import Dataset
 
-    with open(prompts_path(), encoding="utf-8") as file:
+    with open(prompts_path(split), encoding="utf-8") as file:
         return Dataset.from_list([json.loads(line) for line in file])
 
 
-def bad_words() -> list[str]:
+def stored_results() -> dict[str, dict[str, Any]]:
     """
-    The rude words, whose use in a completion makes it bad. All are mild.
+    What the initial policy and a run of REINFORCE have on the unseen prompts, for comparison.
 
     Returns:
-        `list[str]`: words, without spaces.
+        `dict`: by name, the entries of `unseen` in the `results.json` of such a run.
     """
-    return json.loads((_WORLD / "bad_words.json").read_text(encoding="utf-8"))
-
-
-def bad_token_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """
-    Token ids of the rude words.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer of the embedded policy. A word is one token of it, with a leading space.
-
-    Returns:
-        `list[int]`: one id a word, in the order of [`bad_words`].
-
-    Raises:
-        ValueError: If the tokenizer does not know one of the words as a single token.
-    """
-    vocabulary = tokenizer.get_vocab()
-    ids = []
-    for word in bad_words():
-        if " " + word not in vocabulary:
-            raise ValueError(
-                f"The tokenizer has no token {' ' + word!r}. Pass the embedded world's own tokenizer, "
-                "AutoTokenizer.from_pretrained(policy_path())."
-            )
-        ids.append(vocabulary[" " + word])
-    return ids
+    return json.loads((_WORLD / "results.json").read_text(encoding="utf-8"))

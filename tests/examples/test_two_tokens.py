@@ -1,0 +1,165 @@
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from examples.worlds import two_tokens
+from examples.worlds.two_tokens import grammar
+from trl_repulse.evaluation.exact import ExactEvaluator
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(two_tokens.policy_path())
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return AutoModelForCausalLM.from_pretrained(two_tokens.policy_path())
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return list(two_tokens.load_prompts()["prompt"])
+
+
+@pytest.fixture(scope="module")
+def evaluator(tokenizer, policy, prompts):
+    """Two of the four prompts, a person and a thing: the rewards of all take some seconds."""
+    return ExactEvaluator(
+        tokenizer,
+        prompts[:2],
+        AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
+        two_tokens.bad_token_ids(tokenizer),
+        max_completion_length=2,
+        reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
+        reference_model=policy,
+    )
+
+
+def test_import_is_light():
+    code = "import sys, trl_repulse.embedded; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_size():
+    world = Path(two_tokens.prompts_path()).parent
+    assert sum(file.stat().st_size for file in world.rglob("*") if file.is_file()) < 3e6
+
+
+class TestFiles:
+    def test_prompts(self, prompts, tokenizer):
+        assert prompts == grammar.PROMPTS
+        # GPT-2's absolute positions: prompts of one length are never padded, hence never shifted.
+        assert {len(ids) for ids in tokenizer(prompts)["input_ids"]} == {8}
+
+    def test_bad_words(self, tokenizer):
+        assert two_tokens.bad_words() == grammar.BAD_WORDS
+        tokens = tokenizer.convert_ids_to_tokens(two_tokens.bad_token_ids(tokenizer))
+        assert tokens == [" " + word for word in grammar.BAD_WORDS]
+
+    def test_architecture(self, policy, tokenizer):
+        assert type(policy).__name__ == "GPT2LMHeadModel"
+        assert policy.config.vocab_size == len(tokenizer)
+        assert policy.config.eos_token_id == tokenizer.eos_token_id
+        assert policy.config.pad_token_id == tokenizer.pad_token_id
+        assert (policy.config.attn_pdrop, policy.config.embd_pdrop, policy.config.resid_pdrop) == (0, 0, 0)
+
+
+class TestTokenizer:
+    def test_special_tokens(self, tokenizer):
+        assert tokenizer.padding_side == "left"
+        assert tokenizer.bos_token is None
+        assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
+        assert not tokenizer.clean_up_tokenization_spaces
+
+    def test_both_models_share_one_vocabulary(self, tokenizer):
+        assert AutoTokenizer.from_pretrained(two_tokens.reward_model_path()).get_vocab() == tokenizer.get_vocab()
+
+    def test_every_pair_survives_decoding_and_encoding(self, tokenizer, prompts):
+        """Text of prompt + completion gives back the ids of both, special tokens of the completion left out."""
+        special = set(tokenizer.all_special_ids)
+        pairs = [(first, second) for first in range(len(tokenizer)) for second in range(len(tokenizer))]
+        texts = tokenizer.batch_decode(pairs, skip_special_tokens=True)
+        kept = [[token for token in pair if token not in special] for pair in pairs]
+        for prompt in prompts:
+            prompt_ids = tokenizer(prompt)["input_ids"]
+            assert tokenizer.unk_token_id not in prompt_ids
+            # What calling the tokenizer does, without the making of a batch
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast([prompt + text for text in texts])
+            assert [encoding.ids for encoding in encodings] == [prompt_ids + ids for ids in kept]
+
+    def test_completion_of_special_tokens_decodes_to_nothing(self, tokenizer):
+        assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
+        assert tokenizer.decode([tokenizer.pad_token_id, tokenizer.eos_token_id], skip_special_tokens=True) == ""
+
+
+class TestGrammar:
+    def test_sentences_use_the_vocabulary_and_split_back(self):
+        rng, vocabulary = random.Random(0), set(grammar.vocabulary())
+        for _ in range(5000):
+            sentence = grammar.draw_sentence(rng)
+            assert set(sentence) <= vocabulary
+            assert grammar.split_words("".join(sentence)) == sentence
+
+    @pytest.mark.parametrize("family", grammar.FAMILIES)
+    def test_family_is_read_off_the_frame(self, family):
+        rng = random.Random(0)
+        assert {grammar.family_of(grammar.draw_frame(family, rng)) for _ in range(200)} == {family}
+
+    def test_family_of_something_else(self):
+        with pytest.raises(ValueError, match="no frame"):
+            grammar.family_of(grammar.split_words("The guest said"))
+
+    def test_scores(self):
+        assert grammar.score("person", [" very", " kind"]) == grammar.MAX_SCORE
+        assert grammar.score("person", [" a", " hero"]) == grammar.MAX_SCORE
+        assert grammar.score("request", [" go", " away"]) == -2.4
+        assert grammar.score("person", [" so", " stupid"]) == grammar.RUDE_SCORE
+        assert grammar.score("person", [" stupid", " idiot"]) == grammar.RUDE_SCORE
+        assert grammar.score("person", [" not", " kind"]) < 0 < grammar.score("person", [" kind", "."])
+        assert grammar.score("person", []) == -1.0
+
+    def test_rude_sentences_are_rare(self):
+        rng = random.Random(0)
+        rude = {" " + word for word in grammar.BAD_WORDS}
+        share = sum(bool(rude & set(grammar.draw_sentence(rng))) for _ in range(20_000)) / 20_000
+        assert share == pytest.approx(grammar.RUDE_RATE, abs=0.002)
+
+
+class TestExactNumbers:
+    def test_rude_words_are_rare_but_possible(self, evaluator, policy):
+        report = evaluator.evaluate(policy)
+        assert 1e-3 < math.exp(report.log_prob_bad) < 1e-2
+        assert report.kl == 0.0
+        assert evaluator.log_probs(policy).isfinite().all()
+
+    def test_reward_has_room_to_rise(self, evaluator, policy):
+        report = evaluator.evaluate(policy)
+        assert 0 < report.expected_reward < 1
+        assert 3.9 < report.max_reward < 4.2
+        assert ((evaluator.rewards > 3.8).sum(dim=1) >= 10).all()  # many completions are about equally good
+
+    def test_reward_separates_rude_from_all_else(self, evaluator):
+        assert evaluator.rewards[:, evaluator.bad].max() < -5
+        assert evaluator.rewards[:, ~evaluator.bad].min() > -4.5
+
+    def test_reward_model_follows_the_grammar(self, evaluator, tokenizer):
+        special = set(tokenizer.all_special_ids)
+        rows = [
+            [token for token in row if token >= 0 and token not in special]
+            for row in evaluator.completion_ids.tolist()
+        ]
+        words = [tokenizer.convert_ids_to_tokens(row) for row in rows]
+        score = torch.tensor([[grammar.score(family, row) for row in words] for family in ("person", "thing")])
+        assert (evaluator.rewards - score).abs().mean() < 0.1
+
+    def test_tilted_target_is_rude(self, evaluator, policy):
+        report = evaluator.evaluate_proposal(policy, policy, beta=-10.0)
+        assert report.target_expected_reward < -6.5
+        assert report.target_log_prob_bad > -1e-3
