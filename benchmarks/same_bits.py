@@ -102,7 +102,7 @@ CASES = {
     "hot, adapter": Case(RePULSeTrainer, HOT | KL, adapters=ADAPTER),
     "hot, constraint": Case(RePULSeTrainer, HOT | {"max_bad_probability": 0.05}, resumed=True),
     "hot, conversations": Case(RePULSeTrainer, HOT | KL, "llama", "chats"),
-    "own": Case(RePULSeTrainer, OWN | KL | {"reweighting_beta": -1.0}),
+    "own": Case(RePULSeTrainer, OWN | KL),
     "own, many updates": Case(RePULSeTrainer, OWN | MANY_UPDATES, "llama"),
     "learned": Case(RePULSeTrainer, KL | EVALUATED, "llama"),
     "learned, prefix, after": Case(
@@ -116,7 +116,7 @@ CASES = {
     ),
     "learned, VarGrad, indicator": Case(
         RePULSeTrainer,
-        {"proposal_loss": "vargrad", "potential": "indicator", "bad_reward_threshold": -1.0, "uniform_weights": True},
+        {"proposal_loss": "vargrad", "potential": "indicator", "bad_reward_threshold": -1.0},
     ),
     "learned, schedules": Case(
         RePULSeTrainer,

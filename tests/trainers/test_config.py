@@ -93,7 +93,6 @@ REFUSED = [
     ("proposal_temperature", HOT | {"proposal_temperature": 2.5, "use_vllm": True}),
     ("proposal_temperature", HOT | {"proposal_temperature": float("nan")}),
     ("negative_loss", HOT | {"negative_loss": "reinforce"}),
-    ("uniform_weights", HOT | {"uniform_weights": True}),
     (
         "num_proposal_generations",
         {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
@@ -141,8 +140,6 @@ REFUSED = [
     ("bad_reward_threshold", {"potential": "indicator"}),
     ("bad_reward_threshold", {"save_negatives": True}),
     ("reward_cap", {"reward_cap": 1.0, "potential": "class", "target_dist_beta": 1.0}),
-    ("reweighting_beta", {"reweighting_beta": 2.0}),
-    ("reweighting_beta", {"reweighting_beta": -2.0, "uniform_weights": True}),
     ("negative_loss", {"negative_loss": "other"}),
     ("negative_baseline", {"negative_baseline": "policy"}),
     ("baseline", {"baseline": "mean"}),

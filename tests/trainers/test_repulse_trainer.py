@@ -82,8 +82,6 @@ VARIANTS = {
     "fewer proposal samples": {"num_proposal_generations": 2},
     "two proposal updates": {"proposal_updates_per_step": 2},
     "after": {"proposal_update_order": "after"},
-    "uniform weights": {"uniform_weights": True},
-    "reweighting": {"reweighting_beta": -1.0},
     "reward cap": {"reward_cap": 0.0},
     "negative reinforce": {"negative_loss": "reinforce", "negative_baseline": "policy", "beta": 0.1},
     "schedules": {"alpha_start": 0.1, "target_dist_beta_start": -0.2},

@@ -208,14 +208,11 @@ def _check_target(args: Any) -> None:
         remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
         known = args.alpha == 0 or args.draws_hot or args.bad_reward_threshold is not None
         require(args, known, "bad_reward_threshold", remedy)
-        unset = {"target_dist_beta_start": None, "reweighting_beta": None}
+        unset = {"target_dist_beta_start": None}
         require_defaults(args, unset, "has no effect on the indicator potential; leave it unset")
     if args.reward_cap is not None:
         require(args, math.isfinite(args.reward_cap), "reward_cap", "must be a finite number, or left unset")
         require(args, args.potential == "tilted", "reward_cap", "acts on the tilted potential only; leave it unset")
-    if args.reweighting_beta is not None:
-        remedy = "must have the sign of `target_dist_beta` and not be 0 (`uniform_weights=True` ignores the reward)"
-        require(args, args.reweighting_beta * args.target_dist_beta > 0, "reweighting_beta", remedy)
 
 
 def _check_schedules(args: Any) -> None:
@@ -257,9 +254,6 @@ def _check_negative_term(args: Any) -> None:
     if args.negative_loss != "reinforce":
         remedy = "has no effect; set `negative_loss='reinforce'`"
         require(args, args.negative_baseline == "none", "negative_baseline", remedy)
-    if args.uniform_weights:
-        remedy = "contradicts `uniform_weights=True`, which ignores the importance weights; choose one"
-        require(args, args.reweighting_beta is None, "reweighting_beta", remedy)
 
 
 def _check_rows(args: Any) -> None:
@@ -368,7 +362,6 @@ def _check_hot_policy(args: Any) -> None:
         require(args, fits, "proposal_temperature", remedy)
     remedy = "does not go with `proposal='hot_policy'`; leave it at "
     require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
-    require(args, not args.uniform_weights, "uniform_weights", f"{remedy}False")
     _check_number_of_proposals(args)
 
 

@@ -62,10 +62,6 @@ class NegativeTermConfig(KnownFields):
         negative_baseline (`str`, *optional*, defaults to `"none"`):
             Baseline of `negative_loss="reinforce"`: `"none"`, the mean return of the prompt's other proposal samples
             (`"proposal"`) or of its policy samples (`"policy"`).
-        reweighting_beta (`float`, *optional*):
-            If set, the β of the negative term's weights; the proposal keeps `target_dist_beta`.
-        uniform_weights (`bool`, *optional*, defaults to `False`):
-            Whether to weigh a prompt's proposal samples equally in the negative term, without importance weights.
 
         > Parameters that control the proposal
 
@@ -151,12 +147,6 @@ class NegativeTermConfig(KnownFields):
     )
     negative_baseline: Literal["none", "proposal", "policy"] = field(
         default="none", metadata={"help": "Baseline of `negative_loss='reinforce'`: `none`, `proposal` or `policy`."}
-    )
-    reweighting_beta: float | None = field(
-        default=None, metadata={"help": "If set, the negative term's weights use this beta, not target_dist_beta."}
-    )
-    uniform_weights: bool = field(
-        default=False, metadata={"help": "Whether the negative term weighs a prompt's proposal samples equally."}
     )
     proposal: Literal["hot_policy", "learned", "policy"] = field(
         default="hot_policy",

@@ -38,7 +38,7 @@ _LAYOUT = """
 # Another value would change the objective
 _OBJECTIVE = """
     alpha alpha_start alpha_normalization target_dist_beta target_dist_beta_start potential target_class reward_cap
-    negative_loss negative_baseline reweighting_beta uniform_weights proposal proposal_temperature proposal_loss
+    negative_loss negative_baseline proposal proposal_temperature proposal_loss
     proposal_parameterization proposal_update_order baseline baseline_constant logprob_reduction normalize_advantages
     beta epsilon epsilon_high cvar_level cvar_over cvar_schedule_ratio max_bad_probability constraint_learning_rate
     reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold reward_weights

@@ -123,7 +123,7 @@ class HotPolicy(DrawnTerm):
             whole(*(sequence_log_prob(x, batch[f"{name}_mask"]) for name, x in each.items()))  # (P, N + K)
             for each in (by_policy, by_sampler)
         )
-        log_potential = self.log_potential(rewards, args.reweighting_beta)
+        log_potential = self.log_potential(rewards)
         log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
         log_w = log_mixture_weights(in_policy, in_sampler, log_potential, *sizes)  # (P, N + K)
         if self.mode == "train":

@@ -140,21 +140,17 @@ class LearnedProposal(DrawnTerm):
         log_q, mask = batch["proposal_old_log_q"], batch[f"{NEGATIVE}_mask"]
         samples = [scorer.by_prompt(x, size) for x in (log_p_negative, log_q, mask)]
 
-        def log_weights(beta: float | None) -> torch.Tensor:
-            log_potential = scorer.by_prompt(self.log_potential(rewards, beta), size)
-            return log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, K)
-
-        log_w = log_weights(None)
+        log_potential = scorer.by_prompt(self.log_potential(rewards), size)
+        log_w = log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, K)
         weights = {"proposal_w": scorer.by_unit(normalize_weights(log_w), rewards)}
         if "rewards" in batch:  # of the policy's samples: this draw serves its loss
             scorer.log_importance(PROPOSAL_FOLDER, log_w, scorer.by_prompt(~rewards.isnan(), size))
             self._watch.compare(batch, log_w, self._watch.look(batch, log_p, log_p_negative))
-            negative_log_w = log_w if args.reweighting_beta is None else log_weights(args.reweighting_beta)
             returns_negative = returns = None
             if args.negative_loss == "reinforce":
                 returns_negative = scorer.by_prompt(scorer.returns(batch, log_p_negative, "proposal_"), size)
                 returns = scorer.by_prompt(batch["returns"], scorer.num_generations)
-            negative = self.coefficients(negative_log_w, returns_negative, returns)
+            negative = self.coefficients(log_w, returns_negative, returns)
             weights[COEFFICIENTS[NEGATIVE]] = scorer.by_unit(negative, rewards)
         return weights
 

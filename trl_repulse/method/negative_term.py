@@ -173,10 +173,9 @@ class NegativeTerm:
         last = max(state.max_steps - 1, 1)
         return geometric_schedule(start, end, min(state.global_step / last, 1.0))
 
-    def log_potential(self, rewards: torch.Tensor, beta: float | None = None) -> torch.Tensor:
+    def log_potential(self, rewards: torch.Tensor) -> torch.Tensor:
         """log φ (nats) of each sample, from raw rewards, not transformed ones."""
-        args = self.trainer.args
-        beta = self.scheduled("target_dist_beta") if beta is None else beta
+        args, beta = self.trainer.args, self.scheduled("target_dist_beta")
         if args.potential == "indicator":
             threshold = self.scorer.bad_reward_threshold
             return indicator_log_potential(rewards, -math.inf if threshold is None else threshold)
@@ -197,8 +196,6 @@ class NegativeTerm:
                 Returns of these samples and of the policy's, which `negative_loss="reinforce"` needs.
         """
         args, alpha = self.trainer.args, self.scheduled("alpha")
-        if args.uniform_weights:
-            log_w = torch.where(log_w == -torch.inf, log_w, torch.zeros_like(log_w))
         normalized_w = normalize_weights(log_w)
         if args.negative_loss == "push_down":
             return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
@@ -227,7 +224,7 @@ class NegativeTerm:
         """
         scorer, args, rewards = self.scorer, self.trainer.args, batch["rewards"]
         size = scorer.num_generations
-        log_w = scorer.by_prompt(self.log_potential(rewards, args.reweighting_beta), size)  # (P, N)
+        log_w = scorer.by_prompt(self.log_potential(rewards), size)  # (P, N)
         scored = ~log_w.isnan()
         log_w = torch.where(scored, log_w, -torch.inf)
         scorer.log_importance("negative", log_w, scored)
