@@ -85,6 +85,10 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
     Mixin before [`~trl.GRPOTrainer`]: true positions and distributions, logging, the model card, uploads.
     """
 
+    # TRL's, which the mixins of this folder read
+    args: Any
+    model: Any
+    accelerator: Any
     # Markdown that the model card shows under "Measured"; for whoever measures the policy to set
     tail_report: str | None = None
     # Numbers by name, for the card's metadata (`model-index`); for whoever measures the policy to set

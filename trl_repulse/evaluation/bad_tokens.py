@@ -5,6 +5,7 @@ Legend: P prompts, V vocabulary, A tokens that are neither bad nor an end, B seq
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +95,8 @@ def _check_arguments(
     check_sizes(batch_size=batch_size)
     if not prompt_ids or not all(len(ids) for ids in prompt_ids):
         raise ValueError("`prompt_ids` must hold at least one prompt, and each prompt at least one token.")
-    check_token_ids(prompt_ids, model.config)
+    config: Any = model.config
+    check_token_ids(prompt_ids, config)
     check_causal(model, "`model`")
     return sorted(set(bad_token_ids)), sorted(set(eos_token_ids)), batch_size
 
@@ -116,9 +118,9 @@ def _first_token_log_prob_bad(
     if length == 2 and bad:
         live = torch.ones_like(first, dtype=torch.bool)
         live[bad + eos] = False
-        tokens = live.nonzero()  # (A, 1)
-        for start in range(0, len(tokens), batch_size):
-            batch = tokens[start : start + batch_size]
+        others = live.nonzero()  # (A, 1)
+        for start in range(0, len(others), batch_size):
+            batch = others[start : start + batch_size]
             rows = torch.cat([prompt.expand(len(batch), -1), batch], dim=1)  # (B, L + 1)
             second = _next_log_prob(model, rows, bad).logsumexp(dim=1)  # log P(s₂ bad | s₁), (B,)
             joint[batch[:, 0]] = first[batch[:, 0]] + second

@@ -192,7 +192,8 @@ def tail_report(
             rows = {name: array[:, i : i + 1] for name, array in others.items()}
             per_prompt[key] = estimates(values[:, i : i + 1], *options, others=rows)
     overall = estimates(values, *options, others=others)
-    return TailReport(column, *values.shape, confidence, overall, per_prompt)
+    seeds, prompts, completions = values.shape
+    return TailReport(column, seeds, prompts, completions, confidence, overall, per_prompt)
 
 
 def estimates(

@@ -133,7 +133,7 @@ class SamplerChoice:
         spread = (high - low) / 2 or float(np.std(self._rewards))
         if spread == 0:
             return
-        new = 0.0
+        new: torch.Tensor | float = 0.0
         for (ids, mask, rewards), of_all in zip(sets, everyone, strict=True):
             mean = ((of_all - middle) / spread).clamp(-_FARTHEST, _FARTHEST).nanmean()
             deviations = ((rewards.flatten() - middle) / spread).clamp(-_FARTHEST, _FARTHEST) - mean

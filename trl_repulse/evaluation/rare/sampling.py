@@ -24,13 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
+from ...generation._defaults import end_tokens
 from ...models._adapters import in_mode
 from ...models._causal import check_causal
 from .._generation import (
     Prompt,
     as_function,
     check_template_kwargs,
-    end_tokens,
     evaluate_rewards,
     process_state,
     prompt_tokens,
