@@ -7,8 +7,8 @@ In a process of its own: trackers read their environment once, and keep services
 import json
 import sys
 
-from examples.worlds.two_tokens import load_prompts, policy_path, reward_model_path
 from trl_repulse import RePULSeConfig, RePULSeTrainer
+from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
 
 args = RePULSeConfig(
