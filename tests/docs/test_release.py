@@ -1,5 +1,6 @@
 """What a release needs: the wheel in an environment of its own, the citation, the workflows, the script for `uv run`."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -19,7 +20,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def run(*command, cwd=None):
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # no checkout
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -31,7 +33,7 @@ def test_an_installed_wheel_runs_the_first_command(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     venv.create(tmp_path / "clean", with_pip=True)
     python = tmp_path / "clean" / "bin" / "python"
-    installed = run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel)
+    installed = run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     assert installed.returncode == 0, installed.stderr
     (packages,) = (tmp_path / "clean" / "lib").glob("python*/site-packages")
     others = sysconfig.get_path("purelib")
