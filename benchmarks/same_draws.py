@@ -1,6 +1,6 @@
-"""The embedded default with vLLM and without, both by the same random numbers: are the weights the same?
+"""The world of two tokens with vLLM and without, both by the same random numbers: are the weights the same?
 
-    VLLM_CPU_KVCACHE_SPACE=1 python benchmarks/same_draws.py --seed 0
+    VLLM_CPU_KVCACHE_SPACE=1 python -m benchmarks.same_draws --seed 0
 
 Both ways draw a token as the largest of probability over exponential noise, from torch's generator. So with the generator in one state
 when training begins they draw the same completions from the same weights, and go on to the same weights, until rounding of a
@@ -9,7 +9,7 @@ random numbers of its own, and rows that have ended are not drawn for, as transf
 
 After each update the weights of policy and proposal are compared, to the bit. Needs a CPU and vLLM's build for it.
 
-    python benchmarks/same_draws.py --check_compiled 100000
+    python -m benchmarks.same_draws --check_compiled 100000
 
 asks instead whether that compiled function draws what it should: so many batches of 128 tokens from known probabilities, by chi-square.
 """
@@ -25,10 +25,10 @@ from scipy.stats import chi2
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
+from examples.worlds import two_tokens
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.cli.arguments import TrainingScriptArguments, parse
 from trl_repulse.cli.scripts import run
-from trl_repulse.embedded import settings_path
 
 
 class Watched(RePULSeTrainer):
@@ -107,9 +107,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("transformers", "vllm"):
             place = Path(folder, name)
-            argv = ["--use_cpu", "true", "--seed", str(options.seed), "--max_steps", str(options.max_steps)]
+            argv = [
+                *two_tokens.flags("repulse"),
+                "--use_cpu",
+                "true",
+                "--seed",
+                str(options.seed),
+                "--max_steps",
+                str(options.max_steps),
+            ]
             argv += ["--output_dir", str(place), "--use_vllm", str(name == "vllm").lower(), "--disable_tqdm", "true"]
-            arguments = parse(argv, (TrainingScriptArguments, RePULSeConfig), settings_path("repulse"))
+            arguments = parse(argv, (TrainingScriptArguments, RePULSeConfig), two_tokens.config_path("repulse"))
             run(Watched, *arguments, f"RePULSe, {name}")
             final = json.loads((place / "results.json").read_text())["final"]
             ends.append(f"{final['expected_reward']:.2f} / {final['log_prob_bad']:.1f}")

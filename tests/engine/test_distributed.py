@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from transformers.integrations import is_deepspeed_available
 
-from examples.worlds import shop
+from examples.worlds import shop, two_tokens
 
 from .. import distributed_ppo_run
 from ..conftest import build_model
@@ -272,6 +272,7 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
         "-m",
         "tests.distributed_example",
         "examples/repulse.py",
+        *two_tokens.flags("repulse"),
         "--use_cpu",
         "true",
         "--max_steps",

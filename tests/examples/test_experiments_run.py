@@ -211,12 +211,13 @@ def test_prompts_read_once_change_nothing(paths, tmp_path, counts):
 
 
 @pytest.mark.slow
-def test_prompts_read_once_change_nothing_of_the_embedded_default(tmp_path, counts):
+def test_prompts_read_once_change_nothing_in_the_world_of_two_tokens(tmp_path, counts):
     metrics, shared = [], []
     for share in ("True", "False"):
         counts.clear()
         folder = tmp_path / share
-        train("repulse", ["--output_dir", str(folder), "--max_steps", "50", "--share_prompts", share])
+        flags = ["--output_dir", str(folder), "--max_steps", "50", "--share_prompts", share]
+        train("repulse", [*two_tokens.flags("repulse"), *flags])
         metrics.append(json.loads((folder / "results.json").read_text())["metrics"])
         shared.append(counts.copy())
     assert sum(count > 1 for count in shared[0]) > 0.9 * len(shared[0]) and set(shared[1]) == {1}

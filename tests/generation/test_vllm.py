@@ -389,9 +389,9 @@ def test_stale_weights_would_be_noticed_in_training(make, tokenizer, tmp_path, c
 
 @pytest.mark.skipif(not CPU, reason="on an accelerator the two ways draw other random numbers")
 def test_with_the_same_random_numbers_training_is_the_same(monkeypatch):
-    """The embedded default, to the bit; the benchmark runs it to its end."""
+    """The world of two tokens, to the bit; the benchmark runs it to its end."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # the engines of this process have another
-    done = run([sys.executable, "benchmarks/same_draws.py", "--max_steps", "25"])
+    done = run([sys.executable, "-m", "benchmarks.same_draws", "--max_steps", "25"])
     row = next(line for line in done.stdout.splitlines() if line.startswith("| 0 |"))
     assert [cell.strip() for cell in row.split("|")[2:5]] == ["25", "25", "none"]
 

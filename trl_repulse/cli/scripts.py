@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PrinterCallback,
     ProgressCallback,
@@ -32,17 +33,19 @@ from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, 
 from ..engine.reward_calls import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.before_after import BeforeAfterCallback
+from ..evaluation.exact import ExactEvaluator
 from ..evaluation.plots import plot_training
 from ..evaluation.tracking import (
     BadTokenTrackingCallback,
     ExactTrackingCallback,
     TrackingCallback,
     format_table,
+    tokenize_prompts,
     write_results,
 )
 from ..evaluation.unseen import estimate_prob_bad, format_unseen
 from ..models._deepspeed import gathered
-from ..models._loading import load_model
+from ..models._loading import load_model, load_tokenizer
 from ..rewards.loading import load_reward
 from ._streams import keep_writing
 from .arguments import TrainingScriptArguments
@@ -144,9 +147,22 @@ def make_tracking(
         )
     texts = [row["prompt"] for row in prompts]
     if script_args.exact_tracking and isinstance(trainer.reward_funcs[0], nn.Module):
+        tokenize_prompts(trainer, texts)  # refuses what cannot be evaluated
+        # Loaded once more: the trainer's own may be wrapped and cut apart
         reference = load_model(AutoModelForCausalLM, model_name, "policy")
-        with gathered(reference), gathered(trainer.reward_funcs[0]):
-            return ExactTrackingCallback.from_trainer(trainer, texts, bad, reference, every)
+        path = script_args.reward_model_path
+        reward = load_model(AutoModelForSequenceClassification, path, "reward model", num_labels=1)
+        with gathered(reference), gathered(reward):
+            evaluator = ExactEvaluator(
+                trainer.processing_class,
+                texts,
+                reward,
+                bad,
+                trainer.max_completion_length,
+                reward_tokenizer=load_tokenizer(path, "reward model"),
+                reference_model=reference,
+            )
+        return ExactTrackingCallback(evaluator, trainer, every)
     return BadTokenTrackingCallback(trainer, texts, bad, every)
 
 
