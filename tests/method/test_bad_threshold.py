@@ -21,7 +21,7 @@ from trl_repulse import (
 )
 from trl_repulse._rules_of_thumb import bad_threshold_for, learning_rate_for
 from trl_repulse.engine import preparation as _set_up
-from trl_repulse.method import bad_threshold as _bad_threshold
+from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.method.hot_policy import HotPolicy
 
 from ..conftest import USE_CPU, build_model, same_parameters
@@ -36,7 +36,7 @@ TRAINERS = [RePULSeTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer]
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(_bad_threshold, "_LEAST", 24)
+    monkeypatch.setattr(_hot_policy, "_LEAST", 24)
 
 
 def recorded(trainer):
@@ -57,11 +57,11 @@ def test_the_threshold_is_that_of_the_first_samples(make, few, caplog, tmp_path,
     trainer = make(trainer_cls, max_steps=4, **HOT)
     rewards = recorded(trainer)
     assert trainer.bad_reward_threshold is None
-    with caplog.at_level(logging.WARNING, logger=_bad_threshold.__name__):
+    with caplog.at_level(logging.WARNING, logger=_hot_policy.__name__):
         trainer.train()
     expected = bad_threshold_for(np.array(rewards[:32]))  # of 24 or more: of whole batches of 16
     assert trainer.bad_reward_threshold == expected and trainer.args.bad_reward_threshold is None
-    (said,) = [each.getMessage() for each in caplog.records if each.name == _bad_threshold.__name__]
+    (said,) = [each.getMessage() for each in caplog.records if each.name == _hot_policy.__name__]
     share = np.mean(np.array(rewards[:32]) < expected)
     assert f"It is now {expected:g}: {share:.1%} of the first 32 rewards are under it" in said
     logs = [row for row in trainer.state.log_history if "reward" in row]
@@ -78,7 +78,7 @@ def test_the_threshold_is_that_of_the_first_samples(make, few, caplog, tmp_path,
 @pytest.mark.parametrize(("steps", "least"), [(1, 16), (4, 48)])
 def test_the_first_log_has_the_share_of_bad_samples(make, monkeypatch, steps, least):
     """The threshold is measured on its last batch, or in the middle: the share is of all samples that the other metrics are of."""
-    monkeypatch.setattr(_bad_threshold, "_LEAST", least)
+    monkeypatch.setattr(_hot_policy, "_LEAST", least)
     trainer = make(max_steps=steps, logging_steps=steps, **HOT)
     rewards = recorded(trainer)
     trainer.train()
@@ -120,7 +120,7 @@ def test_nothing_is_pushed_before(make, few, monkeypatch, trainer_cls):
 
 def test_equal_rewards_are_waited_out(make, monkeypatch):
     """Of equal rewards none is bad; the threshold comes with the first that differs."""
-    monkeypatch.setattr(_bad_threshold, "_LEAST", 8)
+    monkeypatch.setattr(_hot_policy, "_LEAST", 8)
     calls = []
 
     def reward(completions, **_):
@@ -145,9 +145,9 @@ def test_rewards_of_which_most_are_the_lowest_show_no_threshold(make, few):
 
 
 def test_a_run_that_is_too_short_to_measure_says_so(make, caplog):
-    with caplog.at_level(logging.WARNING, logger=_bad_threshold.__name__):
+    with caplog.at_level(logging.WARNING, logger=_hot_policy.__name__):
         make(max_steps=2, **HOT).train()
-    (said,) = [each.getMessage() for each in caplog.records if each.name == _bad_threshold.__name__]
+    (said,) = [each.getMessage() for each in caplog.records if each.name == _hot_policy.__name__]
     assert "takes 50 samples to measure. This run draws 32, so that nothing is pushed down" in said
 
 
@@ -220,7 +220,7 @@ def test_how_many_samples(make, updates, samples):
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_a_resumed_run_measures_the_same(make, monkeypatch, tmp_path, step):
     """Before there are enough samples, and after."""
-    monkeypatch.setattr(_bad_threshold, "_LEAST", 40)
+    monkeypatch.setattr(_hot_policy, "_LEAST", 40)
     settings = HOT | {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, "optim": "adamw_torch"}
     whole = make(output_dir=str(tmp_path / "whole"), **settings)
     whole.train()

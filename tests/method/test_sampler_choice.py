@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trl_repulse.generation._samplers import POLICY, Sampler
-from trl_repulse.method import sampler_choice as _sampler_choice
-from trl_repulse.method.sampler_choice import TEMPERATURES, TILTS, TokenEffects
+from trl_repulse.method import hot_policy as _hot_policy
+from trl_repulse.method.hot_policy import TEMPERATURES, TILTS, TokenEffects
 
 from ..conftest import BAD
 
@@ -39,7 +39,7 @@ def test_effects_are_shrunk_means_of_deviations():
 @pytest.mark.exact
 def test_the_gain_approaches_the_exact_one(make, monkeypatch, prompts):
     """Of samples that were drawn at one temperature."""
-    monkeypatch.setattr(_sampler_choice, "_FINDS", 100_000)
+    monkeypatch.setattr(_hot_policy, "_FINDS", 100_000)
     size = {"num_generations": 400, "per_device_train_batch_size": 1600, "max_completion_length": 1}
     trainer = make(**FIXED | {"proposal_temperature": 1.6}, **size, max_steps=8)
     trainer.train()

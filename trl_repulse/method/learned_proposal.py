@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..engine.sampling import UnitSampling
 from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
 from ..engine.trl_bridge import split_tensor_dict
 from ..math.importance import log_importance_weights, normalize_weights
@@ -51,7 +50,7 @@ class LearnedProposal(DrawnTerm):
 
     drawn_log_p = "proposal_old_log_q"
 
-    def __init__(self, trainer: UnitSampling, proposal: SecondModel):
+    def __init__(self, trainer: Any, proposal: SecondModel):
         super().__init__(trainer)
         self.proposal = proposal
         self.pending: list[dict[str, torch.Tensor]] = []  # micro-batches that an update after the policy's learns from
@@ -125,7 +124,10 @@ class LearnedProposal(DrawnTerm):
     # Weights
 
     def weigh(
-        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor
+        self,
+        batch: dict[str, torch.Tensor],
+        log_p: torch.Tensor | None = None,
+        log_p_negative: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """
         As [`NegativeTerm.weigh`]. The batch has proposal samples with `proposal_old_log_q` of shape `(U, m, T)`, log-probabilities (nats)
@@ -197,16 +199,15 @@ class LearnedProposal(DrawnTerm):
         if args.proposal_loss == "dpg":
             return {"proposal_coefficients": batch["proposal_w"]}
         units = (log_q, log_p, batch["proposal_w"], batch[f"{NEGATIVE}_mask"], ~rewards.isnan(), log_q_now)
-        *samples, scored, log_q_now = (scorer.by_prompt(x, self.size) for x in units)
+        log_q, log_p, weights, mask, scored, log_q_now = (scorer.by_prompt(x, self.size) for x in units)
         if args.proposal_loss == "sixo":
-            coefficients = sixo_negative_weights(*samples, scored)
+            coefficients = sixo_negative_weights(log_q, log_p, weights, mask, scored)
         elif args.proposal_loss == "vargrad":
             log_potential = scorer.by_prompt(self.log_potential(rewards), self.size)
-            coefficients = vargrad_targets(log_q_now, samples[1], log_potential, samples[3])
+            coefficients = vargrad_targets(log_q_now, log_p, log_potential, mask)
         else:
             coefficients = ctl_coefficients(
-                log_q_now,
-                *samples,
+                *(log_q_now, log_q, log_p, weights, mask),
                 second_term=args.proposal_loss != "ctl_no_second_term",
                 parameterization=args.proposal_parameterization,
                 scored=scored,

@@ -64,7 +64,6 @@ class NegativeTerm:
 
     completions: tuple[str, ...] = (OWN,)
     engine: Any = None  # model that other samples are drawn from; the policy if `None`
-    sampler = POLICY
 
     def __init__(self, trainer: UnitSampling):
         self.scorer = Scorer(trainer)
@@ -139,6 +138,11 @@ class NegativeTerm:
         return self.scorer.mode
 
     @property
+    def sampler(self) -> Sampler:
+        """What draws the other samples from the model's logits."""
+        return POLICY
+
+    @property
     def size(self) -> int:
         """K: the number of other samples of a prompt."""
         configured = self.trainer.args.num_proposal_generations
@@ -199,7 +203,7 @@ class NegativeTerm:
         normalized_w = normalize_weights(log_w)
         if args.negative_loss == "push_down":
             return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
-        baseline = args.negative_baseline if log_w.size(1) > 1 else "none"  # one sample: only in evaluation
+        baseline: Any = args.negative_baseline if log_w.size(1) > 1 else "none"  # one sample: only in evaluation
         return negative_reinforce_coefficients(
             normalized_w, returns_negative, alpha, baseline, returns, args.alpha_normalization
         )

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def policy_adapter(
-    model: "str | PreTrainedModel | PeftModel", peft_config: "PeftConfig | None"
-) -> "PeftConfig | None":
+def policy_adapter(model: Any, peft_config: "PeftConfig | None") -> Any:
     """Configuration of the policy's adapter, which it has or is given; `None` without."""
     is_adapter = not isinstance(model, str) and is_peft_model(model)
     return model.peft_config.get(POLICY_ADAPTER) if is_adapter else peft_config
@@ -50,7 +48,7 @@ def shares_base(
     policy_config = policy_adapter(model, peft_config)
     if policy_config is None:
         return False
-    own_config = policy_config if proposal_peft_config is None else proposal_peft_config
+    own_config: Any = policy_config if proposal_peft_config is None else proposal_peft_config
     obstacle = _change_of_base(policy_config) or _change_of_base(own_config)
     if args.fsdp:
         obstacle = "FSDP flattens all weights"
@@ -63,7 +61,7 @@ def shares_base(
     return obstacle is None
 
 
-def _change_of_base(config: "PeftConfig") -> str | None:
+def _change_of_base(config: Any) -> str | None:
     """Why a model with such an adapter is not its base model when the adapter is off; `None` if it is."""
     if config.is_prompt_learning or config.is_adaption_prompt:
         return f"{config.peft_type.value} has no layers to switch"
@@ -95,7 +93,7 @@ def lends_reference(
 
 def starting_point(
     proposal_model: str | PreTrainedModel | None,
-    model: "str | PreTrainedModel | PeftModel",
+    model: Any,
     args: Any,
     peft_config: "PeftConfig | None",
     proposal_peft_config: "PeftConfig | None",
@@ -139,7 +137,7 @@ def starting_point(
 
 
 def build_proposal(
-    model: "str | PreTrainedModel | None",
+    model: Any,
     trainer: Any,
     peft_config: "PeftConfig | None" = None,
     proposal_peft_config: "PeftConfig | None" = None,
@@ -167,7 +165,7 @@ def build_proposal(
                 adapter.load(model)
             return SecondAdapter(adapter, trainer.accelerator, learning_rate)
     config = None if saved is not None else proposal_peft_config or peft_config
-    module = _ready(model, trainer, config, quantization_config)
+    module: Any = _ready(model, trainer, config, quantization_config)
     proposal = SecondModel(module, trainer.accelerator, learning_rate)
     with gathered_by_layer(proposal.module), as_trained(trainer, proposal.module):
         check_causal(proposal.module, "`proposal_model`")
