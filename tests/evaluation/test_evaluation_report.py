@@ -347,6 +347,7 @@ def test_callback_refuses(make, prompts, arguments, message):
 def test_example(tmp_path, monkeypatch, capsys):
     script = Path(__file__).parents[2] / "examples" / "evaluate.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--output_dir", str(tmp_path / "s"), "--num_samples", "500"])
+    monkeypatch.syspath_prepend(script.parent)  # as Python does for a script
     runpy.run_path(str(script), run_name="__main__")
     out = capsys.readouterr().out
     low, high = map(float, re.search(r"P\(r < -5\) \| \S+ \| (\S+) to (\S+)", out).groups())
