@@ -127,8 +127,8 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         if given:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
     for folder in args.folders:
-        if folder.is_file():
-            raise ValueError(f"`{folder}` is a file; name a folder of samples.")
+        if folder.is_file() and folder.suffix != ".eval":
+            raise ValueError(f"`{folder}` is a file; name a folder of samples, or an `.eval` log of Inspect.")
     samples = [load_samples(folder) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)

@@ -79,7 +79,7 @@ def load_samples(folder: str | Path) -> SampleSet:
 
     Args:
         folder (`str` or `Path`):
-            Folder that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote.
+            Folder that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect.
 
     Returns:
         [`SampleSet`]
@@ -88,6 +88,12 @@ def load_samples(folder: str | Path) -> SampleSet:
         `ValueError`: If the samples are not complete, or a file is missing or was changed.
     """
     folder = Path(folder).expanduser()
+    if folder.is_file() and folder.suffix == ".eval":
+        try:
+            from .inspect import load_inspect_log
+        except ModuleNotFoundError as error:
+            raise ValueError(f"`{folder}` is a log of Inspect; run `pip install trl-repulse[inspect]` to read it.") from error
+        return load_inspect_log(folder)
     header = read_header(folder)
     if not (folder / COMPLETE).is_file():
         done = len(list(folder.glob("shard-*.parquet")))

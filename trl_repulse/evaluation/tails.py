@@ -161,6 +161,50 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     return Estimate(float(influence.mean()), *skewed_interval(influence, confidence), tail)
 
 
+def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
+    """
+    Mean over prompts of the expected lowest reward of k completions, without bias.
+
+    Each prompt's estimate is the mean minimum over all subsets of k of its N completions (a U-statistic); the interval is that
+    of [`mean`] for its jackknife pseudo-values. With fewer than 2·k completions of a prompt there is none.
+
+    Args:
+        rewards (`numpy.ndarray` of shape `(P, N)`):
+            Rewards.
+        k (`int`):
+            Number of completions, from 1 to N.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage.
+
+    Returns:
+        [`Estimate`]: a reward; `samples` are all.
+
+    Raises:
+        `ValueError`: If an argument is out of range.
+    """
+    ordered = np.sort(_checked(rewards, confidence), axis=1)
+    size = ordered.shape[1]
+    if not 1 <= k <= size:
+        raise ValueError(f"`k={k}` must be from 1 to {size}, the number of completions of each prompt.")
+    value = float((ordered @ _lowest_shares(size, k)).mean())
+    if size < 2 * k:
+        return Estimate(value, -math.inf, math.inf, ordered.size)
+    shares = _lowest_shares(size - 1, k)
+    before = np.cumsum(ordered[:, :-1] * shares, axis=1)  # of those lower than each but the first, with each left out
+    after = np.cumsum((ordered[:, 1:] * shares)[:, ::-1], axis=1)[:, ::-1]
+    left_out = np.pad(before, ((0, 0), (1, 0))) + np.pad(after, ((0, 0), (0, 1)))
+    whole = ordered @ _lowest_shares(size, k)
+    pseudo_values = size * whole[:, None] - (size - 1) * left_out
+    return Estimate(value, *skewed_interval(pseudo_values, confidence), ordered.size)
+
+
+def _lowest_shares(size: int, k: int) -> np.ndarray:
+    """Share of the subsets of k of `size` values in which each, in rising order, is the lowest."""
+    ranks = np.arange(size - 1)
+    shares: np.ndarray = k / size * np.cumprod(np.r_[1.0, np.maximum(size - k - ranks, 0) / (size - 1 - ranks)])
+    return shares
+
+
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
     """
     q − (q − r)₊ / level, of the rewards' shape. Its mean is the sample's CVaR, and its spread that of the estimate to first

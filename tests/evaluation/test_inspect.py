@@ -1,0 +1,120 @@
+"""Inspect: the task and the metrics give what `trl-repulse evaluate` gives of the same completions."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trl_repulse import embedded
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation import tails
+from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.report import tail_report
+
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
+inspect_ai = pytest.importorskip("inspect_ai")
+integration = pytest.importorskip("trl_repulse.evaluation.inspect")
+
+PLAIN = "{{ messages[0].content }}"
+
+
+def scores_of(rewards):
+    from inspect_ai.scorer import SampleScore, Score
+
+    return [
+        SampleScore(score=Score(value=float(value)), sample_id=prompt)
+        for prompt, row in enumerate(rewards)
+        for value in row
+    ]
+
+
+def test_metrics_are_those_of_the_tail_report():
+    rewards = np.random.default_rng(0).normal(size=(6, 50))
+    for made, name, expected in (
+        (integration.prob_bad(-1.5), "prob_bad", tails.prob_below(rewards, -1.5)),
+        (integration.cvar(0.5), "cvar", tails.cvar(rewards, 0.5)),
+        (integration.worst_of(4), "worst_of", tails.worst_of(rewards, 4)),
+    ):
+        found = made(scores_of(rewards))
+        assert found == {name: expected.value, f"{name}_low": expected.low, f"{name}_high": expected.high}
+    assert "cvar_low" not in integration.cvar(0.01)(scores_of(rewards))  # three samples in the tail bound nothing
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = Path(embedded.prompts_path("unseen")).read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(lines[:3]) + "\n", encoding="utf-8")
+    return path
+
+
+def evaluate(prompts, folder, policy=None, chat_template=PLAIN, **options):
+    made = integration.tail(
+        str(prompts),
+        threshold=0.0,
+        reward_model_path=str(embedded.reward_model_path()),
+        num_samples=8,
+        max_completion_length=8,
+        **options,
+    )
+    model_args = {"model_path": str(policy or embedded.policy_path()), "chat_template": chat_template, "device": "cpu"}
+    (log,) = inspect_ai.eval(
+        made, model="hf/policy", model_args=model_args, log_dir=str(folder), display="none", log_level="error"
+    )
+    return log
+
+
+def test_a_log_holds_what_evaluate_reports(prompts, tmp_path, capsys):
+    log = evaluate(prompts, tmp_path / "logs")
+    assert log.status == "success"
+    (path,) = (tmp_path / "logs").glob("*.eval")
+    samples = load_samples(path)
+    assert samples.num_samples == 8
+    assert samples.prompts == [row["prompt"] for row in embedded.load_prompts("unseen").select(range(3))]
+    assert len(set(samples.table["completion"].to_pylist())) > 12  # drawn, not the likeliest
+
+    reward = integration.as_function(str(embedded.reward_model_path()), None, "cpu")[1]
+    columns = {name: samples.table[name].to_pylist() for name in ("prompt", "completion")}
+    again = reward(prompts=columns["prompt"], completions=columns["completion"])
+    assert samples.column().ravel() == pytest.approx(again, abs=1e-4)
+
+    (found,) = log.results.scores
+    expected = tail_report(samples, thresholds=[0.0]).overall["P(r < 0)"]
+    assert 0 < expected.value < 1
+    assert found.metrics["prob_bad"].value == expected.value
+    assert found.metrics["prob_bad_high"].value == expected.high
+
+    assert main(["evaluate", str(path), "--thresholds", "0"]) == 0
+    assert f"| P(r < 0) | {expected.value:.4g} |" in capsys.readouterr().out
+    shutil.copy(path, tmp_path / "again.eval")
+    assert main(["evaluate", str(path), str(tmp_path / "again.eval")]) == 1
+    assert "are of the same model" in capsys.readouterr().err
+
+
+def test_the_models_own_generation_defaults_have_no_effect(prompts, tmp_path):
+    policy = shutil.copytree(embedded.policy_path(), tmp_path / "policy")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    model.generation_config.suppress_tokens = [token for token in range(model.config.vocab_size) if token != 20]
+    model.save_pretrained(policy)
+    log = evaluate(prompts, tmp_path / "logs", policy)
+    assert log.status == "success"
+    assert len({each.output.completion for each in log.samples}) > 12
+
+
+def test_other_tokens_than_in_training_are_refused(prompts, tmp_path):
+    log = evaluate(prompts, tmp_path / "logs", chat_template="user: {{ messages[0].content }}")
+    assert log.status == "error" and "which is not what training gives it" in log.error.message
+    (path,) = (tmp_path / "logs").glob("*.eval")
+    with pytest.raises(ValueError, match="eval-retry"):
+        load_samples(path)
+
+
+def test_what_is_no_log_is_refused(tmp_path):
+    path = tmp_path / "a.eval"
+    path.write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match="cannot be read as a log of Inspect"):
+        load_samples(path)

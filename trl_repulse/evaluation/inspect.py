@@ -1,0 +1,293 @@
+"""
+Tails of rewards in [Inspect](https://inspect.aisi.org.uk): a scorer, metrics with intervals, a task, and logs read as samples.
+
+Needs `pip install trl-repulse[inspect]`. Inspect finds the names here by itself, as `trl_repulse/tail` and so on.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from inspect_ai import Epochs, Task, task
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.model import GenerateConfig, get_model
+from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from transformers import GenerationConfig
+
+from ..data.loading import load_prompts
+from ..generation._defaults import end_tokens
+from ..rewards.loading import load_reward
+from . import tails
+from ._files import digest
+from ._generation import as_function, process_state, prompt_tokens
+from .records import SampleSet
+
+
+def _rewards(scores: list[SampleScore]) -> np.ndarray:
+    """Rewards (P, N) of all epochs of all samples."""
+    rows: dict[Any, list[float]] = {}
+    for each in scores:
+        rows.setdefault(each.sample_id, []).append(each.score.as_float())
+    if len({len(row) for row in rows.values()}) > 1:  # an epoch failed: prompts cannot be told apart
+        rows = {None: [value for row in rows.values() for value in row]}
+    return np.array([*rows.values()])
+
+
+def _with_interval(name: str, estimate: tails.Estimate) -> Value:
+    """An estimate as Inspect writes it: an end that the samples give no bound for is missing."""
+    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+
+
+@metric(scores="unreduced")
+def prob_bad(threshold: float, confidence: float = 0.95) -> Metric:
+    """
+    P(reward < threshold) with an exact interval, as [`~trl_repulse.evaluation.tails.prob_below`].
+
+    Args:
+        threshold (`float`): Reward under which an output is bad.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        return _with_interval("prob_bad", tails.prob_below(_rewards(scores), threshold, confidence))
+
+    return compute
+
+
+@metric(scores="unreduced")
+def cvar(level: float = 0.01, confidence: float = 0.95) -> Metric:
+    """
+    Mean of the lowest share `level` of the rewards with an interval, as [`~trl_repulse.evaluation.tails.cvar`].
+
+    Args:
+        level (`float`, *optional*, defaults to `0.01`): Share of the samples.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        return _with_interval("cvar", tails.cvar(_rewards(scores), level, confidence))
+
+    return compute
+
+
+@metric(scores="unreduced")
+def worst_of(k: int, confidence: float = 0.95) -> Metric:
+    """
+    Mean lowest reward of k completions of a prompt with an interval, as [`~trl_repulse.evaluation.tails.worst_of`].
+
+    Args:
+        k (`int`): Number of completions, at most that of epochs.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        return _with_interval("worst_of", tails.worst_of(_rewards(scores), k, confidence))
+
+    return compute
+
+
+@scorer(metrics=[cvar()])
+def reward(
+    reward_model_path: str | None = None,
+    reward_type: str | None = None,
+    reward_kwargs: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Scorer:
+    """
+    Scores a completion by a reward, which is the score's value.
+
+    Args:
+        reward_model_path, reward_type, reward_kwargs:
+            The reward, as for [`~trl_repulse.rewards.load_reward`]; `reward_kwargs` are its further arguments.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to run Python code that comes with the reward model.
+
+    Raises:
+        `ValueError`: If the reward cannot be loaded, or gives a completion no finite number.
+    """
+    loaded = load_reward(reward_type, reward_model_path, **(reward_kwargs or {}))
+    name, function = as_function(loaded, None, process_state().device, trust_remote_code=trust_remote_code)
+
+    async def score(state: TaskState, target: Target) -> Score:
+        prompt, completion = _prompt(state), state.output.completion
+        columns = {key: [value] for key, value in (state.metadata.get("columns") or {}).items()}
+        answer = completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
+        (value,) = function(prompts=[prompt], completions=[answer], **columns)
+        if value is None or not np.isfinite(value):
+            raise ValueError(f"The reward '{name}' gave {value} for the completion {completion!r}; fix the reward.")
+        return Score(value=float(value), answer=completion)
+
+    return score
+
+
+def _prompt(state: TaskState) -> str | list[dict[str, Any]]:
+    """The prompt as rewards take it: plain text, or messages where the dataset had messages."""
+    return state.input if isinstance(state.input, str) else [_message(each) for each in state.input]
+
+
+def _message(message: Any) -> dict[str, str]:
+    return {"role": message.role, "content": message.text}
+
+
+@solver
+def as_trained() -> Solver:
+    """
+    Lets a Hugging Face model that Inspect has loaded read prompts and draw tokens as in training; others are left as they are.
+
+    Its own generation defaults, such as a repetition penalty, have no effect, and completions end at the tokenizer's end token too.
+
+    Raises:
+        `ValueError`: If Inspect gives the model other tokens than training does.
+    """
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        api: Any = get_model().api
+        tokenizer = getattr(api, "tokenizer", None)
+        if not hasattr(api, "hf_chat") or tokenizer is None:
+            return state
+        text = api.hf_chat(state.messages, [])
+        given = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
+        (own,) = prompt_tokens(tokenizer, [_prompt(state)])
+        if list(given) != list(own):
+            raise ValueError(
+                f"Inspect gives the model {text!r}, which is not what training gives it. For prompts of plain text pass "
+                """`-M 'chat_template="{{ messages[0].content }}"'`; if only the first token differs, pass """
+                """`-M 'tokenizer_call_args={"add_special_tokens": false}'`."""
+            )
+        api.model.generation_config = GenerationConfig(
+            eos_token_id=end_tokens(api.model, tokenizer), pad_token_id=tokenizer.pad_token_id
+        )
+        return state
+
+    return solve
+
+
+@task
+def tail(
+    prompts: str,
+    threshold: float,
+    reward_model_path: str | None = None,
+    reward_type: str | None = None,
+    reward_kwargs: dict[str, Any] | None = None,
+    num_samples: int = 16,
+    max_completion_length: int = 256,
+    split: str = "train",
+    prompt_column: str = "prompt",
+    level: float = 0.01,
+    trust_remote_code: bool = False,
+) -> Task:
+    """
+    The held-out evaluation of `trl-repulse evaluate`: completions at temperature 1 from all tokens, their rewards, and the tail's.
+
+    Args:
+        prompts, split, prompt_column:
+            Prompts, as for [`~trl_repulse.data.load_prompts`].
+        threshold (`float`):
+            Reward under which an output is bad.
+        reward_model_path, reward_type, reward_kwargs, trust_remote_code:
+            As for [`reward`].
+        num_samples (`int`, *optional*, defaults to `16`):
+            Completions of each prompt: Inspect's epochs.
+        max_completion_length (`int`, *optional*, defaults to `256`):
+            Tokens of a completion.
+        level (`float`, *optional*, defaults to `0.01`):
+            Level of the CVaR.
+    """
+    rows: Any = load_prompts(prompts, split, column=prompt_column)
+    samples = [_sample(number, dict(row)) for number, row in enumerate(rows)]
+    return Task(
+        dataset=MemoryDataset(samples, name=Path(prompts).stem),
+        solver=[as_trained(), generate()],
+        scorer=reward(reward_model_path, reward_type, reward_kwargs, trust_remote_code),
+        metrics=[prob_bad(threshold), cvar(level)],
+        epochs=Epochs(num_samples, "mean"),
+        config=GenerateConfig(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_completion_length),
+    )
+
+
+def _sample(number: int, row: dict[str, Any]) -> Sample:
+    from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser
+
+    kinds = {"user": ChatMessageUser, "assistant": ChatMessageAssistant, "system": ChatMessageSystem}
+    prompt = row.pop("prompt")
+    if not isinstance(prompt, str):
+        unknown = {each["role"] for each in prompt} - set(kinds)
+        if unknown:
+            raise ValueError(
+                f"Prompt {number} has a message of the role {min(unknown)!r}, which Inspect's task does not take."
+            )
+        prompt = [kinds[each["role"]](content=each["content"]) for each in prompt]
+    return Sample(input=prompt, id=number, metadata={"columns": row})
+
+
+def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> SampleSet:
+    """
+    Reads the completions and scores of an Inspect log as held-out samples, for [`~trl_repulse.evaluation.report.tail_report`].
+
+    Args:
+        path (`str` or `Path`):
+            A finished `.eval` log.
+        scorer_name (`str`, *optional*):
+            The scorer whose values are the column `"reward"`; only needed if several give numbers.
+
+    Returns:
+        [`SampleSet`]: one prompt a sample of the log, one completion an epoch.
+
+    Raises:
+        `ValueError`: If it is no finished log, samples are missing or failed, or no scorer gives numbers.
+    """
+    path = Path(path).expanduser()
+    try:
+        log: EvalLog = read_eval_log(str(path))
+    except Exception as error:  # of zip files, JSON and Inspect's checks
+        raise ValueError(f"`{path}` cannot be read as a log of Inspect ({type(error).__name__}: {error}).") from error
+    samples, epochs = sorted(log.samples or [], key=lambda each: each.epoch), log.eval.config.epochs or 1
+    rows: dict[Any, list[Any]] = {}
+    for each in samples:
+        rows.setdefault(each.id, []).append(each)
+    if log.status != "success" or any(len(row) != epochs for row in rows.values()) or not rows:
+        raise ValueError(
+            f"`{path}` has the status '{log.status}' and {len(samples)} samples; finish it with `inspect eval-retry`."
+        )
+    ordered = [each for row in rows.values() for each in row]
+    names = [name for name in (ordered[0].scores or {}) if all(_number(each, name) is not None for each in ordered)]
+    if scorer_name not in (*names, None) or len(names) != 1 and scorer_name is None:
+        found = ", ".join(f"'{name}'" for name in names) or "none"
+        raise ValueError(f"`{path}` needs one scorer that gives every sample a number; `scorer_name` can be: {found}.")
+    table = pa.table(
+        {
+            "prompt_index": pa.array(np.repeat(np.arange(len(rows)), epochs), pa.int32()),
+            "sample_index": pa.array(np.tile(np.arange(epochs), len(rows)), pa.int32()),
+            "prompt": [
+                each.input if isinstance(each.input, str) else "\n".join(m.text for m in each.input)
+                for each in ordered
+            ],
+            "completion": [each.output.completion for each in ordered],
+            **{f"rewards/{name}": [_number(each, name) for each in ordered] for name in names},
+            "reward": [_number(each, scorer_name or names[0]) for each in ordered],
+        }
+    )
+    evaluated = log.eval
+    inputs = [row[0].model_dump(mode="json", include={"input"}) for row in rows.values()]
+    settings = {"num_samples": epochs} | evaluated.model_generate_config.model_dump(exclude_none=True)
+    header = {
+        "model": {"name": evaluated.model, "weights": digest([evaluated.model, evaluated.model_args])},
+        "reference": None,
+        "rewards": {each.name: each.options or {} for each in evaluated.scorers or []},
+        "prompts": {"count": len(rows), "sha256": digest(inputs)},
+        "settings": json.loads(json.dumps(settings, default=str)),
+        "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
+    }
+    return SampleSet(path, header, table)
+
+
+def _number(sample: Any, name: str) -> float | None:
+    """A scorer's value of a sample; `None` if it is no number."""
+    score = (sample.scores or {}).get(name)
+    value = None if score is None else score.value
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
