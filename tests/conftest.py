@@ -23,6 +23,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.utils.hub
+import trl.trainer.utils
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
@@ -40,6 +41,28 @@ from .hub_server import HubServer
 
 
 torch.set_num_threads(1)
+
+
+class PlainLogProbs:
+    """TRL 1.15's kernel in plain torch: its own needs Triton, hence an accelerator."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, labels, temperature, chunk_size, softcap, scale, outputs):
+        logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float() * scale
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+        log_p = logits.log_softmax(dim=-1)
+        found = {
+            "entropy": -(log_p.exp() * log_p).sum(dim=-1),
+            "log_sum_sq_probs": (2 * log_p).logsumexp(dim=-1),
+            "mean_logits": logits.mean(dim=-1),
+            "is_top1": logits.argmax(dim=-1) == labels,
+        }
+        chosen = log_p.gather(-1, labels[:, None])[:, 0]
+        return chosen, *(value if name in outputs else None for name, value in found.items())
+
+
+if USE_CPU and getattr(trl.trainer.utils, "_ChunkedLogProbFunction", True) is None:
+    trl.trainer.utils._ChunkedLogProbFunction = PlainLogProbs
 
 DEVICE = torch.device("cpu") if USE_CPU else torch.accelerator.current_accelerator() or torch.device("cpu")
 about_the_cpu = pytest.mark.skipif(not USE_CPU, reason="is about the CPU")

@@ -15,7 +15,7 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.engine import trl_bridge as bridge
 
 from ..conftest import USE_CPU, build_model, word_reward
@@ -297,3 +297,11 @@ def test_a_dropped_output_of_the_fused_head_is_reported(grpo, monkeypatch):
 
     monkeypatch.setattr(bridge, "add_fused_lm_head", without_entropy)
     assert returned_changes(grpo) == [f"{VERSION}: add_fused_lm_head no longer has 'entropy'"]
+
+
+def test_a_trl_that_scores_on_gpus_alone_is_reported(monkeypatch):
+    """As 1.15 without Triton. With `alpha` above 0 scores come from the model's logits."""
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)
+    grpo = SimpleNamespace(args=SimpleNamespace(alpha=0.0))
+    with pytest.raises(ValueError, match="needs Triton and a GPU. Install TRL 1.16"):
+        RePULSeGRPOTrainer._prepare_scoring(grpo)

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 import transformers.trainer
+import trl.trainer.utils as trl_utils
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import validate_quantization_for_training
@@ -47,6 +48,18 @@ except ImportError as error:
 from ..generation._samplers import POLICY, Sampler, rows_drawn_by
 from ..models._deepspeed import gathered
 from ..models._peft_bridge import AdapterView, trainable_kept
+
+
+def check_scoring_on_cpu() -> None:
+    """
+    Raises `ValueError` if TRL's own scoring needs an accelerator, as that of 1.15, whose kernel is written in Triton. Way out: TRL 1.16 or
+    newer as the oldest that is supported.
+    """
+    if getattr(trl_utils, "_ChunkedLogProbFunction", True) is None:
+        raise ValueError(
+            f"TRL {version('trl')} scores completions with a kernel that needs Triton and a GPU. Install TRL 1.16 to train with `alpha=0` "
+            "here, or set `alpha` above 0."
+        )
 
 
 # TRL (1.16) reads and sets what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.

@@ -92,7 +92,9 @@ def load_samples(folder: str | Path) -> SampleSet:
         try:
             from .inspect import load_inspect_log
         except ModuleNotFoundError as error:
-            raise ValueError(f"`{folder}` is a log of Inspect; run `pip install trl-repulse[inspect]` to read it.") from error
+            raise ValueError(
+                f"`{folder}` is a log of Inspect; run `pip install trl-repulse[inspect]` to read it."
+            ) from error
         return load_inspect_log(folder)
     header = read_header(folder)
     if not (folder / COMPLETE).is_file():

@@ -6,6 +6,7 @@ from typing import Any
 from trl import GRPOTrainer
 
 from ..configs import RePULSeGRPOConfig
+from ..engine.trl_bridge import check_scoring_on_cpu
 from ..generation._probe import Guard
 from ..method.environments import Factory, ProposalWorld, check_acting
 from ..models._deepspeed import zero_stage
@@ -100,6 +101,7 @@ class RePULSeGRPOTrainer(GRPOWithNegativeTerm, GRPOBase):
         if self.args.alpha > 0:
             super()._prepare_scoring()
         else:
+            check_scoring_on_cpu()
             self._guard = Guard(share_prompts=False, repeat_cache=False)
 
     def _generate_single_turn(self, *args: Any, **options: Any):
