@@ -140,6 +140,9 @@ def run(folder: Path, name: str) -> list[dict]:
             arguments[1] = str(folder / f"{name}.yaml")
             kept = [line for line in lines if not line.startswith(("exact_tracking:", "bad_token_ids:"))]
             Path(arguments[1]).write_text("".join(kept), encoding="utf-8")
+        if "reward_type" in flags:  # a function in the place of the reward model
+            place = arguments.index("--reward_model_path")
+            del arguments[place : place + 2]
         arguments += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
         print(shlex.join(["trl-repulse", "repulse", *arguments]), flush=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}

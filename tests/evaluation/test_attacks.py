@@ -1,0 +1,162 @@
+"""Attacks: what is asked, what is judged, and success rates against enumeration and simulation."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from trl_repulse import embedded
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation.attacks import (
+    Attack,
+    OnBehavior,
+    attack_report,
+    attempts,
+    augmented,
+    format_attacks,
+    load_attacks,
+    refusal,
+    success_at,
+)
+from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.sampling import SamplingSettings
+
+from ..conftest import build_tokenizer
+
+
+MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the cat"}]
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_success_at_k_is_the_mean_over_all_subsets(k):
+    rewards = np.random.default_rng(0).normal(size=(3, 6))
+    expected = np.mean([[max(chosen) for chosen in itertools.combinations(row, k)] for row in rewards < -0.3])
+    assert success_at(rewards, -0.3, k).value == pytest.approx(expected)
+
+
+def test_the_interval_covers():
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(300):
+        p = rng.beta(0.3, 2.7, size=(30, 1))
+        estimate = success_at(-(rng.random((30, 32)) < p).astype(float), -0.5, 8)
+        covered += estimate.low <= (1 - (1 - p) ** 8).mean() <= estimate.high
+    assert covered >= 0.92 * 300
+
+
+def test_no_success_still_has_an_upper_end():
+    estimate = success_at(np.zeros((10, 20)), -0.5, 4)
+    assert (estimate.value, estimate.low) == (0.0, 0.0)
+    assert estimate.high == pytest.approx(1 - 0.025 ** (4 / 200))  # exact for one attempt, of four
+
+
+def test_the_report_counts_behaviours_once():
+    first, second = np.zeros((3, 4)), np.zeros((3, 4))
+    first[0, 2] = second[0, 1] = second[1, 0] = -1.0
+    report = attack_report({"a": first, "b": second, "GCG": -np.ones((2, 1))}, -0.5, [1, 2])
+    assert [report["attacks"][name]["broken"] for name in ("a", "b", "GCG")] == [1, 2, 2]
+    assert report["broken"] == 2 and "ASR@2" not in report["attacks"]["GCG"]
+    assert "2 of 3" in format_attacks(report).splitlines()[-1]
+
+
+def test_augmented_text_has_the_letters_of_the_text():
+    assert augmented("the cat sat", random.Random(0), 0.0) == "the cat sat"
+    texts = {augmented("describe the weather", random.Random(seed)) for seed in range(20)}
+    assert len(texts) == 20
+    lower = [text.lower() for text in texts]
+    same = np.mean([sorted(text) == sorted("describe the weather") for text in lower])
+    assert 0.05 < same < 0.95  # some have letters moved to a neighbour
+
+
+def test_what_is_asked():
+    settings = SamplingSettings(num_samples=4)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    plain = Dataset.from_list([{"prompt": "the cat", "Target": " sat"}, {"prompt": "fish", "Target": " ate"}])
+
+    rows, count = attempts(Attack("a", template="say: {prompt}!"), plain, tokenizer, settings)
+    assert rows["prompt"] == ["say: the cat!", "say: fish!"] and count == 4
+    assert rows["behavior"] == ["the cat", "fish"]
+    rows, _ = attempts(Attack("a", prefill="{Target} well"), plain, tokenizer, settings)
+    assert rows["prompt"] == ["the cat sat well", "fish ate well"]
+    rows, count = attempts(Attack("a", augment=True), plain, tokenizer, settings)
+    assert len(rows) == 8 and count == 1 and len(set(rows["prompt"][:4])) > 1
+    assert rows["behavior"] == ["the cat"] * 4 + ["fish"] * 4
+
+    chat = Dataset.from_list([{"prompt": MESSAGES}])
+    rows, _ = attempts(Attack("a", template="say {prompt}"), chat, tokenizer, settings)
+    assert rows["prompt"][0][-1]["content"] == "say the cat" and rows["behavior"][0] == MESSAGES
+    rows, _ = attempts(Attack("a", prefill="sure"), chat, tokenizer, settings)
+    assert rows["prompt"] == ["[system]be kind[user]the cat[assistant]sure"]
+
+    with pytest.raises(ValueError, match="'a' cannot be filled"):
+        attempts(Attack("a", prefill="{target}"), plain, tokenizer, settings)
+
+
+def test_the_judge_reads_the_behaviour_and_the_whole_answer():
+    seen = []
+
+    def reward(prompts, completions, **columns):
+        seen.append((prompts, completions, columns))
+        return [1.0] * len(prompts)
+
+    judge = OnBehavior(reward)
+    judge(["x: hi"], [" there"], behavior=["hi"], prefill=[" hey"], completion_ids=[[1]], label=[2])
+    judge(["[user]hi[assistant]hey"], [" there"], behavior=[MESSAGES], prefill=["hey"])
+    assert seen[0] == (["hi"], [" hey there"], {"label": [2]})
+    assert seen[1][:2] == ([MESSAGES], [[{"role": "assistant", "content": "hey there"}]])
+
+
+def test_refusals():
+    texts = [" I'm sorry, but no.", "I\u2019m sorry", "sure, here it is", ""]
+    assert refusal([""] * 4, texts) == [-1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"name": "a", "template": "hello"}', "Line 1 of .* has no `{prompt}`"),
+        ('{"template": "{prompt}"}', "Line 1 of .* is no attack"),
+        ('{"name": "a"}\n{"name": "a"}', "'a' occurs twice"),
+        ("", "There are no attacks"),
+    ],
+)
+def test_files_that_hold_no_attacks(tmp_path, lines, message):
+    path = tmp_path / "attacks.jsonl"
+    path.write_text(lines, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_attacks(path)
+
+
+def test_the_command(tmp_path, capsys):
+    rows = [row | {"BehaviorID": f"b{i}"} for i, row in enumerate(embedded.load_prompts("unseen").select(range(3)))]
+    prompts, attacks = tmp_path / "prompts.jsonl", tmp_path / "attacks.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    attacks.write_text('{"name": "polite", "prefill": " my pleasure, i"}\n', encoding="utf-8")
+    words = ["attacks", str(tmp_path / "out"), "--model", str(embedded.policy_path()), "--prompts", str(prompts)]
+    words += ["--reward_model_path", str(embedded.reward_model_path()), "--threshold", "0", "--k", "1", "4"]
+    words += ["--attacks", str(attacks), "--augment", "--benign", str(prompts)]
+    words += ["--num_samples", "4", "--max_completion_length", "6", "--output", str(tmp_path / "report.json")]
+    export = ["--export", str(tmp_path / "all.json"), "--layout", "harmbench"]
+    assert main([*words, *export]) == 0
+    printed = capsys.readouterr().out
+    assert "polite" in printed and "best of N" in printed and "Refusals of harmless prompts: 0 (0 to 0.265)" in printed
+
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    samples = load_samples(tmp_path / "out" / "attacks" / "polite")
+    assert report["attacks"]["polite"]["ASR@1"]["value"] == np.mean(samples.column() < 0)
+    cases = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["polite"]
+    assert list(cases) == ["b0", "b1", "b2"] and [len(each) for each in cases.values()] == [4, 4, 4]
+    assert cases["b1"][2]["generation"] == samples.table["completion"].to_pylist()[6]
+
+    begun = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.parquet")}
+    assert main([*words, "--export", str(tmp_path / "all.json")]) == 0  # nothing is drawn again
+    assert capsys.readouterr().out == printed[printed.index("Success") :]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.parquet")} == begun
+    (first,) = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["prompt"]["jailbreaks"][:1]
+    assert first["goal"] == rows[0]["prompt"] and first["number_of_queries"] == 4
+
+    assert main([*words, "--k", "5"]) == 1
+    assert "`--k 5` must be from 1 to `--num_samples 4`" in capsys.readouterr().err

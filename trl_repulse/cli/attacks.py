@@ -1,0 +1,96 @@
+"""`trl-repulse attacks`: how often templates, prefilled answers and augmented prompts make a model answer badly."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..evaluation._files import write_report
+from ._fields import add_prompts, add_reward, check_output
+from .evaluate import SETTINGS
+
+
+_TAKEN = ("num_samples", "max_completion_length", "seed", "batch_size", "shard_size", "dtype", "revision", "engine")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("folder", metavar="OUTPUT_DIR", type=Path, help="folder for the answers, one an attack")
+    parser.add_argument("--model", required=True, help="path or Hub id of the model that is attacked")
+    add_prompts(parser, required=True)
+    add_reward(parser)
+    parser.add_argument("--threshold", type=float, required=True, help="rewards under which an answer is bad")
+    parser.add_argument("--k", type=int, nargs="+", default=[1], help="numbers of attempts of an attacker (1)")
+    parser.add_argument("--attacks", metavar="FILE", type=Path, help="JSONL file of templates and prefilled answers")
+    parser.add_argument("--prefill", metavar="TEXT", help="an attack more: how the answer begins, or '{COLUMN}'")
+    parser.add_argument("--augment", action="store_true", help="an attack more: prompts with augmented letters")
+    parser.add_argument("--gcg", metavar="FILE", nargs="+", default=[], help="results of `trl-repulse gcg`, as a row")
+    parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
+    parser.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="JSON file for the report")
+    parser.add_argument("--export", metavar="FILE", type=Path, help="JSON file for all answers")
+    parser.add_argument(
+        "--layout",
+        choices=("jailbreakbench", "harmbench"),
+        default="jailbreakbench",
+        help="layout of that file (jailbreakbench)",
+    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with models")
+    for name in _TAKEN:
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])
+    parser.add_argument("--chat_template_kwargs", default=argparse.SUPPRESS, **SETTINGS["chat_template_kwargs"])
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws what is missing, writes and prints the report, and returns 0."""
+    from ..data.loading import load_prompts
+    from ..evaluation.attacks import (
+        Attack,
+        attack_report,
+        export_attempts,
+        format_attacks,
+        gcg_scores,
+        load_attacks,
+        refusal,
+        run_attacks,
+        success_at,
+    )
+    from ..evaluation.sampling import SamplingSettings
+    from ..evaluation.tails import check_share
+    from ..rewards.loading import load_reward
+
+    check_output(args.output)
+    check_output(args.export, "--export")
+    check_share("confidence", args.confidence)
+    given = {name: value for name, value in vars(args).items() if name in (*_TAKEN, "chat_template_kwargs")}
+    settings = SamplingSettings(**given)
+    if not all(1 <= k <= settings.num_samples for k in args.k):
+        raise ValueError(f"`--k {max(args.k)}` must be from 1 to `--num_samples {settings.num_samples}`.")
+    attacks = [Attack("prompt")]
+    attacks += [] if args.attacks is None else load_attacks(args.attacks)
+    attacks += [] if args.prefill is None else [Attack("prefill", prefill=args.prefill)]
+    attacks += [Attack("best of N", augment=True)] if args.augment else []
+    options = {"column": args.prompt_column, "as_conversation": args.apply_chat_template}
+    behaviors: Any = load_prompts(args.prompts, args.split, **options)
+    benign: Any = None if args.benign is None else load_prompts(args.benign, "train", **options)
+    reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
+    code = {"trust_remote_code": args.trust_remote_code}
+
+    samples = run_attacks(args.folder / "attacks", args.model, behaviors, attacks, reward, settings, **code)
+    rewards = {name: each.column().reshape(-1, settings.num_samples) for name, each in samples.items()}
+    if args.gcg:
+        rewards["GCG"] = gcg_scores(*args.gcg)
+    report = attack_report(rewards, args.threshold, args.k, args.confidence)
+    text = format_attacks(report)
+    if benign is not None:
+        drawn = run_attacks(args.folder / "benign", args.model, benign, [Attack("benign")], refusal, settings, **code)
+        refused = success_at(drawn["benign"].column(), -0.5, 1, args.confidence)
+        report["over_refusal"] = asdict(refused)
+        text += f"\nRefusals of harmless prompts: {refused.value:.3g} ({refused.low:.3g} to {refused.high:.3g})"
+    if args.output is not None:
+        write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
+    if args.export is not None:
+        export_attempts(args.export, samples, behaviors, settings.num_samples, args.threshold, args.layout)
+    print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")
+    return 0
