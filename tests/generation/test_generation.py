@@ -1,5 +1,6 @@
 """Generators over several models: the right model, with the weights it has now, every time."""
 
+import copy
 import itertools
 import json
 import sys
@@ -447,6 +448,24 @@ def test_transformers_generator(tokenizer, model_dirs):
             ids = greedy(models[name].eval(), tokenizer(prompt)["input_ids"], 3)[0]
             assert [completion.token_ids for completion in group] == [ids, ids]
             assert group[0].text == tokenizer.decode(ids, skip_special_tokens=True) and group[0].model == name
+
+
+def test_transformers_generator_leaves_each_module_its_mode(tokenizer, model_dirs):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"]).train()
+    model.model.norm.eval()  # frozen
+    TransformersGenerator({"policy": model}, tokenizer, max_completion_length=1).complete(["fish"], model="policy")
+    assert [name for name, module in model.named_modules() if not module.training] == ["model.norm"]
+
+
+def test_transformers_generator_pads_with_a_token_that_the_model_has(tokenizer, model_dirs):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<more>"})  # the model has no embedding for it
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=3, do_sample=False)
+    for [completion], prompt in zip(
+        generator.complete(["fish", "the cat"], "policy"), ("fish", "the cat"), strict=True
+    ):
+        assert completion.token_ids == greedy(model, tokenizer(prompt)["input_ids"], 3)[0]
 
 
 def test_transformers_generator_draws_from_the_model(tokenizer, model_dirs):

@@ -16,7 +16,6 @@ from accelerate import PartialState
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,10 +25,9 @@ from ..data._prompts import check_template_variables, render, warn_of_date
 from ..data._texts import check_added_tokens
 from ..engine.reward_calls import with_checks
 from ..engine.trl_bridge import is_async_callable
-from ..generation._defaults import end_tokens, until_end, without_generation_defaults
-from ..generation._padding import batches, padding_token
+from ..generation._defaults import end_tokens, until_end
 from ..generation._probe import probe
-from ..models._adapters import in_mode
+from ..generation.transformers_generator import draw
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
 from .exact import reward_of_model
@@ -138,8 +136,7 @@ def transformers_engine(
     on_drawn: Callable[[int], object] = lambda count: None,
 ) -> Engine:
     """
-    Draws with `generate` from all tokens, ignoring the model's generation configuration except for its end tokens. `on_drawn`
-    gets the number of completions of each pass.
+    Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed.
     """
     end = end_tokens(model, tokenizer) if end is None else end
     if not end:
@@ -147,36 +144,13 @@ def transformers_engine(
             "Neither model nor tokenizer has an end token: each completion has `max_completion_length` tokens. Set "
             "`tokenizer.eos_token` if completions are to end."
         )
-    pad, guard = padding_token(model, tokenizer, end), probe(model)
-    config = GenerationConfig(
-        do_sample=True,
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_completion_length,
-        eos_token_id=end or None,
-        pad_token_id=pad,
-        use_cache=guard.use_cache,
-    )
-    device = next(model.parameters()).device
-
-    def draw(prompt_ids: list[list[int]]) -> list[list[int]]:
-        width = max(map(len, prompt_ids))
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompt_ids], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids], device=device)
-        with in_mode(model, training=False), without_generation_defaults(model):
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        return [until_end(row, end) for row in output[:, width:].tolist()]
+    guard, device = probe(model), next(model.parameters()).device
+    settings = {"max_new_tokens": max_completion_length, "temperature": temperature, "eos_token_id": end or None}
 
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(seed)
-            rows: list[list[int]] = [[] for _ in prompt_ids]
-            for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
-                for place, row in zip(chosen, draw([prompt_ids[i] for i in chosen]), strict=True):
-                    rows[place] = row
-                on_drawn(len(chosen))
-            return rows
+            return draw(model, tokenizer, prompt_ids, guard, batch_size, on_drawn, **settings)
 
     return engine
 

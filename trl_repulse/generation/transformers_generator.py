@@ -1,16 +1,54 @@
 """Sampling from several named models with transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..models._adapters import in_mode
 from ..models._causal import check_causal
 from ._defaults import end_tokens, until_end, without_generation_defaults
-from ._padding import batches
+from ._padding import batches, padding_token
 from ._probe import Guard, probe
 from .completions import Completion, group_completions, tokenize
+
+
+def draw(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[list[int]],
+    guard: Guard,
+    batch_size: int,
+    on_drawn: Callable[[int], object] = lambda count: None,
+    **settings: Any,
+) -> list[list[int]]:
+    """
+    A completion of each prompt, up to its end token, from all tokens at temperature 1 unless `settings` of
+    [`~transformers.GenerationConfig`] say otherwise. `on_drawn` gets the number of completions of each batch.
+    """
+    settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    settings = {"eos_token_id": end_tokens(model, tokenizer) or None} | settings
+    settings |= {} if guard.use_cache else {"use_cache": False}
+    end = settings["eos_token_id"]
+    end = [] if end is None else [end] if isinstance(end, int) else end
+    config = GenerationConfig(**{"pad_token_id": padding_token(model, tokenizer, end)} | settings)
+    pad, device = config.pad_token_id or 0, next(model.parameters()).device
+    rows: list[list[int]] = [[] for _ in prompt_ids]
+    with in_mode(model, training=False), without_generation_defaults(model):
+        for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
+            width = max(len(prompt_ids[i]) for i in chosen)
+            padding = [width - len(prompt_ids[i]) for i in chosen]
+            ids = [[pad] * k + prompt_ids[i] for k, i in zip(padding, chosen, strict=True)]
+            output = model.generate(
+                input_ids=torch.tensor(ids, device=device),
+                attention_mask=torch.tensor([[0] * k + [1] * (width - k) for k in padding], device=device),
+                generation_config=config,
+            )
+            for place, row in zip(chosen, output[:, width:].tolist(), strict=True):
+                rows[place] = until_end(row, end)
+            on_drawn(len(chosen))
+    return rows
 
 
 class TransformersGenerator:
@@ -58,19 +96,9 @@ class TransformersGenerator:
         self.models = models
         self.tokenizer = tokenizer
         self.batch_size = batch_size
-        pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        settings = {
-            "max_new_tokens": max_completion_length,
-            "do_sample": True,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "pad_token_id": pad_token_id,
-        }
-        self._settings = settings | generation_kwargs
+        self._settings = {"max_new_tokens": max_completion_length} | generation_kwargs
         self._guards: dict[str, Guard] = {}
 
-    @torch.no_grad()
     def complete(
         self, prompts: Sequence[str | list[dict[str, str]]], model: str, num_completions: int = 1
     ) -> list[list[Completion]]:
@@ -91,35 +119,7 @@ class TransformersGenerator:
         """
         lm = self.models[model]
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
-        guard = self._guard(model)
-        drawn: list[list[int]] = [[] for _ in rows]
-        training = lm.training
-        lm.eval()
-        try:
-            with without_generation_defaults(lm):
-                for chosen in batches(rows, self.batch_size, guard.sample_by_length):
-                    for place, ids in zip(chosen, self._generate(lm, [rows[i] for i in chosen], guard), strict=True):
-                        drawn[place] = ids
-        finally:
-            lm.train(training)
-        return group_completions(self.tokenizer, prompts, rows, drawn, model, version=0)
-
-    def _guard(self, model: str) -> Guard:
-        """How to sample from a model, checked before its first completions."""
         if model not in self._guards:
-            self._guards[model] = probe(self.models[model], generation_config=GenerationConfig(**self._settings))
-        return self._guards[model]
-
-    def _generate(self, lm: PreTrainedModel, rows: list[list[int]], guard: Guard) -> list[list[int]]:
-        """Completions of a left-padded batch, up to their end tokens."""
-        ends = {"eos_token_id": end_tokens(lm, self.tokenizer) or None}
-        config = GenerationConfig(**ends | self._settings | ({} if guard.use_cache else {"use_cache": False}))
-        ends = config.eos_token_id
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        width = max(map(len, rows))
-        padding = [width - len(row) for row in rows]
-        pad = 0 if config.pad_token_id is None else config.pad_token_id
-        ids = torch.tensor([[pad] * k + row for k, row in zip(padding, rows, strict=True)], device=lm.device)
-        mask = torch.tensor([[0] * k + [1] * (width - k) for k in padding], device=lm.device)
-        drawn = lm.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-        return [until_end(row, ends) for row in drawn]
+            self._guards[model] = probe(lm, generation_config=GenerationConfig(**self._settings))
+        drawn = draw(lm, self.tokenizer, rows, self._guards[model], self.batch_size, **self._settings)
+        return group_completions(self.tokenizer, prompts, rows, drawn, model, version=0)
