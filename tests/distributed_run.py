@@ -11,7 +11,7 @@ from trl.trainer import grpo_trainer
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.engine.second_adapter import SecondAdapter
 from trl_repulse.method import bad_threshold as _bad_threshold
-from trl_repulse.models._peft_bridge import adapter_layers
+from trl_repulse.models._adapters import adapter_layers
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from tests.distributed_support import free_port
-from trl_repulse.models._causal import check_causal
 from trl_repulse.models._deepspeed import gathered_by_layer, is_partitioned
+from trl_repulse.models._model_checks import check_causal
 
 
 def main(causal: str, bidirectional: str) -> None:

@@ -6,7 +6,7 @@ from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from trl_repulse import PPOTrainer
 from trl_repulse.engine.second_adapter import SecondAdapter
-from trl_repulse.models._peft_bridge import keep_gradients
+from trl_repulse.models._adapters import keep_gradients
 
 from .test_adapters_math import lora
 

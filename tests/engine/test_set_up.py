@@ -13,7 +13,7 @@ from benchmarks.architectures import build
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.engine.preparation import as_trained, check_noise
 from trl_repulse.generation._probe import Guard, probe
-from trl_repulse.models._causal import check_causal
+from trl_repulse.models._model_checks import check_causal
 
 from ..conftest import build_model
 

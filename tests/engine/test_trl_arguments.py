@@ -10,7 +10,7 @@ from trl_repulse.engine.trl_bridge import disable_dropout
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.method import proposal_model as _proposal
-from trl_repulse.models._causal import check_causal
+from trl_repulse.models._model_checks import check_causal
 
 from ..conftest import USE_CPU, about_the_cpu
 from .test_adapters_math import lora

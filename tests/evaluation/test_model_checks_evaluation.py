@@ -12,8 +12,8 @@ from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator
-from trl_repulse.models._causal import check_causal
 from trl_repulse.models._loading import load_model
+from trl_repulse.models._model_checks import check_causal
 
 from ..conftest import WORDS, build_model, build_tokenizer, word_reward
 from ..models.test_model_checks import MESSAGES, MODELS, SIZES, V, classifier, gpt2, saved

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from benchmarks.architectures import NAMES, TooLong, examine, limited, sweep
-from trl_repulse.generation._passes import holds
+from trl_repulse.generation._probe import holds
 
 from ..conftest import build_tokenizer
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, Phi3Config, set_seed
 
 from trl_repulse.data._checks import check_prompt_lengths
-from trl_repulse.generation._passes import Passes
+from trl_repulse.generation._probe import Passes
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}

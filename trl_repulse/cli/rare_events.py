@@ -134,8 +134,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
-    from ..models._loading import load_model, load_tokenizer
-    from ..models._vocabulary import check_same_tokens
+    from ..models._loading import check_same_tokens, load_model, load_tokenizer
     from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 

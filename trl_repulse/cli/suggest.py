@@ -128,8 +128,8 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from ..evaluation._generation import process_state
-    from ..models._causal import check_causal
     from ..models._loading import load_model, load_tokenizer
+    from ..models._model_checks import check_causal
 
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.model, "model", **code)

@@ -26,16 +26,13 @@ from ..data._prompts import (
     warn_of_date,
 )
 from ..data._texts import check_added_tokens
+from ..generation._batches import batches, without_generation_defaults
 from ..generation._cache import prompts_read_once
-from ..generation._defaults import without_generation_defaults
-from ..generation._padding import batches
 from ..generation._samplers import Sampler, rows_drawn_by
 from ..models import _fsdp
-from ..models._adapters import base_of
-from ..models._causal import check_causal
+from ..models._adapters import adapters_kept, base_of, keep_gradients
 from ..models._deepspeed import gathered_by_layer
-from ..models._model_checks import check_tokenizer, check_trained_tokens
-from ..models._peft_bridge import adapters_kept, keep_gradients
+from ..models._model_checks import check_causal, check_tokenizer, check_trained_tokens
 from ..rewards.transforms import transform_rewards
 from .cards import amend_model_card
 from .metrics import highest, mean

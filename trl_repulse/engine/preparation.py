@@ -23,11 +23,10 @@ from ..generation._probe import (
     reads_rows_alike,
     shares_prompts,
 )
-from ..models._adapters import base_of, takes, undisturbed
+from ..models._adapters import AdapterView, base_of, takes, undisturbed
 from ..models._deepspeed import gathered_by_layer, is_partitioned
 from ..models._layout import MASKED, Layout, longest_row
-from ..models._peft_bridge import AdapterView
-from ..models._vocabulary import vocab_size
+from ..models._model_checks import vocab_size
 from .probe_batch import first_batch
 from .scoring import backbone_of
 from .trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ..data._checks import check_rows
-from ..generation._defaults import without_generation_defaults
-from ..generation._padding import padding_token
+from ..generation._batches import padding_token, without_generation_defaults
 from ..models._adapters import base_of, undisturbed
 from ..models._layout import longest_row
 from .trl_bridge import pad

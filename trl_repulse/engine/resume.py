@@ -21,7 +21,7 @@ from trl.trainer.utils import RepeatSampler
 
 from .._errors import changed_prompt
 from ..data._prompts import rendering
-from ..models._peft_bridge import AdapterView
+from ..models._adapters import AdapterView
 from .records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
 from .reference import REFERENCE
 

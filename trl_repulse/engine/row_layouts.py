@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..generation._padding import without_padding
+from ..generation._batches import without_padding
 from ..generation._probe import Guard
 from ..models._deepspeed import zero_stage
 from ..models._layout import Layout

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..data._checks import check_rows
-from ..generation._joint_draw import JointDraw
-from ..generation._samplers import Sampler
+from ..generation._samplers import JointDraw, Sampler
 from ..math.importance import sequence_log_prob
 from ..math.losses import policy_gradient_loss
 from ..models._layout import Layout

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..generation._joint_draw import JointDraw
-from ..generation._samplers import POLICY, Sampler
+from ..generation._samplers import POLICY, JointDraw, Sampler
 from ..math.importance import effective_sample_size, log_z_estimate, max_weight_share
 from ..models._adapters import base_of
 from .metrics import Moments, lowest, mean

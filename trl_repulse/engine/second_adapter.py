@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer
 
+from ..models._adapters import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
 from ..models._deepspeed import end_backward, gathered, zero_stage
-from ..models._peft_bridge import AdapterView, adapter_layers, bind_adapters_to_checkpoints, trainable_kept
 from .second_model import SecondModel
 from .trl_bridge import disable_dropout
 

@@ -1,7 +1,7 @@
 """Every dependence on private names of TRL and transformers.
 
 Each entry has the version, the reason, and a way out. `PINNED` lists methods that the trainers override or call. A test compares their
-signatures with the installed packages, and so do the trainers when they are built. PEFT's are in `models/_peft_bridge.py`.
+signatures with the installed packages, and so do the trainers when they are built. PEFT's are in `models/_adapters.py`.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ except ImportError as error:
     ) from error
 
 from ..generation._samplers import POLICY, Sampler, rows_drawn_by
+from ..models._adapters import AdapterView, trainable_kept
 from ..models._deepspeed import gathered
-from ..models._peft_bridge import AdapterView, trainable_kept
 
 
 def check_scoring_on_cpu() -> None:

@@ -19,10 +19,9 @@ from transformers import (
 )
 
 from ..models._adapters import adapter_config, base_of
-from ..models._causal import reads_ahead
 from ..models._deepspeed import gathered, gathered_by_layer
 from ..models._layout import Layout
-from ..models._vocabulary import check_vocabulary_size
+from ..models._model_checks import check_vocabulary_size, reads_ahead
 from .trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
 

@@ -25,7 +25,7 @@ from ..data._prompts import check_template_variables, render, warn_of_date
 from ..data._texts import check_added_tokens
 from ..engine.reward_calls import with_checks
 from ..engine.trl_bridge import is_async_callable
-from ..generation._defaults import end_tokens, until_end
+from ..generation._batches import end_tokens, until_end
 from ..generation._probe import probe
 from ..generation.transformers_generator import draw
 from ..models._loading import load_model, load_tokenizer

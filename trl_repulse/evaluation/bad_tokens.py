@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..models._adapters import in_mode
-from ..models._causal import check_causal
-from ..models._model_checks import check_token_ids
+from ..models._model_checks import check_causal, check_token_ids
 from .tails import check_sizes
 
 

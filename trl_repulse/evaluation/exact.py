@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data._checks import check_prompts
 from ..data._texts import check_added_tokens, completion_texts, joins
 from ..models._adapters import in_mode
-from ..models._causal import check_causal
-from ..models._model_checks import check_reward_model
+from ..models._model_checks import check_causal, check_reward_model
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..generation._padding import batches, padded_outputs
+from ..generation._batches import batches, padded_outputs
 from ..generation._probe import probe
 from ..models._adapters import in_mode
-from ..models._causal import check_causal
+from ..models._model_checks import check_causal
 
 
 def completion_log_probs(

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, warn_of_date
 from ..data._texts import completion_texts
-from ..models._causal import check_causal
-from ..models._loading import load_model, load_tokenizer
-from ..models._vocabulary import check_reference
+from ..models._loading import check_reference, load_model, load_tokenizer
+from ..models._model_checks import check_causal
 from ..rewards.transforms import transform_rewards
 from . import _files
 from ._generation import (

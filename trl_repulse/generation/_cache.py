@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 from ..models._adapters import base_of, takes
-from ._padding import padded_outputs
+from ._batches import padded_outputs
 
 
 # transformers 5.24 renamed it for its models and `generate`; other models may have the old name

@@ -7,9 +7,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models._adapters import in_mode
-from ..models._causal import check_causal
-from ._defaults import end_tokens, until_end, without_generation_defaults
-from ._padding import batches, padding_token
+from ..models._model_checks import check_causal
+from ._batches import batches, end_tokens, padding_token, until_end, without_generation_defaults
 from ._probe import Guard, probe
 from .completions import Completion, group_completions, tokenize
 

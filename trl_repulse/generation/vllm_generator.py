@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ._defaults import end_tokens
+from ._batches import end_tokens
 from ._samplers import POLICY, Sampler
 from .completions import Completion, check_one_family, group_completions, tokenize
 

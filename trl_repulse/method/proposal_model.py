@@ -17,12 +17,10 @@ from ..engine.trl_bridge import (
     disable_dropout,
     validate_quantization_for_training,
 )
-from ..models._adapters import adapter_config, base_of
-from ..models._causal import check_causal
+from ..models._adapters import adapter_config, base_of, keep_gradients
 from ..models._deepspeed import gathered_by_layer, zero_stage
-from ..models._model_checks import check_language_model, check_separate
-from ..models._peft_bridge import keep_gradients
-from ..models._vocabulary import check_same_tokens, check_vocabulary_size
+from ..models._loading import check_same_tokens
+from ..models._model_checks import check_causal, check_language_model, check_separate, check_vocabulary_size
 
 
 if TYPE_CHECKING:

@@ -1,13 +1,23 @@
-"""Models with PEFT's wrapper and without, and contexts for passes that change nothing."""
+"""
+Models with PEFT's wrapper and without, contexts for passes that change nothing, and all dependence on how PEFT and transformers
+switch, freeze and load adapters, which the tests of both bridges pin.
+
+Each entry of the latter states the behaviour it relies on and what would make it unnecessary, as in `engine/trl_bridge.py`. PEFT
+is imported only where it is used.
+"""
 
 import contextlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
 
@@ -62,3 +72,168 @@ def adapter_config(model: Any) -> "PeftConfig | None":
     from peft import PeftConfig
 
     return PeftConfig.from_pretrained(model)
+
+
+def adapter_layers(model: nn.Module) -> list[nn.Module]:
+    """
+    The modules of a PEFT model that depend on the active adapter.
+
+    PEFT (0.21) keeps the active adapters in `_active_adapter`. Its public `set_adapter` also freezes all other
+    adapters, which must go on training here, so the attribute is set directly. Way out: a switch that leaves
+    `requires_grad` alone.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    return [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+
+
+def keep_gradients(model: nn.Module, argument: str) -> None:
+    """
+    Keeps 4-bit layers trainable. Raises `ValueError` if weights are packed already; `argument` names the model.
+
+    On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode for a product
+    without gradient, and adapters before them no longer learn. Way out: packing only if no gradient is needed, or a
+    switch.
+    """
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    from bitsandbytes.nn import Linear4bit
+
+    for layer in model.modules():
+        if not isinstance(layer, Linear4bit):
+            continue
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{argument} has 4-bit weights that bitsandbytes has packed for inference, which carry no gradient. Load it again, "
+                "and do not run it in evaluation mode before training."
+            )
+        layer.support_avx512bf16_for_cpu = False
+
+
+@contextlib.contextmanager
+def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> Iterator[None]:
+    """Context in which each layer has its own active adapters."""
+    before = [layer._active_adapter for layer in layers]
+    try:
+        for layer, names in zip(layers, adapters, strict=True):
+            layer._active_adapter = names
+        yield
+    finally:
+        for layer, names in zip(layers, before, strict=True):
+            layer._active_adapter = names
+
+
+class AdapterView:
+    """A PEFT model with one adapter active. Other attributes are the model's; `requires_grad` does not change."""
+
+    def __init__(self, model: Any, layers: list[nn.Module], name: str):
+        self.model = model
+        self.name = name
+        self._layers = layers
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model's passes use this adapter."""
+        return _with_adapters(self._layers, [[self.name]] * len(self._layers))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.active():
+            return self.model(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Samples from the model with this adapter."""
+        with self.active():
+            return self.model.generate(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model" or name.startswith("__"):  # not set yet, as while copying
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+class BaseView(AdapterView):
+    """A PEFT model without its adapters."""
+
+    def __init__(self, model: Any):
+        super().__init__(model, [], "")
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Context in which the model's passes use the base alone."""
+        with trainable_kept(self.model), self.model.disable_adapter():
+            yield
+
+
+def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
+    """
+    Makes a checkpointed layer recompute, in backward, with the adapters of its forward pass.
+
+    Otherwise the adapter active during backward would be used, and gradients would be wrong without an error.
+    transformers (5.23) hands the checkpointing function to `_set_gradient_checkpointing`; TRL turns checkpointing off
+    and on around every pass without gradient. Way out: PEFT or transformers binding the adapters. Raises `ValueError`
+    for checkpointing as in transformers before 4.35, which takes no function.
+    """
+    original = type(model)._set_gradient_checkpointing
+    if "value" in inspect.signature(original).parameters:
+        raise ValueError(
+            f"{type(model).__name__} has an outdated form of gradient checkpointing, which two adapters cannot share; "
+            "pass `proposal_model` to give the proposal a base of its own."
+        )
+
+    def bound_to(layers: list[nn.Module], checkpoint: Any) -> Any:
+        def bound_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            adapters = [layer._active_adapter for layer in layers]
+
+            def with_adapters(*inner_args: Any, **inner_kwargs: Any) -> Any:
+                with _with_adapters(layers, adapters):
+                    return function(*inner_args, **inner_kwargs)
+
+            return checkpoint(with_adapters, *args, **kwargs)
+
+        return bound_checkpoint
+
+    def set_bound(self, enable=True, gradient_checkpointing_func=torch_checkpoint, every_n_layers=1):
+        function = bound_to(adapter_layers(self), gradient_checkpointing_func)
+        original(self, enable, function, every_n_layers)
+
+    model._set_gradient_checkpointing = MethodType(set_bound, model)
+    layers = adapter_layers(model)
+    for module in model.modules():  # turned on before
+        if "_gradient_checkpointing_func" in module.__dict__:
+            module._gradient_checkpointing_func = bound_to(layers, module._gradient_checkpointing_func)
+
+
+@contextlib.contextmanager
+def trainable_kept(model: nn.Module) -> Iterator[None]:
+    """
+    Context that restores `requires_grad` of each parameter.
+
+    PEFT (0.21) sets it for the active adapter and clears it for the others in `set_adapter` and `add_adapter`, and
+    when `disable_adapter` ends. Way out: as for [`adapter_layers`].
+    """
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for p, requires_grad in before:
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
+
+
+@contextlib.contextmanager
+def adapters_kept(model: nn.Module) -> Iterator[None]:
+    """
+    Context in which loading a checkpoint neither adds adapters to a PEFT model nor freezes any.
+
+    transformers (5.23) loads every adapter in a checkpoint into the policy, a second model's too, and freezes all but
+    one. PEFT would then save that copy in the second model's place. Way out: a check of the adapters that the model
+    has.
+    """
+    if not is_peft_model(model):
+        yield
+        return
+    names = set(model.peft_config)
+    with trainable_kept(model):
+        yield
+        for name in set(model.peft_config) - names:
+            model.delete_adapter(name)

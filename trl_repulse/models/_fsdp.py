@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from ._peft_bridge import AdapterView
+from ._adapters import AdapterView
 
 
 def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> None:

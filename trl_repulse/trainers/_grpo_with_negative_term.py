@@ -14,7 +14,7 @@ from ..engine.second_model import PROPOSAL_FOLDER
 from ..math.importance import engine_ratios
 from ..math.losses import scale_gradient
 from ..method.negative_term import COEFFICIENTS, NEGATIVE, OWN
-from ..models._peft_bridge import trainable_kept
+from ..models._adapters import trainable_kept
 from ._with_negative_term import WithNegativeTerm
 
 

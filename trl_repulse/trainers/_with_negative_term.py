@@ -23,8 +23,7 @@ from ..method.hot_policy import HotPolicy
 from ..method.learned_proposal import LearnedProposal
 from ..method.negative_term import NegativeTerm
 from ..method.proposal_model import build_proposal, lends_reference, policy_adapter, serve_proposal, starting_point
-from ..models._adapters import adapter_config
-from ..models._peft_bridge import BaseView
+from ..models._adapters import BaseView, adapter_config
 from ._grpo_base import GRPOBase
 
 

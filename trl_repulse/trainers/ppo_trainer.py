@@ -24,12 +24,11 @@ from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
 from ..engine.value import build_value_model, check_value_model, token_values
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..math.returns import kl_token_rewards
-from ..models._adapters import adapter_config, base_of
+from ..models._adapters import adapter_config, base_of, keep_gradients
 from ..models._deepspeed import zero_stage
 from ..models._layout import Layout
+from ..models._loading import check_same_tokens
 from ..models._model_checks import check_separate
-from ..models._peft_bridge import keep_gradients
-from ..models._vocabulary import check_same_tokens
 from ._grpo_base import GRPOBase
 
 

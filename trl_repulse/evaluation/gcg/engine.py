@@ -17,8 +17,7 @@ from scipy.stats import spearmanr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...models._adapters import in_mode
-from ...models._causal import check_causal
-from ...models._model_checks import check_token_ids
+from ...models._model_checks import check_causal, check_token_ids
 from .config import GCGConfig
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
 from .scoring import GCGError, SuffixScorer, check_context, finite

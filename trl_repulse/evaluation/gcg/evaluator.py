@@ -25,13 +25,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ...data._prompts import warn_of_date
 from ...data._tables import read_csv
 from ...data._texts import completion_texts
+from ...generation._batches import end_tokens
 from ...generation._cache import growing_cache, with_cache
-from ...generation._defaults import end_tokens
 from ...generation._probe import repeats_cache
 from ...models._adapters import in_mode
-from ...models._loading import load_model, load_tokenizer
+from ...models._loading import check_same_tokens, load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
-from ...models._vocabulary import check_same_tokens
 from .._files import digest
 from .._generation import event_loop, hash_model, hashed_seed, process_state
 from .._identity import warn_of_name
