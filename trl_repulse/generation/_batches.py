@@ -44,18 +44,10 @@ def without_padding(
     *more: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """
-    Scores rows with prompts of one length at a time, without left padding.
+    Scores left-padded prompts followed by right-padded completions (B, L + T) with prompts of one length at a time.
 
-    Args:
-        score (`Callable`):
-            Function of tokens, mask and `more` of some rows. Each result is a tensor of these rows, a mean over them,
-            or `None`.
-        input_ids, attention_mask (`torch.Tensor` of shape `(B, L + T)`):
-            Left-padded prompts followed by right-padded completions.
-        more (`torch.Tensor` of shape `(B, ...)`): Further inputs of each row.
-
-    Returns:
-        `tuple`: The results of `score` for all rows, in order.
+    `score` is a function of tokens, mask and `more` (B, ...) of some rows. Each of its results is a tensor of these
+    rows, a mean over them, or `None`; returned are those for all rows, in order.
     """
     starts = attention_mask.long().argmax(dim=1)  # (B,)
     groups = [(starts == start).nonzero()[:, 0] for start in starts.unique()]
@@ -81,9 +73,9 @@ def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationCo
     Context in which `generate` ignores the sampling settings that the (unwrapped) model was saved with.
 
     transformers (5.23) fills what a passed `generation_config` leaves unset from the model's own: `typical_p`,
-    `suppress_tokens`, `no_repeat_ngram_size` and others would change the distribution, and with it every importance
-    weight. Way out: `generate` taking the passed configuration as it is. Its warning about padding is left out: transformers (5.24) drops a mask of ones,
-    and then warns of completions that have ended.
+    `suppress_tokens` and others would change the distribution, and with it every importance weight. Way out:
+    `generate` taking what it is passed. Its warning about padding is left out: transformers (5.24) drops a mask of
+    ones, and then warns of completions that have ended.
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()

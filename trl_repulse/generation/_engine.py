@@ -56,12 +56,7 @@ _VOCABULARY = (
 
 
 def check_vllm() -> None:
-    """
-    Refuses to go on without a vLLM that TRL knows.
-
-    Raises:
-        `ImportError`: If vLLM is missing, or of a version that TRL only warns of.
-    """
+    """Raises `ImportError` if vLLM is missing, or of a version that TRL only warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = is_vllm_available()
@@ -76,16 +71,7 @@ def check_vllm() -> None:
 
 
 def check_adapter(config: "PeftConfig") -> None:
-    """
-    Refuses adapters that can neither be pushed as they are nor merged.
-
-    Args:
-        config (`peft.PeftConfig`):
-            Configuration of the adapter.
-
-    Raises:
-        `ValueError`: Naming the field.
-    """
+    """Raises `ValueError`, naming the field, for adapters that can neither be pushed as they are nor merged."""
     found = [name for name in _NOT_MERGED if getattr(config, name, None)]
     if config.is_prompt_learning:
         found.append("peft_type")
@@ -99,15 +85,7 @@ def check_adapter(config: "PeftConfig") -> None:
 def is_pushable(config: "PeftConfig") -> bool:
     """
     Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing else.
-
-    Not over the head or the embedding, which vLLM refuses for most architectures.
-
-    Args:
-        config (`peft.PeftConfig`):
-            Configuration of the adapter.
-
-    Returns:
-        `bool`: If `False`, the adapter has to be merged into the weights that are pushed.
+    Not over the head or the embedding, which vLLM refuses for most architectures. Others are merged in each push.
     """
     return (
         config.peft_type == "LORA"
@@ -128,18 +106,7 @@ def _names_vocabulary(targets: "str | Collection[str] | None") -> bool:
 
 
 def goes_separately(model: "PeftModel", adapter: str) -> bool:
-    """
-    Whether vLLM can take a model's adapter as it is, over a base that it is given once.
-
-    Args:
-        model (`peft.PeftModel`):
-            Model with the adapter.
-        adapter (`str`):
-            Name of the adapter.
-
-    Returns:
-        `bool`: If `False`, base and adapter have to be merged in each push.
-    """
+    """Whether vLLM can take a model's adapter as it is, over a base that it is given once."""
     base = model.get_base_model()
     vocabulary = [layer for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None]
     return (
@@ -154,18 +121,8 @@ def goes_separately(model: "PeftModel", adapter: str) -> bool:
 
 
 def check_tied(model: "PeftModel", adapter: str) -> None:
-    """
-    Refuses an adapter that sets head and embedding apart where both have the same weights, which vLLM has but once.
-
-    Args:
-        model (`peft.PeftModel`):
-            Model with the adapter.
-        adapter (`str`):
-            Name of the adapter, which is to be merged.
-
-    Raises:
-        `ValueError`: Naming the adapter.
-    """
+    """Raises `ValueError` for an adapter, to be merged, that sets head and embedding apart where both have the same
+    weights, which vLLM has but once."""
     base = model.get_base_model()
     layers = [base.get_input_embeddings(), base.get_output_embeddings()]
     if None in layers:
@@ -189,21 +146,13 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
     """
     Lets the engine that TRL builds inside the context serve our models; says what to do if it does not fit.
 
-    TRL passes no precision, so that vLLM would halve a float32 model's, and makes no room for adapters. Where vLLM cannot
-    serve adapters of the model's architecture, or is too old to take weights below them, no room is made, and they are merged.
-    Way out: further arguments of `VLLMGeneration` for `vllm.LLM`.
+    TRL passes no precision, so that vLLM would halve a float32 model's, and makes no room for adapters. Where vLLM
+    cannot serve adapters of the model's architecture, or is too old to take weights below them, no room is made, and
+    they are merged. Way out: further arguments of `VLLMGeneration` for `vllm.LLM`.
 
-    Args:
-        dtype (`str`):
-            Precision in which the models run elsewhere, and the engine shall, e.g. `"float32"`.
-        adapters (`Sequence[peft.PeftConfig]`, *optional*):
-            Configurations of the adapters to be pushed.
-        prefix (`str`, *optional*, defaults to `"vllm_"`):
-            What the caller's arguments have before the names that TRL has for them.
-
-    Raises:
-        `ValueError`: If an adapter can neither be pushed nor merged.
-        `RuntimeError`: If the engine does not fit into memory.
+    `dtype` is the precision in which the models run elsewhere (`"float32"`), `prefix` what the caller's arguments have
+    before TRL's names for them. Raises `ValueError` if an adapter can neither be pushed nor merged, `RuntimeError` if
+    the engine does not fit into memory.
     """
     for config in adapters:
         check_adapter(config)
@@ -236,18 +185,7 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
 
 
 def serves_adapters(model: str, trust_remote_code: bool = False) -> bool:
-    """
-    Whether vLLM serves adapters over a model, and takes new weights for the layers below them (0.28 and later).
-
-    Args:
-        model (`str`):
-            Folder or Hub id of the model.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with the model may run.
-
-    Returns:
-        `bool`
-    """
+    """Whether vLLM serves adapters over a model, and takes new weights for the layers below them (0.28 and later)."""
     from vllm import ModelRegistry
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.models.interfaces import supports_lora
@@ -265,46 +203,18 @@ def _does_not_fit(error: Exception, prefix: str) -> str:
 
 
 def takes_adapters(engine: VLLMGeneration) -> bool:
-    """
-    Whether an engine in this process was built with room for adapters.
-
-    Args:
-        engine ([`~trl.generation.VLLMGeneration`]):
-            Engine in colocated mode.
-
-    Returns:
-        `bool`
-    """
+    """Whether an engine in this process was built with room for adapters."""
     return engine.llm.llm_engine.vllm_config.lora_config is not None
 
 
 def context_length(engine: VLLMGeneration) -> int:
-    """
-    How many tokens of prompt and completion an engine in this process takes.
-
-    Args:
-        engine ([`~trl.generation.VLLMGeneration`]):
-            Engine in colocated mode.
-
-    Returns:
-        `int`
-    """
+    """How many tokens of prompt and completion an engine in this process takes."""
     return engine.llm.llm_engine.vllm_config.model_config.max_model_len
 
 
 def sampler_params(params: Any, sampler: Sampler) -> Any:
-    """
-    Sampling parameters with which vLLM draws by a sampler.
-
-    Args:
-        params (`vllm.SamplingParams`):
-            Parameters of the model as it is.
-        sampler ([`Sampler`]):
-            Sampler. Its bias becomes `logit_bias`, which vLLM adds before it divides by the temperature; 0 takes no room.
-
-    Returns:
-        `vllm.SamplingParams`: `params` itself for the model as it is.
-    """
+    """Parameters with which vLLM draws by a sampler; `params` for the model as it is. The bias becomes
+    `logit_bias`, which vLLM adds before it divides by the temperature; 0 takes no room."""
     if sampler is POLICY:
         return params
     params = copy.copy(params)
@@ -317,15 +227,11 @@ def sampler_params(params: Any, sampler: Sampler) -> Any:
 
 class EngineView:
     """
-    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, samplers and a sleep level that TRL has no words for.
+    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, samplers and a sleep level that TRL has no
+    words for.
 
-    Way out: a `lora_request` and sampling parameters for each row, and a sleep level, in `VLLMGeneration`.
-
-    Args:
-        llm (`vllm.LLM`):
-            The engine.
-        sleep_level (`int`):
-            1 keeps the weights in main memory, 2 drops them.
+    Sleep level 1 keeps the weights in main memory, 2 drops them. Way out: a `lora_request` and sampling parameters for
+    each row, and a sleep level, in `VLLMGeneration`.
     """
 
     def __init__(self, llm: Any, sleep_level: int):
@@ -359,13 +265,8 @@ class EngineView:
 
 
 def wake_weights(engine: VLLMGeneration) -> None:
-    """
-    Brings the weights of a sleeping engine back to the device; at sleep level 2 they hold nothing until the next push.
-
-    Args:
-        engine ([`~trl.generation.VLLMGeneration`]):
-            Engine in colocated mode.
-    """
+    """Brings the weights of a sleeping engine back to the device; at sleep level 2 they hold nothing until the next
+    push."""
     if engine.enable_sleep_mode and engine._llm_weights_sleeping:
         vllm_generation.empty_cache()
         engine.llm.wake_up(tags=["weights"])
@@ -374,19 +275,12 @@ def wake_weights(engine: VLLMGeneration) -> None:
 
 def push_weights(engine: VLLMGeneration, model: Any, adapter: str | None = None) -> None:
     """
-    Copies a model's weights to the engine and forgets cached prefixes. All processes must call it.
+    Copies a model's weights to the (woken) engine and forgets cached prefixes. Of a PEFT model, `adapter` is merged
+    into them; if `None`, the base is pushed. All processes must call it.
 
     In the same process weights go through vLLM's `reload_weights`: it lets each layer bring them into its own layout
     anew, which TRL's `load_weights` of single tensors skips (vLLM's CPU layers then have no place for them), and knows
     the names of layers with adapters. Way out: TRL using it.
-
-    Args:
-        engine ([`~trl.generation.VLLMGeneration`]):
-            Engine, awake.
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Model to copy.
-        adapter (`str`, *optional*):
-            Which of a PEFT model's adapters is merged into the weights that are pushed. If `None`, its base is pushed.
     """
     engine.model = model
     with _plain_weights(engine, model, adapter) as weights:
@@ -469,19 +363,7 @@ def _peft_params(engine: VLLMGeneration, model: "PeftModel", adapter: str | None
 
 
 def write_adapter(engine: VLLMGeneration, model: "PeftModel", adapter: str, folder: Path) -> None:
-    """
-    Writes an adapter where vLLM can read it. All processes must call it, each with a folder of its own.
-
-    Args:
-        engine ([`~trl.generation.VLLMGeneration`]):
-            Gives the means to gather parameters that are cut apart.
-        model (`peft.PeftModel`):
-            Model with the adapter.
-        adapter (`str`):
-            Name of the adapter.
-        folder (`Path`):
-            Folder to create.
-    """
+    """Writes an adapter to a new folder for vLLM. All processes must call it, each with a folder of its own."""
     from peft import get_peft_model_state_dict
 
     own = {name: p for name, p in model.named_parameters() if adapter in name.split(".")}

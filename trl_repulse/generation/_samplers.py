@@ -44,15 +44,7 @@ POLICY = Sampler()  # a model as it is
 
 
 class RowSamplers(LogitsProcessor):
-    """
-    Draws some rows of a batch by another sampler.
-
-    Args:
-        others (`list[bool]`):
-            For each row of the batch, whether `sampler` draws it.
-        sampler ([`Sampler`]):
-            The other sampler.
-    """
+    """Draws the rows of a batch that `others` marks by another sampler."""
 
     def __init__(self, others: list[bool], sampler: Sampler):
         self.others, self.sampler = torch.tensor(others).unsqueeze(1), sampler
@@ -63,15 +55,7 @@ class RowSamplers(LogitsProcessor):
 
 @contextlib.contextmanager
 def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Iterator[None]:
-    """
-    Context in which `model.generate` draws the `others` among the rows of its batches by another sampler.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Model that is sampled from.
-        others, sampler:
-            As for [`RowSamplers`].
-    """
+    """Context in which `model.generate` draws the `others` among the rows of its batches by another sampler."""
     base = base_of(model)
     generate = base.generate
 
@@ -83,15 +67,8 @@ def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Ite
 
 
 class JointDraw:
-    """
-    One draw of a trainer's own completions and of others, which are kept until they are asked for.
-
-    Args:
-        own, others (`int`):
-            Neighbouring rows of a prompt that are the trainer's own, and how many others it gets.
-        sampler ([`Sampler`]):
-            What draws the others.
-    """
+    """One draw of `own` neighbouring rows a prompt, and of `others` by `sampler`, which are kept until they are
+    asked for."""
 
     def __init__(self, own: int, others: int, sampler: Sampler):
         self.own, self.others, self.sampler = own, others, sampler

@@ -37,14 +37,7 @@ class Completion:
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
     """
-    Token ids of prompts, as TRL's trainers make them.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer; with a chat template if prompts are messages.
-        prompts (`Sequence`): Plain text, or conversations as lists of messages.
-
-    Returns:
-        `list[list[int]]`: One list a prompt.
+    Token ids of prompts (plain text, or conversations as lists of messages), as TRL's trainers make them.
 
     Raises:
         `ValueError`: If a prompt is neither text nor messages, the chat template is missing or fails, or the tokenizer
@@ -71,19 +64,7 @@ def group_completions(
     model: str,
     version: int,
 ) -> list[list[Completion]]:
-    """
-    Groups completions by prompt.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer to decode with.
-        prompts (`Sequence`): The prompts.
-        prompt_ids, completion_ids (`Sequence[Sequence[int]]`):
-            Tokens of each completion and of its prompt; equally many completions a prompt, prompt by prompt.
-        model (`str`), version (`int`): As in [`Completion`].
-
-    Returns:
-        `list[list[Completion]]`: Completions of each prompt.
-    """
+    """Groups completions, equally many a prompt and prompt by prompt, from their tokens and those of their prompts."""
     size = len(completion_ids) // max(len(prompts), 1)
     each = [prompt for prompt in prompts for _ in range(size)]
     texts = completion_texts(tokenizer, each, prompt_ids, completion_ids)
@@ -94,9 +75,6 @@ def group_completions(
 def check_one_family(models: dict[str, PreTrainedModel]) -> None:
     """
     Checks that models can replace one another: same architecture, size and vocabulary.
-
-    Args:
-        models (`dict[str, PreTrainedModel]`): Models by name.
 
     Raises:
         `ValueError`: If they differ; names the models and the difference.
