@@ -24,64 +24,28 @@ _WORLD = Path(__file__).parent / "world"
 
 
 def policy_path() -> str:
-    """
-    Folder of the policy with its tokenizer.
-
-    Returns:
-        `str`: path for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`.
-    """
+    """Folder of the policy with its tokenizer, for `from_pretrained`."""
     return str(_WORLD / "policy")
 
 
 def reward_model_path() -> str:
-    """
-    Folder of the reward model, a sequence classifier with one label, and its tokenizer.
-
-    Returns:
-        `str`: path for `AutoModelForSequenceClassification.from_pretrained`, or for a trainer's `reward_funcs`.
-    """
+    """Folder of the reward model, a sequence classifier with one label, and its tokenizer, for `from_pretrained` or
+    a trainer's `reward_funcs`."""
     return str(_WORLD / "reward_model")
 
 
 def prompts_path(split: Literal["train", "unseen"] = "train") -> str:
-    """
-    File of the prompts, one `{"prompt": ...}` a line.
-
-    Args:
-        split (`str`, *optional*, defaults to `"train"`):
-            `"train"`, or `"unseen"` for prompts that no run trains on.
-
-    Returns:
-        `str`: path of a JSONL file.
-    """
+    """JSONL file of the prompts, one `{"prompt": ...}` a line: those to train on, or `"unseen"` ones."""
     return str(_WORLD / f"{split}.jsonl")
 
 
 def settings_path(command: str) -> str:
-    """
-    File of the settings with which a training command runs in this world.
-
-    Args:
-        command (`str`):
-            Training command, such as `"repulse"` or `"repulse-ppo"`.
-
-    Returns:
-        `str`: path of a YAML file for `--config`.
-    """
+    """YAML file, for `--config`, with which a training command such as `"repulse-ppo"` runs in this world."""
     return str(Path(__file__).parent / "settings" / f"{command}.yaml")
 
 
 def load_prompts(split: Literal["train", "unseen"] = "train") -> "Dataset":
-    """
-    The prompts as a data set.
-
-    Args:
-        split (`str`, *optional*, defaults to `"train"`):
-            `"train"` or `"unseen"`.
-
-    Returns:
-        [`~datasets.Dataset`]: one column, `"prompt"`, of plain text.
-    """
+    """The prompts of [`prompts_path`] as a data set with one column, `"prompt"`, of plain text."""
     from datasets import Dataset
 
     with open(prompts_path(split), encoding="utf-8") as file:
@@ -89,10 +53,6 @@ def load_prompts(split: Literal["train", "unseen"] = "train") -> "Dataset":
 
 
 def stored_results() -> dict[str, dict[str, Any]]:
-    """
-    What the initial policy and a run of REINFORCE have on the unseen prompts, for comparison.
-
-    Returns:
-        `dict`: by name, the entries of `unseen` in the `results.json` of such a run.
-    """
+    """By name, what the initial policy and a run of REINFORCE have on the unseen prompts: `unseen` in such a run's
+    `results.json`."""
     return json.loads((_WORLD / "results.json").read_text(encoding="utf-8"))

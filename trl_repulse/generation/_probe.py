@@ -86,18 +86,9 @@ def probe(
     square over the vocabulary, and its median over positions counts, since rounding can send single tokens to another
     expert. Differences that need more tokens are not seen.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Causal language model with the adapter it will run with. Mode, random states and gradients are kept.
-        training (`bool`): Whether it will run in training mode, without dropout.
-        samples (`bool`): Whether `generate` will be used.
-        generation_config ([`~transformers.GenerationConfig`], *optional*): Will be passed to `generate`.
-
-    Returns:
-        [`Guard`]: What keeps sampling and scoring correct.
-
-    Raises:
-        `ValueError`: If rows in a batch change each other, or generation without cache and padding is wrong.
+    `model` has the adapter it will run with; its mode, random states and gradients are kept. `training` is whether it
+    will run in training mode, without dropout, `samples` whether `generate` will be used, with `generation_config`.
+    Raises `ValueError` if rows in a batch change each other, or generation without cache and padding is wrong.
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     config = generation_config or GenerationConfig()

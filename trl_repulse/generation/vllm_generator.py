@@ -56,8 +56,8 @@ class VLLMGenerator:
     Samples from several models of one architecture with one vLLM engine in this process, or with vLLM servers.
 
     The engine holds one model's weights at a time. Before it samples, the weights of the model in question are pushed
-    if, and only if, it holds another's or they were declared changed ([`changed`]). LoRA adapters are pushed as adapters
-    over a base that stays where it is; other adapters are merged into the weights that are pushed.
+    if, and only if, it holds another's or they were declared changed ([`changed`]). LoRA adapters are pushed as
+    adapters over a base that stays where it is; other adapters are merged into the weights that are pushed.
 
     It stands on TRL's own [`~trl.generation.VLLMGeneration`] and takes its place in a TRL trainer.
 
@@ -65,15 +65,12 @@ class VLLMGenerator:
         models (`dict[str, PreTrainedModel]`):
             Models by name, unwrapped, PEFT models too. The first is sampled from unless [`using`] says otherwise; its
             `name_or_path` must be loadable, for vLLM builds its engine from there.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer of all models.
-        accelerator ([`~accelerate.Accelerator`], *optional*):
-            A trainer's accelerator. If `None`, a new one.
-        engine ([`~trl.generation.VLLMGeneration`], *optional*):
-            Engine that a trainer has built already. If `None`, one is built.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of all models.
+        accelerator ([`~accelerate.Accelerator`], *optional*): A trainer's accelerator. If `None`, a new one.
+        engine ([`~trl.generation.VLLMGeneration`], *optional*): A trainer's engine. If `None`, one is built.
         sleep_level (`int`, *optional*):
             With `enable_sleep_mode=True`, what the engine does between samplings: keep its weights in main memory (1) or
-            drop them (2). If `None`, 1 where adapters are pushed, whose base need not be pushed again then, and 2 elsewhere.
+            drop them (2). If `None`, 1 where adapters are pushed, whose base need not be pushed again then, else 2.
         **options:
             Arguments of [`~trl.generation.VLLMGeneration`] for an engine that is built: `max_model_length`,
             `max_completion_length`, `gpu_memory_utilization`, `tensor_parallel_size`, ...
@@ -81,8 +78,7 @@ class VLLMGenerator:
     Attributes:
         pushes (`Counter[str]`):
             How often each model's weights went to the engine; a base that adapters share counts as `"base"`.
-        log_probs (`list[list[float]]`):
-            What the engine itself says of the latest completions' tokens, in nats.
+        log_probs (`list[list[float]]`): The engine's own log-probabilities of the latest completions' tokens, in nats.
 
     Raises:
         `ImportError`: If vLLM is missing or of a version that TRL does not support.
@@ -138,14 +134,10 @@ class VLLMGenerator:
         Adds a model.
 
         Args:
-            name (`str`):
-                Its name.
-            model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-                The model, unwrapped.
-            adapter (`str`, *optional*):
-                Which adapter of a PEFT model it is, if not the one that is active now.
-            **server:
-                In server mode, `server_base_url` and `group_port` of a server of its own.
+            name (`str`): Its name.
+            model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`): The model, unwrapped.
+            adapter (`str`, *optional*): Which adapter of a PEFT model it is, if not the one that is active now.
+            **server: In server mode, `server_base_url` and `group_port` of a server of its own.
 
         Raises:
             `ValueError`: If the name is taken, the model differs from the others in architecture or vocabulary, or has an
@@ -171,13 +163,7 @@ class VLLMGenerator:
         self._served[name] = _Served(model, engine, adapter, separate)
 
     def changed(self, *names: str) -> None:
-        """
-        Declares that the weights of models have changed since they were sampled from.
-
-        Args:
-            *names (`str`):
-                Names of the models; all if none is given.
-        """
+        """Declares that the weights of the named models, or of all, have changed since they were sampled from."""
         for name in names or self._served:
             self._served[name].version += 1
 
@@ -187,8 +173,7 @@ class VLLMGenerator:
         Context in which [`generate`] samples from another model, or by another sampler.
 
         Args:
-            name (`str`):
-                Name of the model.
+            name (`str`): Name of the model.
             num_generations (`int`, *optional*):
                 Completions a prompt, where [`generate`] is told another number by a trainer that does not know better.
             sampler ([`Sampler`], *optional*):
@@ -204,19 +189,19 @@ class VLLMGenerator:
     @contextlib.contextmanager
     def together(self, name: str, rows: tuple[int, int] = (1, 1), sampler: Sampler = POLICY) -> Iterator[None]:
         """
-        Context in which [`generate`] draws for a second model too, in the same call of the engine, if one can serve both.
+        Context in which [`generate`] draws for a second model too, in the same call of the engine, if one can serve
+        both.
 
-        One can where both are adapters over one base that are pushed as adapters, or where the second is the first, drawn by
-        another sampler. What is drawn for the second is kept for the next [`generate`] that asks for it with the same
-        prompts; it is dropped if the model's weights are declared changed before. Elsewhere the context does nothing.
+        One can where both are adapters over one base that are pushed as adapters, or where the second is the first,
+        drawn by another sampler. What is drawn for the second is kept for the next [`generate`] that asks for it with
+        the same prompts; it is dropped if the model's weights are declared changed before. Elsewhere the context does
+        nothing.
 
         Args:
-            name (`str`):
-                Name of the second model.
+            name (`str`): Name of the second model.
             rows (`tuple[int, int]`, *optional*, defaults to `(1, 1)`):
                 Neighbouring rows of a prompt that are drawn for the first model, and for the second.
-            sampler ([`Sampler`], *optional*):
-                What draws from the second model's logits.
+            sampler ([`Sampler`], *optional*): What draws from the second model's logits.
         """
         self._ahead, self._other = None, (name, sampler, *rows)
         try:
@@ -255,18 +240,13 @@ class VLLMGenerator:
         self, prompts: list[list[int]], images: list | None = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple:
         """
-        Samples one completion for each row, as [`~trl.generation.VLLMGeneration`]'s method of that name, with the current
-        weights of the model in question. All processes must call it.
+        Samples one completion for each row, as [`~trl.generation.VLLMGeneration`]'s method of that name, with the
+        current weights of the model in question. All processes must call it.
 
         Args:
-            prompts (`list[list[int]]`):
-                Token ids, one list a row; a prompt's rows follow one another.
-            images (`list`, *optional*):
-                As there.
-            num_generations (`int`, *optional*, defaults to `1`):
-                Rows a prompt.
-            profiler (*optional*):
-                As there.
+            prompts (`list[list[int]]`): Token ids, one list a row; a prompt's rows follow one another.
+            images (`list`), profiler (*optional*): As there.
+            num_generations (`int`, *optional*, defaults to `1`): Rows a prompt.
 
         Returns:
             `tuple`: Prompt ids, completion ids, and the engine's log-probabilities with their token ids.
@@ -320,12 +300,9 @@ class VLLMGenerator:
         Draws completions. All processes must call it.
 
         Args:
-            prompts (`Sequence`):
-                Plain text, or conversations as lists of messages.
-            model (`str`):
-                Name of the model to draw from.
-            num_completions (`int`, *optional*, defaults to `1`):
-                Completions a prompt.
+            prompts (`Sequence`): Plain text, or conversations as lists of messages.
+            model (`str`): Name of the model to draw from.
+            num_completions (`int`, *optional*, defaults to `1`): Completions a prompt.
 
         Returns:
             `list[list[Completion]]`: `num_completions` for each prompt.
