@@ -1,9 +1,9 @@
 """
-Models with PEFT's wrapper and without, contexts for passes that change nothing, and all dependence on how PEFT and transformers
-switch, freeze and load adapters, which the tests of both bridges pin.
+Models with PEFT's wrapper and without, contexts for passes that change nothing, and all dependence on how PEFT and
+transformers switch, freeze and load adapters.
 
-Each entry of the latter states the behaviour it relies on and what would make it unnecessary, as in `engine/trl_bridge.py`. PEFT
-is imported only where it is used.
+The latter state what they rely on and what would make them unnecessary, as in `engine/trl_bridge.py`; tests of both
+bridges pin it. PEFT is imported only where it is used.
 """
 
 import contextlib
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 def base_of(model: Any) -> Any:
-    """A model without PEFT's wrapper. Fast enough for each step, unlike [`accelerate.utils.is_peft_model`], which
-    looks the package up every time."""
+    """A model without PEFT's wrapper. Fast enough for each step, unlike [`accelerate.utils.is_peft_model`]."""
     if is_peft_available():
         from peft import PeftModel
 
@@ -78,9 +77,8 @@ def adapter_layers(model: nn.Module) -> list[nn.Module]:
     """
     The modules of a PEFT model that depend on the active adapter.
 
-    PEFT (0.21) keeps the active adapters in `_active_adapter`. Its public `set_adapter` also freezes all other
-    adapters, which must go on training here, so the attribute is set directly. Way out: a switch that leaves
-    `requires_grad` alone.
+    PEFT's (0.21) public `set_adapter` also freezes all other adapters, which must go on training here, so
+    `_active_adapter` is set directly. Way out: a switch that leaves `requires_grad` alone.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -92,9 +90,8 @@ def keep_gradients(model: nn.Module, argument: str) -> None:
     """
     Keeps 4-bit layers trainable. Raises `ValueError` if weights are packed already; `argument` names the model.
 
-    On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode for a product
-    without gradient, and adapters before them no longer learn. Way out: packing only if no gradient is needed, or a
-    switch.
+    On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode, and adapters
+    before them no longer learn. Way out: packing only if no gradient is needed, or a switch.
     """
     if not getattr(model, "is_loaded_in_4bit", False):
         return
@@ -205,12 +202,8 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def trainable_kept(model: nn.Module) -> Iterator[None]:
-    """
-    Context that restores `requires_grad` of each parameter.
-
-    PEFT (0.21) sets it for the active adapter and clears it for the others in `set_adapter` and `add_adapter`, and
-    when `disable_adapter` ends. Way out: as for [`adapter_layers`].
-    """
+    """Context that restores `requires_grad` of each parameter, which PEFT (0.21) changes in `set_adapter` and
+    `add_adapter`, and when `disable_adapter` ends. Way out: as for [`adapter_layers`]."""
     before = [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield

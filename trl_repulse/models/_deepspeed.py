@@ -139,8 +139,7 @@ def end_backward(engine: nn.Module) -> None:
     Ends a backward pass that was not started by the engine.
 
     ZeRO-3 releases gathered layers by a hook on the gradient of their input, which the first layers with adapters
-    lack. The engine's own `backward` (0.19.8) releases them with the call made here. Way out: releasing them after any
-    backward.
+    lack. The engine's own `backward` (0.19.8) makes this call. Way out: releasing them after any backward.
     """
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.parameter_offload.release_backward_leftovers()

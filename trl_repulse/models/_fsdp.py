@@ -1,8 +1,5 @@
-"""
-FSDP2 for a second model: preparation, sharded weights and optimizer states.
-
-All processes must call every function with a model or an optimizer.
-"""
+"""FSDP2 for a second model: preparation, sharded weights and optimizer states. All processes must call every
+function."""
 
 import dataclasses
 from pathlib import Path
@@ -44,8 +41,8 @@ def keep_precision(accelerator: Accelerator) -> None:
     """
     Makes models under FSDP2 return log-probabilities and values in float32. Must come before any is prepared.
 
-    With `bf16=True` accelerate (1.15) rounds all outputs to bfloat16, from which ratios and importance weights are
-    computed. Way out: an option for the outputs' precision in accelerate.
+    With `bf16=True` accelerate (1.15) rounds all outputs, from which ratios and importance weights are computed. Way
+    out: an option for the outputs' precision in accelerate.
     """
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin

@@ -51,17 +51,15 @@ class Layout:
 
         A layer takes about 12·d² multiplications for each token and 2·d for each pair of tokens in a row (d: hidden
         size), also for masked pairs, so long completions can cost more in one row than reading the prompt twice.
-        `count` divides n, shared rows have at most `longest` tokens, and `count` is 1 if sharing saves less than a
+        `count` divides n, shared rows have at most `longest` tokens, and 1 is taken if sharing saves less than a
         tenth.
         """
 
-        def cost(layout: "Layout") -> float:
-            return layout.cost(completions, hidden_size)
-
         counts = [k for k in range(2, completions + 1) if completions % k == 0 and prompt + k * width <= longest]
-        separate = cls(prompt, width, 1)
-        best = min((cls(prompt, width, k) for k in counts), key=cost, default=separate)
-        return best if cost(best) <= _WORTH * cost(separate) else separate
+        separate, *shared = (cls(prompt, width, k) for k in (1, *counts))
+        best = min(shared, key=lambda layout: layout.cost(completions, hidden_size), default=separate)
+        worth = best.cost(completions, hidden_size) <= _WORTH * separate.cost(completions, hidden_size)
+        return best if worth else separate
 
     def cost(self, completions: float, hidden_size: int) -> float:
         """Multiplications for a prompt with so many completions, up to a factor common to all layouts."""
@@ -95,8 +93,10 @@ class Layout:
     def masks(
         self, config: PreTrainedConfig, dtype: torch.dtype, attention_mask: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Attention masks (R, 1, S, S) for rows with padding mask (R, S), or a dictionary by kind of layer. Boolean,
-        or of `dtype` if they are added to scores. Raises `ValueError` if the attention takes no such masks."""
+        """
+        Attention masks (R, 1, S, S) for rows with padding mask (R, S), or a dictionary by kind of layer. Boolean, or
+        of `dtype` if they are added to scores. Raises `ValueError` if the attention takes no such masks.
+        """
         if config._attn_implementation not in MASKED:
             raise ValueError(f"Attention {config._attn_implementation!r} takes no masks of pairs of tokens.")
         end = self.prompt + self.width
@@ -114,9 +114,8 @@ class Layout:
         device = attention_mask.device
         places, end = self._places(device), self.prompt + self.width
         if mask is None:
-            mask = (
-                torch.ones((end, end), dtype=torch.bool, device=device).tril().expand(len(attention_mask), 1, end, end)
-            )
+            mask = torch.ones((end, end), dtype=torch.bool, device=device).tril()
+            mask = mask.expand(len(attention_mask), 1, end, end)
         if mask.dim() != 4:  # layers without attention
             raise ValueError(f"Such layers take no masks of pairs of tokens, got one of {mask.dim()} axes.")
         owner = torch.arange(self.count, device=device).repeat_interleave(self.width)

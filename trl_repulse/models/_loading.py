@@ -24,9 +24,9 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
     """
     Loads a model and checks that no weights are missing. An adapter is loaded into the layers of its base.
 
-    `auto_class` is [`~transformers.AutoModelForCausalLM`] or a class like it, `part` the model's role in messages, and
-    `options` go to `from_pretrained`. Raises `ValueError` if the model cannot be loaded, lacks weights (a classifier
-    loaded as a language model would have a random head), or is not the language model asked for.
+    `part` is the model's role in messages, and `options` go to `from_pretrained`. Raises `ValueError` if the model
+    cannot be loaded, lacks weights (a classifier loaded as a language model would have a random head), or is not the
+    language model asked for.
     """
     _check_path(name, part)
     if auto_class is AutoModelForCausalLM:
@@ -58,8 +58,7 @@ def load_adapter(
     **options: Any,
 ) -> "PeftModel":
     """
-    Loads an adapter over its base (or over `base`) in evaluation mode. The base's vocabulary is resized if training
-    resized it.
+    Loads an adapter over its base (or over `base`) in evaluation mode; resizes the base's vocabulary if training did.
 
     `revision` belongs to the adapter, `options` go to the base. Raises `ValueError` for a wrong kind of adapter or
     missing weights (the caller adds the adapter's name), `OSError` or `RuntimeError` if the base cannot be loaded or
@@ -163,9 +162,12 @@ def _resize(model: PreTrainedModel, weights: dict[str, Any]) -> None:
     """Resizes embedding and head to the rows that the adapter was saved with."""
     layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     names = {layer: name for name, layer in model.named_modules() if layer in layers}
-    keys = {layer: [f"base_model.model.{name}{infix}.weight" for infix in ("", ".base_layer")]
-            for layer, name in names.items()}  # fmt: skip
-    saved = {layer: len(weights[key]) for layer in keys for key in keys[layer] if key in weights}
+    saved = {
+        layer: len(weights[key])
+        for layer, name in names.items()
+        for infix in ("", ".base_layer")
+        if (key := f"base_model.model.{name}{infix}.weight") in weights
+    }
     rows = next((count for layer, count in saved.items() if count != len(layer.weight)), None)
     if rows is None:
         return
@@ -212,8 +214,7 @@ def check_reference(
     Raises `ValueError` if the reference has a smaller or another vocabulary than the model.
 
     Added tokens may have other names, since fine-tuning uses reserved ones. Of all others, no token of the prompts may
-    differ, and at most half of the vocabulary. `name` is where the reference was loaded from, with its tokenizer if
-    any.
+    differ, and at most half of the vocabulary. `name` is where reference and tokenizer were loaded from, if anywhere.
     """
     own, others = vocab_size(model), vocab_size(reference)
     label = name or reference.config._name_or_path

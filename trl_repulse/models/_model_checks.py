@@ -171,13 +171,9 @@ def _base(model: Any) -> Any:
 def _check_weights(model: nn.Module, label: str) -> None:
     """Refuses a model on `"meta"`, unless accelerate has offloaded it or FSDP gets the weights from the first
     process."""
-    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not _follows():
+    follows = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
+    if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not follows:
         raise ValueError(f"{label} has no weights (it is on the device 'meta'); load it with `from_pretrained`.")
-
-
-def _follows() -> bool:
-    """Whether this is not the first of several processes."""
-    return torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
 
 
 def _place(p: nn.Parameter) -> int | None:
@@ -236,7 +232,7 @@ def reads_ahead(model: nn.Module) -> bool:
 
 
 def check_vocabulary_size(model: PreTrainedModel, label: str, policy: PreTrainedModel) -> None:
-    """Raises `ValueError` if the sizes of the vocabularies of a second model and the policy differ."""
+    """Refuses a second model whose vocabulary has another size than the policy's."""
     size, own = vocab_size(model), vocab_size(policy)
     if size != own:
         raise ValueError(
