@@ -1,14 +1,15 @@
-"""Generators over several models: the right model, with the weights it has now, every time."""
+"""Generators over several models: the right model, with the weights it has now, every time; what goes to the engine."""
 
 import copy
+import inspect
 import itertools
 import json
-import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, Trainer
@@ -26,19 +27,11 @@ from ..distributed_support import launcher, run_forked
 from ..vllm_double import build_engine, greedy
 
 
+pytestmark = pytest.mark.usefixtures("lora_requests")
 PROMPTS = [[3, 12], [4], [5, 13, 14]]
 NAMES = ("policy", "proposal")
-
-
-@pytest.fixture(autouse=True)
-def lora_requests(monkeypatch):
-    """`vllm.lora.request`, where vLLM is not installed."""
-    if "vllm" in sys.modules:
-        return
-    module = SimpleNamespace(LoRARequest=lambda name, number, path: SimpleNamespace(number=number, lora_path=path))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(lora=SimpleNamespace(request=module)))
-    monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace(request=module))
-    monkeypatch.setitem(sys.modules, "vllm.lora.request", module)
+MERGED = {"alpha_pattern": {"q_proj": 64}}  # scales of their own are merged
+WITH_HEAD = ["q_proj", "lm_head"]
 
 
 def two_models(tokenizer):
@@ -51,6 +44,16 @@ def two_adapters(tokenizer):
     model = get_peft_model(build_model("llama", len(tokenizer)), config, adapter_name=NAMES[0])
     model.add_adapter(NAMES[1], config)
     return model.eval()
+
+
+def serve(tokenizer, monkeypatch, **options):
+    """Two models and their generator."""
+    models = two_models(tokenizer)
+    return models, VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch, **options))
+
+
+def draw_greedily(model):
+    return [greedy(model, ids, 6)[0] for ids in PROMPTS]
 
 
 def shake(module, adapter=None):
@@ -79,7 +82,7 @@ def test_whole_weights_are_never_stale(tokenizer, monkeypatch, sleep, level):
     for name in itertools.islice(itertools.cycle(NAMES), 100):
         shake(models[name])
         generator.changed(name)
-        expected = [greedy(models[name], ids, 6)[0] for ids in PROMPTS]
+        expected = draw_greedily(models[name])
         assert sample(generator, name) == expected
         seen.add(str(expected))
     assert len(seen) > 50  # the weights do matter
@@ -119,7 +122,7 @@ def test_one_call_draws_for_two_adapters(tokenizer, monkeypatch):
     shake(model, "proposal")
     generator.changed("proposal")
     model.set_adapter("proposal")
-    assert draw("proposal", PROMPTS)[0] == [greedy(model, ids, 6)[0] for ids in PROMPTS]
+    assert draw("proposal", PROMPTS)[0] == draw_greedily(model)
     calls.clear()
     with generator.together("proposal"):
         draw("policy", PROMPTS)
@@ -128,11 +131,10 @@ def test_one_call_draws_for_two_adapters(tokenizer, monkeypatch):
 
 
 def test_whole_models_are_drawn_from_one_after_the_other(tokenizer, monkeypatch):
-    models = two_models(tokenizer)
-    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    models, generator = serve(tokenizer, monkeypatch)
     with generator.together("proposal"):
-        assert sample(generator, "policy") == [greedy(models["policy"], ids, 6)[0] for ids in PROMPTS]
-    assert sample(generator, "proposal") == [greedy(models["proposal"], ids, 6)[0] for ids in PROMPTS]
+        assert sample(generator, "policy") == draw_greedily(models["policy"])
+    assert sample(generator, "proposal") == draw_greedily(models["proposal"])
     assert generator.llm.llm.calls == [3, 3]
 
 
@@ -150,7 +152,7 @@ def test_adapters_are_never_stale(tokenizer, monkeypatch, sleep, level):
         shake(model, name)
         generator.changed(name)
         model.set_adapter(name)
-        expected = [greedy(model, ids, 6)[0] for ids in PROMPTS]
+        expected = draw_greedily(model)
         assert sample(generator, name) == sample(generator, name) == expected
         seen.add(str(expected))
     assert len(seen) > 50
@@ -161,20 +163,18 @@ def test_adapters_are_never_stale(tokenizer, monkeypatch, sleep, level):
 
 
 def test_a_push_that_is_left_out_would_be_noticed(tokenizer, monkeypatch):
-    models = two_models(tokenizer)
-    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    models, generator = serve(tokenizer, monkeypatch)
     sample(generator, "policy")
     torch.manual_seed(0)
     stale = 0
     for _ in range(10):
         shake(models["policy"])  # and nobody is told
-        stale += sample(generator, "policy") != [greedy(models["policy"], ids, 6)[0] for ids in PROMPTS]
+        stale += sample(generator, "policy") != draw_greedily(models["policy"])
     assert stale > 5
 
 
 def test_nothing_is_pushed_twice(tokenizer, monkeypatch):
-    models = two_models(tokenizer)
-    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    models, generator = serve(tokenizer, monkeypatch)
     for _ in range(3):
         sample(generator, "policy")
         sample(generator, "policy")
@@ -186,8 +186,7 @@ def test_nothing_is_pushed_twice(tokenizer, monkeypatch):
 
 
 def test_a_push_that_fails_leaves_nothing_to_sample_from(tokenizer, monkeypatch):
-    models = two_models(tokenizer)
-    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    models, generator = serve(tokenizer, monkeypatch)
     sample(generator, "policy")
     push = _engine.push_weights
     monkeypatch.setattr(_engine, "push_weights", lambda *args, **kwargs: 1 / 0)
@@ -196,12 +195,11 @@ def test_a_push_that_fails_leaves_nothing_to_sample_from(tokenizer, monkeypatch)
         with pytest.raises(ZeroDivisionError):
             sample(generator, "policy")
     monkeypatch.setattr(_engine, "push_weights", push)
-    assert sample(generator, "policy") == [greedy(models["policy"], ids, 6)[0] for ids in PROMPTS]
+    assert sample(generator, "policy") == draw_greedily(models["policy"])
 
 
 def test_texts_go_in_and_out(tokenizer, monkeypatch):
-    models = two_models(tokenizer)
-    generator = VLLMGenerator(models, tokenizer, engine=build_engine(models["policy"], monkeypatch))
+    models, generator = serve(tokenizer, monkeypatch)
     generator.changed("proposal")
     [first, second] = generator.complete(["the cat", "fish"], model="proposal", num_completions=2)
     assert len(first) == len(second) == 2 and first[0] == first[1]  # greedy
@@ -212,13 +210,15 @@ def test_texts_go_in_and_out(tokenizer, monkeypatch):
     assert generator.log_probs[-1] == pytest.approx(log_p)
 
 
-def test_models_of_another_family_are_refused(tokenizer, monkeypatch):
+def test_models_of_another_family_or_with_a_name_that_is_taken_are_refused(tokenizer, monkeypatch):
     policy = build_model("llama", len(tokenizer))
     engine = build_engine(policy, monkeypatch)
     with pytest.raises(ValueError, match="`vocab_size` is 19 in one and 20 in the other"):
         VLLMGenerator({"policy": policy, "proposal": build_model("llama", 20)}, tokenizer, engine=engine)
     with pytest.raises(ValueError, match="cannot share an engine"):
         VLLMGenerator({"policy": policy, "proposal": build_model("gpt2", 19)}, tokenizer, engine=engine)
+    with pytest.raises(ValueError, match="There is a model 'policy' already; give the new one another name"):
+        VLLMGenerator({"policy": policy}, tokenizer, engine=engine).add("policy", policy)
 
 
 def test_a_server_of_its_own_is_connected_to(tokenizer, monkeypatch):
@@ -277,8 +277,6 @@ def test_vllm_must_be_there_and_of_a_known_version(monkeypatch):
         check_vllm()
 
     def outdated():
-        import warnings
-
         warnings.warn("TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.1.0 installed.")
         return True
 
@@ -296,17 +294,9 @@ def test_engine_options(monkeypatch):
     with engine_options("float32", [lora, LoraConfig(use_dora=True, r=64)]):
         vllm_generation.LLM(model="m")
         vllm_generation.LLM(model="of an architecture without adapters")
-    adapters = {
-        "enable_lora": True,
-        "max_lora_rank": 16,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
-    }  # of the one that is pushed
+    adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}  # of the one pushed
     assert given[0] == {"model": "m", "dtype": "float32", **adapters}
     assert given[1] == {"model": "of an architecture without adapters", "dtype": "float32"}
-    with pytest.raises(RuntimeError, match="does not fit into memory.*Lower `vllm_gpu_memory_utilization`"):
-        with engine_options("float32"):
-            raise ValueError("No available memory for the cache blocks.")
     with pytest.raises(RuntimeError, match="^an illegal memory access$"):
         with engine_options("float32"):
             raise RuntimeError("an illegal memory access")
@@ -326,6 +316,9 @@ def test_engine_options(monkeypatch):
         ({"modules_to_save": ["lm_head"]}, False),
         ({"bias": "all"}, False),
         ({"init_lora_weights": "pissa"}, False),
+        *[({"target_modules": targets}, False) for targets in (WITH_HEAD, ["model.embed_tokens"], ["wte", "c_attn"])],
+        ({"target_modules": r".*(embed_tokens|q_proj)"}, False),
+        *[({"target_modules": targets}, True) for targets in ("all-linear", r"model\.layers\..*_proj", None)],
     ],
 )
 def test_which_adapters_are_pushed_as_they_are(changes, expected):
@@ -426,8 +419,6 @@ def test_the_best_checkpoint_is_pushed(make, monkeypatch, trainer_cls):
 def test_what_of_trl_the_engine_relies_on():
     assert pinned_changes() == []
     expected = {"generate": ["self", "prompts", "images", "num_generations", "profiler"], "sync_weights": ["self"]}
-    import inspect
-
     for name, parameters in expected.items():
         assert list(inspect.signature(getattr(VLLMGeneration, name)).parameters)[: len(parameters)] == parameters
     for name in ("_init_vllm", "_iter_named_params", "_iter_fsdp_params", "_fix_param_name_to_vllm"):
@@ -527,3 +518,218 @@ def test_continuous_batches_are_drawn_from_the_right_model(make, adapters):
         assert right["policy"] > 0.9 and drawn["policy"] != drawn["proposal"]
     else:
         assert right["policy"] < 0.9
+
+
+# What goes to the engine
+
+
+def adapted(tokenizer, *options, kind="llama"):
+    """A model with one adapter of other weights for each of `options`, by the names of NAMES."""
+    model = build_model(kind, len(tokenizer))
+    for name, given in zip(NAMES, options, strict=False):
+        settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "r": 2} | given
+        config = LoraConfig(task_type="CAUSAL_LM", **settings)
+        if name == NAMES[0]:
+            model = get_peft_model(model, config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if any(f".{adapter}." in name for adapter in NAMES):
+                p.add_(0.3 * torch.randn_like(p))
+    return model.eval()
+
+
+def expected(model, name):
+    model.set_adapter(name)
+    return draw_greedily(model)
+
+
+def test_what_is_merged_stays_so_until_the_engine_has_it(tokenizer, monkeypatch):
+    model = adapted(tokenizer, MERGED)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    wanted = expected(model, "policy")
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    assert sample(generator, "policy") == wanted
+    with model.disable_adapter():
+        assert wanted != draw_greedily(model)
+    assert all(torch.allclose(p, before[name], atol=1e-6) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_push_that_fails_leaves_no_adapter_merged(tokenizer, monkeypatch, mode):
+    model = adapted(tokenizer, MERGED)
+    engine = build_engine(model, monkeypatch)
+
+    def fail(weights):
+        next(iter(weights))
+        assert any(getattr(module, "merged", False) for module in model.modules())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    class Client:
+        def update_named_params(self, metadata, weights):
+            fail(weights)
+
+    engine.mode, engine.vllm_client, engine._weight_metadata = mode, Client(), None
+    engine.llm.llm_engine.model_executor.driver_worker.model_runner.reload_weights = lambda weights_iterator: fail(
+        weights_iterator
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        _engine.push_weights(engine, model, "policy")
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+    assert "_iter_named_params" not in vars(engine)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("active", NAMES)
+def test_adapters_with_copies_of_modules(tokenizer, monkeypatch, active, separate):
+    """Each goes out with its own, under the plain name, whichever is active; one without any takes the base's."""
+    saved = {"modules_to_save": ["norm", "lm_head"]}
+    model = adapted(tokenizer, saved, {} if separate else saved)
+    wanted = {name: expected(model, name) for name in NAMES}
+    assert wanted["policy"] != wanted["proposal"]
+    model.set_adapter("policy")
+    engine = build_engine(model, monkeypatch, lora=separate)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+    generator.add("proposal", model, "proposal")
+    model.set_adapter(active)
+    for name in (*NAMES, *NAMES):
+        assert sample(generator, name) == wanted[name]
+    assert generator.pushes["proposal"] == (1 if separate else 2)
+
+
+@pytest.mark.parametrize("targets", [WITH_HEAD, r".*(embed_tokens|q_proj)"])
+def test_adapters_of_vocabulary_layers_are_merged(tokenizer, monkeypatch, targets):
+    model = adapted(tokenizer, {"target_modules": targets}, {})
+    wanted = {name: expected(model, name) for name in NAMES}
+    model.set_adapter("policy")
+    monkeypatch.setattr(_engine, "is_pushable", lambda config: True)  # whatever they are called
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    generator.add("proposal", model, "proposal")
+    assert {name: served.separate for name, served in generator._served.items()} == {"policy": False, "proposal": True}
+    assert {name: sample(generator, name) for name in NAMES} == wanted
+
+
+def test_a_base_that_is_trained_goes_with_its_adapter(tokenizer, monkeypatch):
+    model = adapted(tokenizer, {})
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or "norm" in name)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    first = sample(generator, "policy")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(2 * torch.randn_like(p))
+    generator.changed("policy")
+    assert sample(generator, "policy") == expected(model, "policy") != first
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"trainable_token_indices": [1, 2]}, "trainable_token_indices"), ({"layer_replication": [(0, 1)]}, "layer_")],
+)
+def test_adapters_that_cannot_be_merged_are_refused(tokenizer, monkeypatch, options, named):
+    model = adapted(tokenizer, options)
+    with pytest.raises(ValueError, match=f"cannot be given an adapter with `{named}.*without vLLM"):
+        VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(adapted(tokenizer, {}), monkeypatch))
+    learned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    for config, message in ((LoraConfig(**options), named), (learned, "`peft_type=.*PROMPT_TUNING")):
+        with pytest.raises(ValueError, match=message), engine_options("float32", [config]):  # before it is built
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [({"target_modules": ["c_attn", "lm_head"]}, True), ({"modules_to_save": ["lm_head"]}, True), ({}, False)],
+)
+def test_head_and_embedding_that_are_one_cannot_be_set_apart(tokenizer, monkeypatch, options, refused):
+    model = adapted(tokenizer, {"target_modules": ["c_attn"], "fan_in_fan_out": True} | options, kind="gpt2")
+    engine = build_engine(build_model("gpt2", len(tokenizer)), monkeypatch)
+    if refused:
+        with pytest.raises(
+            ValueError, match="Adapter 'policy' changes the head or the embedding.*tie_word_embeddings"
+        ):
+            VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+    else:
+        VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Free memory on device cuda:0 (10/79 GiB) on startup is less than desired GPU memory utilization (0.9, 71.1 GiB).",
+        "Available memory on node 0 (3/16 GiB) on startup is less than desired CPU memory utilization (0.9, 14.4 GiB).",
+        "Decrease GPU memory utilization.",
+        "No available memory for the cache blocks.",
+        "CUDA out of memory.",
+    ],
+)
+def test_engines_that_do_not_fit_in_the_callers_words(monkeypatch, message):
+    monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
+    for options, said in (
+        ({}, "Lower `vllm_gpu_mem.*`vllm_max_model"),
+        ({"prefix": ""}, "Lower `gpu_mem.*`max_model"),
+    ):
+        with pytest.raises(RuntimeError, match=f"does not fit into memory.*{said}"):
+            with engine_options("float32", **options):
+                raise ValueError(message)
+
+
+def test_a_server_is_told_of_each_models_own_tensors(tokenizer, monkeypatch):
+    told = []
+
+    class Client:
+        def update_named_params(self, metadata, weights):
+            sent = [(name, str(p.dtype).removeprefix("torch."), list(p.shape)) for name, p in weights]
+            told.append((metadata == sent, metadata))
+
+        def reset_prefix_cache(self):
+            pass
+
+    models = {name: build_model("llama", len(tokenizer)) for name in NAMES}
+    models["proposal"].to(torch.bfloat16)
+    engine = build_engine(models["policy"], monkeypatch)
+    vars(engine).update(mode="server", vllm_client=Client(), _weight_metadata=None)
+    generator = VLLMGenerator(models, tokenizer, engine=engine)
+    for name in (*NAMES, *NAMES):
+        with generator.using(name):
+            generator.sync_weights()
+    assert [right for right, _ in told] == [True] * 4
+    assert told[0][1] is told[2][1]  # collected once
+
+
+def test_an_adapter_that_cannot_be_written_leaves_the_one_before(tokenizer, monkeypatch, tmp_path):
+    model = adapted(tokenizer, {})
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=build_engine(model, monkeypatch, lora=True))
+    drawn = sample(generator, "policy")
+    write = _engine.write_adapter
+    monkeypatch.setattr(_engine, "write_adapter", lambda *args: 1 / 0)
+    generator.changed("policy")
+    with pytest.raises(ZeroDivisionError):
+        sample(generator, "policy")
+    assert [(folder / "adapter_model.safetensors").exists() for folder in generator._folder.iterdir()] == [True]
+    monkeypatch.setattr(_engine, "write_adapter", write)
+    for folder in generator._folder.iterdir():  # and one that is gone is no reason to stop
+        folder.rename(tmp_path / folder.name)
+    assert sample(generator, "policy") == drawn
+
+
+def test_adapters_that_transformers_loaded_are_refused(tokenizer, monkeypatch, model_dirs, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2)).save_pretrained(tmp_path)
+    engine = build_engine(build_model("llama", len(tokenizer)), monkeypatch)
+    with pytest.raises(ValueError, match="'policy' has an adapter that transformers loaded.*AutoPeftModel.*merge"):
+        VLLMGenerator({"policy": AutoModelForCausalLM.from_pretrained(tmp_path)}, tokenizer, engine=engine)
+    generator = VLLMGenerator({"policy": AutoPeftModelForCausalLM.from_pretrained(tmp_path)}, tokenizer, engine=engine)
+    with pytest.raises(ValueError, match="'proposal' has an adapter"):
+        generator.add("proposal", AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_prompts_that_leave_no_room_are_refused(tokenizer, monkeypatch):
+    model = build_model("llama", len(tokenizer)).eval()
+    engine = build_engine(model, monkeypatch, max_completion_length=30)
+    generator = VLLMGenerator({"policy": model}, tokenizer, engine=engine)
+    generator.complete(["the cat"], "policy")
+    with pytest.raises(ValueError, match="of 3 tokens and `max_completion_length=30` do not.*`max_model_length=32`"):
+        generator.complete(["fish", "the cat ran"], "policy")

@@ -16,7 +16,6 @@ from trl_repulse.method.negative_term import DrawnTerm
 from trl_repulse.trainers import _grpo_with_negative_term as _rows
 
 from ..vllm_double import LLM, build_engine
-from . import test_generation
 
 
 class DrawingLLM(LLM):
@@ -59,8 +58,7 @@ def serve_by(llm_class, monkeypatch, lora=False):
     monkeypatch.setattr(_engine, "check_vllm", lambda: None)
 
 
-lora_requests = test_generation.lora_requests  # a fixture
-
+pytestmark = pytest.mark.usefixtures("lora_requests")
 HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
 UNCORRECTED = {"vllm_importance_sampling_correction": False}  # TRL's correction rounds
 

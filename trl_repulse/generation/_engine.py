@@ -174,12 +174,13 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
     vllm_generation.LLM = build
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise RuntimeError(_does_not_fit(error, prefix)) from error
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # as torch.OutOfMemoryError is
         if not any(word in str(error).lower() for word in _TOO_LARGE):
             raise
-        raise RuntimeError(_does_not_fit(error, prefix)) from error
+        raise RuntimeError(
+            f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `{prefix}gpu_memory_utilization` "
+            f"if training needs the memory, raise it if the cache is too small, or lower `{prefix}max_model_length`."
+        ) from error
     finally:
         vllm_generation.LLM = original
 
@@ -193,13 +194,6 @@ def serves_adapters(model: str, trust_remote_code: bool = False) -> bool:
     architectures = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).architectures or []
     known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
     return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(each.load_model_cls()) for each in known)
-
-
-def _does_not_fit(error: Exception, prefix: str) -> str:
-    return (
-        f"The vLLM engine does not fit into memory: {str(error).rstrip('.')}. Lower `{prefix}gpu_memory_utilization` if "
-        f"training needs the memory, raise it if the cache is too small, or lower `{prefix}max_model_length`."
-    )
 
 
 def takes_adapters(engine: VLLMGeneration) -> bool:
