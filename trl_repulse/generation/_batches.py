@@ -43,12 +43,9 @@ def without_padding(
     attention_mask: torch.Tensor,
     *more: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """
-    Scores left-padded prompts followed by right-padded completions (B, L + T) with prompts of one length at a time.
-
-    `score` is a function of tokens, mask and `more` (B, ...) of some rows. Each of its results is a tensor of these
-    rows, a mean over them, or `None`; returned are those for all rows, in order.
-    """
+    """Scores left-padded prompts followed by right-padded completions (B, L + T) with prompts of one length at a
+    time. `score` is a function of tokens, mask and `more` (B, ...) of some rows. Each of its results is a tensor of
+    these rows, a mean over them, or `None`; returned are those for all rows, in order."""
     starts = attention_mask.long().argmax(dim=1)  # (B,)
     groups = [(starts == start).nonzero()[:, 0] for start in starts.unique()]
     parts = [

@@ -21,12 +21,9 @@ _ROOM = 32  # tokens
 
 
 class GrowingLayer(DynamicLayer):
-    """
-    Keys and values of a layer with spare room for many tokens.
-
-    A [`~transformers.cache_utils.DynamicLayer`] copies everything for each token. Here a pass writes into tensors that
-    the pass before returned, so with gradients the layer copies as well.
-    """
+    """Keys and values of a layer with spare room for many tokens. A [`~transformers.cache_utils.DynamicLayer`]
+    copies everything for each token. Here a pass writes into tensors that the pass before returned, so with
+    gradients the layer copies as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,13 +91,10 @@ def generating_by(model: nn.Module, generate: Callable[..., Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = bool) -> Iterator[None]:
-    """
-    Context in which `model.generate` reads a prompt once for neighbouring rows that share it.
-
-    All but the last token of each distinct prompt goes through the model; the cache is repeated for the rows, and
-    `generate` continues from it. With the same random numbers the same tokens are drawn, up to rounding. `everywhere`
-    says whether a condition holds in all processes: with partitioned weights they must make the same passes.
-    """
+    """Context in which `model.generate` reads a prompt once for neighbouring rows that share it. All but the last
+    token of each distinct prompt goes through the model; the cache is repeated for the rows, and `generate`
+    continues from it. With the same random numbers the same tokens are drawn, up to rounding. `everywhere` says
+    whether a condition holds in all processes: with partitioned weights they must make the same passes."""
     base = base_of(model)
     generate = base.generate
 

@@ -83,10 +83,9 @@ def check_adapter(config: "PeftConfig") -> None:
 
 
 def is_pushable(config: "PeftConfig") -> bool:
-    """
-    Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing else.
-    Not over the head or the embedding, which vLLM refuses for most architectures. Others are merged in each push.
-    """
+    """Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing
+    else. Not over the head or the embedding, which vLLM refuses for most architectures. Others are merged in each
+    push."""
     return (
         config.peft_type == "LORA"
         and config.bias == "none"
@@ -220,13 +219,9 @@ def sampler_params(params: Any, sampler: Sampler) -> Any:
 
 
 class EngineView:
-    """
-    The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, samplers and a sleep level that TRL has no
-    words for.
-
-    Sleep level 1 keeps the weights in main memory, 2 drops them. Way out: a `lora_request` and sampling parameters for
-    each row, and a sleep level, in `VLLMGeneration`.
-    """
+    """The `vllm.LLM` of a [`~trl.generation.VLLMGeneration`], with adapters, samplers and a sleep level that TRL
+    has no words for. Sleep level 1 keeps the weights in main memory, 2 drops them. Way out: a `lora_request` and
+    sampling parameters for each row, and a sleep level, in `VLLMGeneration`."""
 
     def __init__(self, llm: Any, sleep_level: int):
         self.llm = llm
@@ -294,12 +289,9 @@ def push_weights(engine: VLLMGeneration, model: Any, adapter: str | None = None)
 
 
 def _process_tied_head(model: torch.nn.Module) -> None:
-    """
-    Lets an LM head that has the embedding's weights see the new ones.
-
-    vLLM (0.30) leaves a layer that is given no weights of its own as it was; on CPU, that is a packed copy of the old
-    ones. Way out: `reload_weights` knowing tied layers.
-    """
+    """Lets an LM head that has the embedding's weights see the new ones. vLLM (0.30) leaves a layer that is given
+    no weights of its own as it was; on CPU, that is a packed copy of the old ones. Way out: `reload_weights`
+    knowing tied layers."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -309,12 +301,10 @@ def _process_tied_head(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _plain_weights(engine: VLLMGeneration, model: Any, adapter: str | None) -> Iterator[Callable[[], _Weights]]:
-    """
-    Context in which a function lists weights by the names vLLM expects; an adapter is merged throughout, whatever fails.
-
-    In place of TRL's `_iter_named_params` for PEFT models, which takes adapters apart as soon as it has been read to its
-    end, never if it is not, and knows no other name than "default". Way out: a context and an adapter's name there.
-    """
+    """Context in which a function lists weights by the names vLLM expects; an adapter is merged throughout,
+    whatever fails. In place of TRL's `_iter_named_params` for PEFT models, which takes adapters apart as soon as it
+    has been read to its end, never if it is not, and knows no other name than "default". Way out: a context and an
+    adapter's name there."""
     if not is_peft_model(model):
         yield engine._iter_named_params
     elif adapter is None:

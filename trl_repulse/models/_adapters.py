@@ -74,12 +74,9 @@ def adapter_config(model: Any) -> "PeftConfig | None":
 
 
 def adapter_layers(model: nn.Module) -> list[nn.Module]:
-    """
-    The modules of a PEFT model that depend on the active adapter.
-
-    PEFT's (0.21) public `set_adapter` also freezes all other adapters, which must go on training here, so
-    `_active_adapter` is set directly. Way out: a switch that leaves `requires_grad` alone.
-    """
+    """The modules of a PEFT model that depend on the active adapter. PEFT's (0.21) public `set_adapter` also
+    freezes all other adapters, which must go on training here, so `_active_adapter` is set directly. Way out: a
+    switch that leaves `requires_grad` alone."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -87,12 +84,9 @@ def adapter_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_gradients(model: nn.Module, argument: str) -> None:
-    """
-    Keeps 4-bit layers trainable. Raises `ValueError` if weights are packed already; `argument` names the model.
-
+    """Keeps 4-bit layers trainable. Raises `ValueError` if weights are packed already; `argument` names the model.
     On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode, and adapters
-    before them no longer learn. Way out: packing only if no gradient is needed, or a switch.
-    """
+    before them no longer learn. Way out: packing only if no gradient is needed, or a switch."""
     if not getattr(model, "is_loaded_in_4bit", False):
         return
     from bitsandbytes.nn import Linear4bit
@@ -215,13 +209,9 @@ def trainable_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adapters_kept(model: nn.Module) -> Iterator[None]:
-    """
-    Context in which loading a checkpoint neither adds adapters to a PEFT model nor freezes any.
-
-    transformers (5.23) loads every adapter in a checkpoint into the policy, a second model's too, and freezes all but
-    one. PEFT would then save that copy in the second model's place. Way out: a check of the adapters that the model
-    has.
-    """
+    """Context in which loading a checkpoint neither adds adapters to a PEFT model nor freezes any. transformers
+    (5.23) loads every adapter in a checkpoint into the policy, a second model's too, and freezes all but one. PEFT
+    would then save that copy in the second model's place. Way out: a check of the adapters that the model has."""
     if not is_peft_model(model):
         yield
         return

@@ -21,12 +21,9 @@ def zero_stage(accelerator: Accelerator) -> int | None:
 
 
 def connect(args: TrainingArguments) -> None:
-    """
-    Lets DeepSpeed use the process group of a CPU run, before ZeRO-3 loads a model.
-
-    With `use_cpu=True` transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8) does not know of it
-    and assumes a single process. Way out: transformers opening it through DeepSpeed, as on accelerators.
-    """
+    """Lets DeepSpeed use the process group of a CPU run, before ZeRO-3 loads a model. With `use_cpu=True`
+    transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8) does not know of it and assumes a
+    single process. Way out: transformers opening it through DeepSpeed, as on accelerators."""
     if args.deepspeed_plugin is None or not torch.distributed.is_initialized():
         return
     import deepspeed
@@ -135,12 +132,9 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def end_backward(engine: nn.Module) -> None:
-    """
-    Ends a backward pass that was not started by the engine.
-
-    ZeRO-3 releases gathered layers by a hook on the gradient of their input, which the first layers with adapters
-    lack. The engine's own `backward` (0.19.8) makes this call. Way out: releasing them after any backward.
-    """
+    """Ends a backward pass that was not started by the engine. ZeRO-3 releases gathered layers by a hook on the
+    gradient of their input, which the first layers with adapters lack. The engine's own `backward` (0.19.8) makes
+    this call. Way out: releasing them after any backward."""
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.parameter_offload.release_backward_leftovers()
 

@@ -38,24 +38,18 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> Non
 
 
 def keep_precision(accelerator: Accelerator) -> None:
-    """
-    Makes models under FSDP2 return log-probabilities and values in float32. Must come before any is prepared.
-
-    With `bf16=True` accelerate (1.15) rounds all outputs, from which ratios and importance weights are computed. Way
-    out: an option for the outputs' precision in accelerate.
-    """
+    """Makes models under FSDP2 return log-probabilities and values in float32. Must come before any is prepared.
+    With `bf16=True` accelerate (1.15) rounds all outputs, from which ratios and importance weights are computed.
+    Way out: an option for the outputs' precision in accelerate."""
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=torch.float32)
 
 
 def start_scaler(accelerator: Accelerator) -> None:
-    """
-    Makes the trainer's optimizer loadable under FSDP2 with `fp16=True`.
-
-    Torch takes a step of rate 0 to build the state. Through accelerate's (1.15) wrapper it is a step of the scaler,
-    which fails before it has scaled anything. Way out: accelerate passing on the unwrapped optimizer.
-    """
+    """Makes the trainer's optimizer loadable under FSDP2 with `fp16=True`. Torch takes a step of rate 0 to build
+    the state. Through accelerate's (1.15) wrapper it is a step of the scaler, which fails before it has scaled
+    anything. Way out: accelerate passing on the unwrapped optimizer."""
     if accelerator.is_fsdp2 and accelerator.scaler is not None:
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
 

@@ -93,10 +93,9 @@ class Layout:
     def masks(
         self, config: PreTrainedConfig, dtype: torch.dtype, attention_mask: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """
-        Attention masks (R, 1, S, S) for rows with padding mask (R, S), or a dictionary by kind of layer. Boolean, or
-        of `dtype` if they are added to scores. Raises `ValueError` if the attention takes no such masks.
-        """
+        """Attention masks (R, 1, S, S) for rows with padding mask (R, S), or a dictionary by kind of layer.
+        Boolean, or of `dtype` if they are added to scores. Raises `ValueError` if the attention takes no such
+        masks."""
         if config._attn_implementation not in MASKED:
             raise ValueError(f"Attention {config._attn_implementation!r} takes no masks of pairs of tokens.")
         end = self.prompt + self.width

@@ -21,13 +21,10 @@ _TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassificati
 
 
 def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrainedModel:
-    """
-    Loads a model and checks that no weights are missing. An adapter is loaded into the layers of its base.
-
+    """Loads a model and checks that no weights are missing. An adapter is loaded into the layers of its base.
     `part` is the model's role in messages, and `options` go to `from_pretrained`. Raises `ValueError` if the model
-    cannot be loaded, lacks weights (a classifier loaded as a language model would have a random head), or is not the
-    language model asked for.
-    """
+    cannot be loaded, lacks weights (a classifier loaded as a language model would have a random head), or is not
+    the language model asked for."""
     _check_path(name, part)
     if auto_class is AutoModelForCausalLM:
         check_language_model(name, f"The {part} `{name}`", options.get("revision"), headless=True)
@@ -57,13 +54,10 @@ def load_adapter(
     autocast_adapter_dtype: bool = True,
     **options: Any,
 ) -> "PeftModel":
-    """
-    Loads an adapter over its base (or over `base`) in evaluation mode; resizes the base's vocabulary if training did.
-
-    `revision` belongs to the adapter, `options` go to the base. Raises `ValueError` for a wrong kind of adapter or
-    missing weights (the caller adds the adapter's name), `OSError` or `RuntimeError` if the base cannot be loaded or
-    does not fit, `ImportError` without PEFT.
-    """
+    """Loads an adapter over its base (or over `base`) in evaluation mode; resizes the base's vocabulary if training
+    did. `revision` belongs to the adapter, `options` go to the base. Raises `ValueError` for a wrong kind of
+    adapter or missing weights (the caller adds the adapter's name), `OSError` or `RuntimeError` if the base cannot
+    be loaded or does not fit, `ImportError` without PEFT."""
     if not is_peft_available():
         raise ImportError('an adapter needs peft; run `pip install "trl-repulse[peft]"`.')
     from peft import PeftConfig, PeftModel, load_peft_weights
@@ -210,12 +204,9 @@ def check_reference(
     prompt_ids: Sequence[Sequence[int]],
     trust_remote_code: bool = False,
 ) -> None:
-    """
-    Raises `ValueError` if the reference has a smaller or another vocabulary than the model.
-
-    Added tokens may have other names, since fine-tuning uses reserved ones. Of all others, no token of the prompts may
-    differ, and at most half of the vocabulary. `name` is where reference and tokenizer were loaded from, if anywhere.
-    """
+    """Raises `ValueError` if the reference has a smaller or another vocabulary than the model. Added tokens may
+    have other names, since fine-tuning uses reserved ones. Of all others, no token of the prompts may differ, and
+    at most half of the vocabulary. `name` is where reference and tokenizer were loaded from, if anywhere."""
     own, others = vocab_size(model), vocab_size(reference)
     label = name or reference.config._name_or_path
     if others < own:

@@ -183,13 +183,10 @@ def _place(p: nn.Parameter) -> int | None:
 
 
 def check_causal(model: nn.Module, label: str) -> None:
-    """
-    Raises `ValueError` if a model cannot be sampled token by token and scored in one pass: if [`check_language_model`]
-    refuses it, it reads later tokens, or it computes with another model's weights.
-
-    One pass over two short texts that differ in a token decides. Mode, gradients and random states are kept.
-    Parameters that ZeRO-3 has partitioned must be gathered.
-    """
+    """Raises `ValueError` if a model cannot be sampled token by token and scored in one pass: if
+    [`check_language_model`] refuses it, it reads later tokens, or it computes with another model's weights. One
+    pass over two short texts that differ in a token decides. Mode, gradients and random states are kept. Parameters
+    that ZeRO-3 has partitioned must be gathered."""
     check_language_model(model, label)
     if all(p.is_meta for p in model.parameters()):  # FSDP sends the weights later, from a process that can check them
         return
