@@ -1,5 +1,6 @@
 """Generators over several models: the right model, with the weights it has now, every time; what goes to the engine."""
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -38,12 +39,27 @@ def two_models(tokenizer):
     return {name: build_model("llama", len(tokenizer), seed).eval() for seed, name in enumerate(NAMES)}
 
 
+def adapted(tokenizer, *options, kind="llama"):
+    """A model with one adapter of other weights for each of `options`, by the names of NAMES."""
+    model = build_model(kind, len(tokenizer))
+    for name, given in zip(NAMES, options, strict=False):
+        settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "r": 2} | given
+        config = LoraConfig(task_type="CAUSAL_LM", **settings)
+        if name == NAMES[0]:
+            model = get_peft_model(model, config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if any(f".{adapter}." in name for adapter in NAMES):
+                p.add_(0.3 * torch.randn_like(p))
+    return model.eval()
+
+
 def two_adapters(tokenizer):
     """One model with the adapters of both names."""
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(build_model("llama", len(tokenizer)), config, adapter_name=NAMES[0])
-    model.add_adapter(NAMES[1], config)
-    return model.eval()
+    return adapted(tokenizer, *[{"target_modules": "all-linear"}] * 2)
 
 
 def serve(tokenizer, monkeypatch, **options):
@@ -70,24 +86,35 @@ def sample(generator, name):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize(
     ("sleep", "level"), [(False, None), (True, 1), (True, None), pytest.param(True, 2, marks=pytest.mark.slow)]
 )
-def test_whole_weights_are_never_stale(tokenizer, monkeypatch, sleep, level):
-    models = two_models(tokenizer)
-    engine = build_engine(models["policy"], monkeypatch, sleep=sleep)
-    generator = VLLMGenerator(models, tokenizer, engine=engine, sleep_level=level)
+def test_weights_are_never_stale(tokenizer, monkeypatch, adapters, sleep, level):
+    models = dict.fromkeys(NAMES, two_adapters(tokenizer)) if adapters else two_models(tokenizer)
+    before = {name: p.clone() for name, p in models["policy"].named_parameters() if "lora_" not in name}
+    engine = build_engine(models["policy"], monkeypatch, lora=adapters, sleep=sleep)
+    generator = VLLMGenerator({"policy": models["policy"]}, tokenizer, engine=engine, sleep_level=level)
+    generator.add("proposal", models["proposal"], "proposal" if adapters else None)
     torch.manual_seed(0)
     seen = set()
     for name in itertools.islice(itertools.cycle(NAMES), 100):
-        shake(models[name])
+        shake(models[name], name if adapters else None)
         generator.changed(name)
+        if adapters:
+            models[name].set_adapter(name)
         expected = draw_greedily(models[name])
-        assert sample(generator, name) == expected
+        assert sample(generator, name) == expected and (not adapters or sample(generator, name) == expected)
         seen.add(str(expected))
     assert len(seen) > 50  # the weights do matter
-    assert generator.pushes == {"policy": 50, "proposal": 50}
-    assert set(generator.llm.llm.slept[1:]) == ({level or 2} if sleep else set())
+    pushes = {"policy": 50, "proposal": 50}
+    if adapters:
+        # Twice each, where it was dropped in between; vLLM loads adapters again once it has been given a base
+        pushes["base"] = 200 if level == 2 else 1
+        assert all(torch.equal(p, before[name]) for name, p in models["policy"].named_parameters() if name in before)
+        assert len(list(generator._folder.iterdir())) == 2  # of each adapter, its latest version
+    assert generator.pushes == pushes
+    assert set(generator.llm.llm.slept[1:]) == ({level or (1 if adapters else 2)} if sleep else set())
 
 
 def test_one_call_draws_for_two_adapters(tokenizer, monkeypatch):
@@ -136,30 +163,6 @@ def test_whole_models_are_drawn_from_one_after_the_other(tokenizer, monkeypatch)
         assert sample(generator, "policy") == draw_greedily(models["policy"])
     assert sample(generator, "proposal") == draw_greedily(models["proposal"])
     assert generator.llm.llm.calls == [3, 3]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("sleep", "level"), [(False, None), (True, None), (True, 2)])
-def test_adapters_are_never_stale(tokenizer, monkeypatch, sleep, level):
-    model = two_adapters(tokenizer)
-    before = {name: p.clone() for name, p in model.named_parameters() if "lora_" not in name}
-    engine = build_engine(model, monkeypatch, lora=True, sleep=sleep)
-    generator = VLLMGenerator({"policy": model}, tokenizer, engine=engine, sleep_level=level)
-    generator.add("proposal", model, "proposal")
-    torch.manual_seed(0)
-    seen = set()
-    for name in itertools.islice(itertools.cycle(NAMES), 100):
-        shake(model, name)
-        generator.changed(name)
-        model.set_adapter(name)
-        expected = draw_greedily(model)
-        assert sample(generator, name) == sample(generator, name) == expected
-        seen.add(str(expected))
-    assert len(seen) > 50
-    # Twice each, where it was dropped in between; vLLM loads adapters again once it has been given a base
-    assert generator.pushes == {"base": 200 if level == 2 else 1, "policy": 50, "proposal": 50}
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
-    assert len(list(generator._folder.iterdir())) == 2  # of each adapter, its latest version
 
 
 def test_a_push_that_is_left_out_would_be_noticed(tokenizer, monkeypatch):
@@ -334,9 +337,8 @@ def test_an_adapter_is_written_by_the_names_of_its_layers(tokenizer, monkeypatch
         layers[place] = checkpoint_wrapper(layers[place])
     for model in (plain, wrapped):
         model.resize_token_embeddings(len(tokenizer) + 8)
-    monkeypatch.setattr(
-        "peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: pytest.fail("the Hub")
-    )
+    asks = "peft.utils.save_and_load.check_file_exists_on_hf_hub"
+    monkeypatch.setattr(asks, lambda *_, **__: pytest.fail("the Hub"))
     engine, written = build_engine(plain, monkeypatch, lora=True), []
     for folder, model in (("plain", plain), ("wrapped", wrapped)):
         _engine.write_adapter(engine, model, "proposal", tmp_path / folder)
@@ -426,37 +428,22 @@ def test_what_of_trl_the_engine_relies_on():
 
 
 def test_transformers_generator(tokenizer, model_dirs):
+    """It pads with a token that the models have, and leaves each module its mode."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<more>"})  # without an embedding
     models = {name: AutoModelForCausalLM.from_pretrained(model_dirs["llama"]) for name in NAMES}
     models["proposal"].lm_head.weight.data.neg_()
     models["policy"].generation_config.suppress_tokens = list(range(2, 19))  # must not bend what is drawn
     generator = TransformersGenerator(models, tokenizer, max_completion_length=3, batch_size=3, do_sample=False)
     prompts = ["the cat", "fish", "the dog ran the cat ate"]
     for name in NAMES:
-        models[name].train()
+        models[name].train().model.norm.eval()
         groups = generator.complete(prompts, model=name, num_completions=2)
-        assert models[name].training
+        assert [place for place, module in models[name].named_modules() if not module.training] == ["model.norm"]
         for prompt, group in zip(prompts, groups, strict=True):
             ids = greedy(models[name].eval(), tokenizer(prompt)["input_ids"], 3)[0]
             assert [completion.token_ids for completion in group] == [ids, ids]
             assert group[0].text == tokenizer.decode(ids, skip_special_tokens=True) and group[0].model == name
-
-
-def test_transformers_generator_leaves_each_module_its_mode(tokenizer, model_dirs):
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"]).train()
-    model.model.norm.eval()  # frozen
-    TransformersGenerator({"policy": model}, tokenizer, max_completion_length=1).complete(["fish"], model="policy")
-    assert [name for name, module in model.named_modules() if not module.training] == ["model.norm"]
-
-
-def test_transformers_generator_pads_with_a_token_that_the_model_has(tokenizer, model_dirs):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"pad_token": "<more>"})  # the model has no embedding for it
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
-    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=3, do_sample=False)
-    for [completion], prompt in zip(
-        generator.complete(["fish", "the cat"], "policy"), ("fish", "the cat"), strict=True
-    ):
-        assert completion.token_ids == greedy(model, tokenizer(prompt)["input_ids"], 3)[0]
 
 
 def test_transformers_generator_draws_from_the_model(tokenizer, model_dirs):
@@ -521,24 +508,6 @@ def test_continuous_batches_are_drawn_from_the_right_model(make, adapters):
 
 
 # What goes to the engine
-
-
-def adapted(tokenizer, *options, kind="llama"):
-    """A model with one adapter of other weights for each of `options`, by the names of NAMES."""
-    model = build_model(kind, len(tokenizer))
-    for name, given in zip(NAMES, options, strict=False):
-        settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "r": 2} | given
-        config = LoraConfig(task_type="CAUSAL_LM", **settings)
-        if name == NAMES[0]:
-            model = get_peft_model(model, config, adapter_name=name)
-        else:
-            model.add_adapter(name, config)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if any(f".{adapter}." in name for adapter in NAMES):
-                p.add_(0.3 * torch.randn_like(p))
-    return model.eval()
 
 
 def expected(model, name):
@@ -646,12 +615,8 @@ def test_adapters_that_cannot_be_merged_are_refused(tokenizer, monkeypatch, opti
 def test_head_and_embedding_that_are_one_cannot_be_set_apart(tokenizer, monkeypatch, options, refused):
     model = adapted(tokenizer, {"target_modules": ["c_attn"], "fan_in_fan_out": True} | options, kind="gpt2")
     engine = build_engine(build_model("gpt2", len(tokenizer)), monkeypatch)
-    if refused:
-        with pytest.raises(
-            ValueError, match="Adapter 'policy' changes the head or the embedding.*tie_word_embeddings"
-        ):
-            VLLMGenerator({"policy": model}, tokenizer, engine=engine)
-    else:
+    message = "Adapter 'policy' changes the head or the embedding.*tie_word_embeddings"
+    with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():
         VLLMGenerator({"policy": model}, tokenizer, engine=engine)
 
 
@@ -667,13 +632,10 @@ def test_head_and_embedding_that_are_one_cannot_be_set_apart(tokenizer, monkeypa
 )
 def test_engines_that_do_not_fit_in_the_callers_words(monkeypatch, message):
     monkeypatch.setattr(vllm_generation, "LLM", None, raising=False)
-    for options, said in (
-        ({}, "Lower `vllm_gpu_mem.*`vllm_max_model"),
-        ({"prefix": ""}, "Lower `gpu_mem.*`max_model"),
-    ):
-        with pytest.raises(RuntimeError, match=f"does not fit into memory.*{said}"):
-            with engine_options("float32", **options):
-                raise ValueError(message)
+    for prefix in ("vllm_", ""):
+        said = f"does not fit into memory.*Lower `{prefix}gpu_mem.*`{prefix}max_model"
+        with pytest.raises(RuntimeError, match=said), engine_options("float32", prefix=prefix):
+            raise ValueError(message)
 
 
 def test_a_server_is_told_of_each_models_own_tensors(tokenizer, monkeypatch):

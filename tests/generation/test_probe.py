@@ -16,22 +16,20 @@ from transformers import (
     MixtralConfig,
     ModernBertDecoderConfig,
     PersimmonConfig,
+    Phi3Config,
     PhimoeConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
     set_seed,
 )
 
-from trl_repulse import (
-    PPOTrainer,
-    ReinforceTrainer,
-    RePULSeTrainer,
-)
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
+from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.engine.scoring import token_log_probs
 from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
-from trl_repulse.generation._probe import Guard, probe
+from trl_repulse.generation._probe import Guard, Passes, probe
 from trl_repulse.models._layout import Layout
 
 from ..conftest import build_model
@@ -141,20 +139,17 @@ def test_nothing_is_disturbed(tokenizer):
 # Draws
 
 
-def test_held_out_draws_are_the_models_own(tokenizer, faulty):
+@pytest.mark.parametrize("by", ["generator", "engine"])
+def test_draws_are_the_models_own(tokenizer, faulty, by):
     model = build(faulty, len(tokenizer))
     prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(500)]
-    drawn = transformers_engine(model, tokenizer, 4, 2000)(prompts, 0)
+    if by == "engine":
+        drawn = transformers_engine(model, tokenizer, 4, 2000)(prompts, 0)
+    else:
+        torch.manual_seed(0)
+        generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
+        drawn = [row.token_ids for rows in generator.complete(PROMPTS, "policy", 500) for row in rows]
     assert abs(surprise(model, prompts, drawn)) < 4.5
-
-
-def test_a_generators_draws_are_the_models_own(tokenizer, faulty):
-    model = build(faulty, len(tokenizer))
-    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
-    torch.manual_seed(0)
-    drawn = generator.complete(PROMPTS, "policy", 500)
-    prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(500)]
-    assert abs(surprise(model, prompts, [row.token_ids for rows in drawn for row in rows])) < 4.5
 
 
 def test_held_out_scores_are_the_models_own(tokenizer, faulty):
@@ -278,11 +273,14 @@ def test_values_are_the_models_own(make, tokenizer, mixed):
     trainer.train()
 
 
+def reinforce(make, tokenizer, architecture, dataset, **settings):
+    model = build(architecture, len(tokenizer))
+    return make(ReinforceTrainer, model, dataset=dataset, extra={"processing_class": tokenizer}, **settings)
+
+
 @pytest.mark.trainer
 def test_several_processes_refuse_what_they_cannot_score(make, tokenizer, mixed, monkeypatch):
-    trainer = make(
-        ReinforceTrainer, build("rwkv", len(tokenizer)), dataset=mixed, extra={"processing_class": tokenizer}
-    )
+    trainer = reinforce(make, tokenizer, "rwkv", mixed)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     ids, mask = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     with pytest.raises(ValueError, match="use prompts of one length, or one process"):
@@ -295,9 +293,7 @@ def test_several_processes_refuse_what_they_cannot_score(make, tokenizer, mixed,
 
 @pytest.mark.trainer
 def test_models_that_share_weights_refuse_what_they_cannot_sample(make, tokenizer, mixed, monkeypatch):
-    trainer = make(
-        ReinforceTrainer, build("minimax", len(tokenizer)), dataset=mixed, extra={"processing_class": tokenizer}
-    )
+    trainer = reinforce(make, tokenizer, "minimax", mixed)
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     with pytest.raises(ValueError, match="use prompts of one length, or launch without ZeRO-3 and FSDP"):
         trainer._generate_single_turn([[3], [3, 12]], None, {})
@@ -305,14 +301,7 @@ def test_models_that_share_weights_refuse_what_they_cannot_sample(make, tokenize
 
 @pytest.mark.trainer
 def test_without_a_cache_nothing_is_grouped(make, tokenizer, mixed):
-    settings = {"generation_kwargs": {"use_cache": False}}
-    trainer = make(
-        ReinforceTrainer,
-        build("minimax", len(tokenizer)),
-        dataset=mixed,
-        extra={"processing_class": tokenizer},
-        **settings,
-    )
+    trainer = reinforce(make, tokenizer, "minimax", mixed, generation_kwargs={"use_cache": False})
     assert not trainer._guard.sample_by_length and trainer.generation_config.use_cache is False
 
 
@@ -336,13 +325,9 @@ def build_noisy(architecture, size, **noise):
     set_seed(0)
     experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     sizes = SHAPE | SPECIAL | {"vocab_size": size, "initializer_range": 0.4}
-    if architecture == "falcon":
-        return AutoModelForCausalLM.from_config(FalconConfig(**sizes, **noise))
-    if architecture == "persimmon":
-        return AutoModelForCausalLM.from_config(PersimmonConfig(**sizes, **noise))
-    return AutoModelForCausalLM.from_config(
-        (MixtralConfig if architecture == "mixtral" else PhimoeConfig)(**sizes, **experts, **noise)
-    )
+    configs = {"falcon": FalconConfig, "persimmon": PersimmonConfig, "mixtral": MixtralConfig, "phimoe": PhimoeConfig}
+    config = configs[architecture](**sizes, **(experts if architecture in ("mixtral", "phimoe") else {}), **noise)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def passes_agree(model):
@@ -362,9 +347,8 @@ def test_noise_from_the_configuration_is_refused_by_name(make, tokenizer, traine
     extra = {"processing_class": tokenizer}
     if trainer_cls is PPOTrainer:
         extra["value_model"] = build_model("gpt2", len(tokenizer))
-    with pytest.raises(
-        ValueError, match=f"passes of the policy, {type(model).__name__}, differ .* set `{field}` to 0"
-    ):
+    message = f"passes of the policy, {type(model).__name__}, differ .* set `{field}` to 0"
+    with pytest.raises(ValueError, match=message):
         make(trainer_cls, model, extra=extra)
     assert getattr(model.config, field) == 0.2
     setattr(model.config, field, 0.0)
@@ -376,12 +360,9 @@ def test_noise_of_proposal_and_value_model_is_refused(make, tokenizer):
     quiet, noisy = (build_noisy("falcon", len(tokenizer), hidden_dropout=p) for p in (0.0, 0.2))
     with pytest.raises(ValueError, match="passes of the proposal, Falcon.* set `hidden_dropout` to 0"):
         make(model=quiet, extra={"proposal_model": noisy, "processing_class": tokenizer})
+    quiet = build_noisy("falcon", len(tokenizer))
     with pytest.raises(ValueError, match="passes of the value model, Falcon.* set `hidden_dropout` to 0"):
-        make(
-            PPOTrainer,
-            build_noisy("falcon", len(tokenizer)),
-            extra={"value_model": noisy, "processing_class": tokenizer},
-        )
+        make(PPOTrainer, quiet, extra={"value_model": noisy, "processing_class": tokenizer})
 
 
 @pytest.mark.trainer
@@ -443,3 +424,54 @@ def test_scores_are_those_of_the_models_own_head(make, tokenizer, mixed):
             assert found[row, :length].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
             surprise = -(log_p.exp() * log_p).sum(dim=-1)
             assert entropy[row, :length].tolist() == pytest.approx(surprise.tolist(), abs=1e-4)
+
+
+# What a batch's longest row, or float64, changes
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+
+
+@pytest.fixture(scope="module")
+def phi3():
+    set_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 40, "pad_token_id": 0, "initializer_range": 0.4}
+    return AutoModelForCausalLM.from_config(
+        Phi3Config(**sizes, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=LONGROPE)
+    )
+
+
+@torch.no_grad()
+def test_longrope_reads_short_rows_by_the_longest_of_a_batch(phi3):
+    """What the refusal is for, in transformers alone."""
+    row = torch.arange(3, 31)
+    batches = {length: torch.stack([row[:length], row[:length].flip(0)]) for length in (12, 28)}
+    batches[12.5] = batches[12][:1]  # the control
+    first = {length: phi3.eval()(input_ids=ids, use_cache=False).logits[0, :12] for length, ids in batches.items()}
+    assert (first[12] - first[28]).abs().max() > 1e-4 > 1e-6 > (first[12] - first[12.5]).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "refused"), [((4, 12), False), ((4, 13), True), ((4, 20), True), ((17, 20), False), ((16, 20), True)]
+)
+def test_lengths_on_both_sides_of_longrope_are_refused(phi3, lengths, refused):
+    prompts = [[5] * length for length in lengths]
+    if not refused:
+        check_prompt_lengths(prompts, prompts, phi3.config, 4)
+        return
+    with pytest.raises(ValueError, match=r"more than 16 tokens \(longrope\).*lower `max_completion_length`"):
+        check_prompt_lengths(prompts, prompts, phi3.config, 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("initializer_range", [0.002, 0.02, 0.4])
+def test_float64_is_compared_in_float32(initializer_range):
+    set_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2, "initializer_range": initializer_range}
+    model = AutoModelForCausalLM.from_config(BloomConfig(**sizes)).double().eval()
+    passes = Passes(model, lambda ids, mask: model(input_ids=ids).logits.float().log_softmax(-1))
+    found, expected = passes.together()
+    assert passes.agree(lambda: (found * (1 + 2**-23), expected))  # BLOOM's softmax is in float32
+    assert not passes.agree(lambda: (found * 1.001, expected))
