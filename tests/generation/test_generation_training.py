@@ -33,12 +33,10 @@ class DrawingLLM(LLM):
         outputs = []
         for row, tokens, values in zip(rows, drawn.sequences[:, width:].tolist(), log_p, strict=True):
             tokens = tokens[: tokens.index(1) + 1] if 1 in tokens else tokens
-            said = [
-                {t: SimpleNamespace(rank=1, logprob=value[t].item())} for t, value in zip(tokens, values, strict=False)
-            ]
-            outputs.append(
-                SimpleNamespace(prompt_token_ids=row, outputs=[SimpleNamespace(token_ids=tokens, logprobs=said)])
-            )
+            pairs = zip(tokens, values, strict=False)
+            said = [{t: SimpleNamespace(rank=1, logprob=value[t].item())} for t, value in pairs]
+            completion = SimpleNamespace(token_ids=tokens, logprobs=said)
+            outputs.append(SimpleNamespace(prompt_token_ids=row, outputs=[completion]))
         return outputs
 
 
@@ -60,6 +58,7 @@ def serve_by(llm_class, monkeypatch, lora=False):
 
 pytestmark = pytest.mark.usefixtures("lora_requests")
 HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+SERVED = {"model": "llama", "use_vllm": True, "max_completion_length": 3, "max_steps": 1}
 UNCORRECTED = {"vllm_importance_sampling_correction": False}  # TRL's correction rounds
 
 
@@ -81,17 +80,16 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
             torch.manual_seed(7)
 
     serve_by(DrawingLLM, monkeypatch)
-    monkeypatch.setattr(
-        HotPolicy, "drawing", DrawnTerm.drawing
-    )  # without an engine, both sets in one call: other numbers
+    # Without an engine, both sets in one call: other numbers
+    monkeypatch.setattr(HotPolicy, "drawing", DrawnTerm.drawing)
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
-    settings = {
+    settings = method | {
         "model": "llama",
         "max_steps": 6,
         "max_completion_length": 4,
         "extra": {"callbacks": [Start()]},
-    } | method
+    }
     plain = make(trainer_cls, output_dir=str(tmp_path / "plain"), **settings)
     plain.train()
     served = make(trainer_cls, output_dir=str(tmp_path / "served"), use_vllm=True, **settings)
@@ -128,14 +126,8 @@ def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
             drawn.append({name: [list(ids) for ids in logs["completion"]] for name, logs in logs_of.items()})
 
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
-    trainer = make(
-        model="llama",
-        use_vllm=True,
-        max_steps=3,
-        max_completion_length=4,
-        num_proposal_generations=proposals,
-        extra={"peft_config": config, "callbacks": [Watch()]},
-    )
+    settings = {"use_vllm": True, "max_steps": 3, "max_completion_length": 4, "num_proposal_generations": proposals}
+    trainer = make(model="llama", extra={"peft_config": config, "callbacks": [Watch()]}, **settings)
     logs_of = {"policy": trainer._logs, "proposal": trainer._negative.logs}
     trainer.train()
     n, m = 4, proposals or 4
@@ -160,10 +152,8 @@ class MistakenLLM(DrawingLLM):
         for output in outputs:
             ids, tokens = output.prompt_token_ids, output.outputs[0].token_ids
             with torch.no_grad():
-                logits = self.model(torch.tensor([ids + tokens], device=self.model.device)).logits[
-                    0, len(ids) - 1 : -1
-                ]
-            log_p = (logits / temperature).log_softmax(-1)
+                logits = self.model(torch.tensor([ids + tokens], device=self.model.device)).logits
+            log_p = (logits[0, len(ids) - 1 : -1] / temperature).log_softmax(-1)
             for token, said, values in zip(tokens, output.outputs[0].logprobs, log_p, strict=True):
                 said[token].logprob = values[token].item() + (0.1 if token % 2 else self.shift)
         return outputs
@@ -177,18 +167,14 @@ def test_corrections_of_the_engine(make, monkeypatch, mode, method):
     serve_by(MistakenLLM, monkeypatch)
     monkeypatch.setattr(MistakenLLM, "shift", -1.0)
     settings = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 2.0}
-    trainer = make(
-        RePULSeGRPOTrainer, model="llama", use_vllm=True, max_completion_length=3, max_steps=1, **settings, **method
-    )
+    trainer = make(RePULSeGRPOTrainer, **SERVED, **settings, **method)
     trainer.model.train()
     trainer.proposal and trainer.proposal.module.train()
     with torch.random.fork_rng():
         batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 16)
     kinds = set()
-    for name, found in (
-        ("", batch["importance_sampling_ratio"].unsqueeze(1)),
-        ("proposal_", batch["proposal_engine_ratio"]),
-    ):
+    own = batch["importance_sampling_ratio"].unsqueeze(1)
+    for name, found in (("", own), ("proposal_", batch["proposal_engine_ratio"])):
         ids, mask = (batch[f"{name}completion_{part}"].view(*found.shape[:2], -1) for part in ("ids", "mask"))
         expected = torch.where(ids % 2 == 1, -0.1, 1.0) * mask
         if name and trainer.proposal is None:  # of the hot samples, only what is bad is scored
@@ -212,24 +198,12 @@ def test_corrections_multiply_gradients(make, monkeypatch):
     ends = {}
     for name, ratio, alpha, rate in (("ratio", 2.0, 0.3, 0.5), ("twice", 1.0, 0.6, 1.0), ("once", 1.0, 0.3, 0.5)):
         monkeypatch.setattr(_rows, "engine_ratios", lambda log_q, *args, ratio=ratio: torch.full_like(log_q, ratio))
-        trainer = make(
-            RePULSeGRPOTrainer,
-            model="llama",
-            use_vllm=True,
-            max_completion_length=3,
-            max_steps=1,
-            alpha=alpha,
-            optim="sgd",
-            learning_rate=1.0,
-            proposal_learning_rate=rate,
-            max_grad_norm=0.0,
-            lr_scheduler_type="constant",
-        )
+        plain = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+        trainer = make(RePULSeGRPOTrainer, **SERVED, **plain, alpha=alpha, proposal_learning_rate=rate)
         trainer.train()
         assert trainer.state.log_history[0]["proposal/sampling/importance_sampling_ratio/mean"] == ratio
         ends[name] = [p.detach().clone() for m in (trainer.model, trainer.proposal.module) for p in m.parameters()]
     for one, other in zip(ends["ratio"], ends["twice"], strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-    assert not all(
-        torch.allclose(one, other, atol=1e-6) for one, other in zip(ends["ratio"], ends["once"], strict=True)
-    )
+    pairs = zip(ends["ratio"], ends["once"], strict=True)
+    assert not all(torch.allclose(one, other, atol=1e-6) for one, other in pairs)

@@ -39,37 +39,20 @@ PROMPTS = [[3, 12], [4], [5, 13, 14]]
 NAMES = ("policy", "proposal")
 CPU = not torch.cuda.is_available()
 OPTIONS = {"max_model_length": 32, "max_num_seqs": 64, "gpu_memory_utilization": 0.1}
+TRAINED = {"use_vllm": True, "vllm_max_model_length": 32, "vllm_gpu_memory_utilization": 0.1}  # of trainers
 
 
 def build(kind, tokenizer, folder, positions=32):
     """A saved tiny model with heads of 32 dimensions, the least that vLLM takes on CPU."""
     set_seed(0)
-    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    shared = {"vocab_size": len(tokenizer), "initializer_range": 0.3}
+    shared |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     if kind == "gpt2":  # its head has the embedding's weights
-        config = GPT2Config(
-            vocab_size=len(tokenizer),
-            n_embd=64,
-            n_layer=2,
-            n_head=2,
-            n_positions=positions,
-            initializer_range=0.3,
-            **special,
-        )
-        model = GPT2LMHeadModel(config)
+        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=positions, **shared))
     else:
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=positions,
-            initializer_range=0.3,
-            tie_word_embeddings=kind == "llama, tied",
-            **special,
-        )
-        model = LlamaForCausalLM(config)
+        shared |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        shared |= {"num_key_value_heads": 1, "tie_word_embeddings": kind == "llama, tied"}
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, **shared))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -267,13 +250,11 @@ def test_runs_of_other_seeds_draw_other_completions(make, tokenizer, tmp_path):
         trainer = make(
             ReinforceTrainer,
             model=str(tmp_path / "model"),
-            use_vllm=True,
-            vllm_max_model_length=32,
-            vllm_gpu_memory_utilization=0.1,
             shuffle_dataset=False,
             max_completion_length=6,
             max_steps=1,
             seed=seed,
+            **TRAINED,
         )
         trainer.train()
         drawn.append(list(trainer._logs["completion"]))
@@ -308,13 +289,11 @@ def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, t
         trainer_cls,
         model=str(tmp_path / "model"),
         extra=extra,
-        use_vllm=True,
-        vllm_max_model_length=32,
-        vllm_gpu_memory_utilization=0.1,
         vllm_enable_sleep_mode=sleep is not None,
         vllm_sleep_level=sleep,
         learning_rate=0.05,
         max_steps=5,
+        **TRAINED,
     )
     trainer.train()
     prefixes = ("", "proposal/") if trainer_cls is RePULSeTrainer else ("",)
@@ -378,9 +357,7 @@ def test_two_processes_sample_from_the_weights_they_have(tokenizer, tmp_path, sh
 @pytest.mark.trainer
 def test_stale_weights_would_be_noticed_in_training(make, tokenizer, tmp_path, caplog):
     build("llama", tokenizer, tmp_path / "model")
-    options = {"vllm_max_model_length": 32, "vllm_gpu_memory_utilization": 0.1}
-    model = str(tmp_path / "model")
-    trainer = make(ReinforceTrainer, model=model, use_vllm=True, learning_rate=0.05, max_steps=5, **options)
+    trainer = make(ReinforceTrainer, model=str(tmp_path / "model"), learning_rate=0.05, max_steps=5, **TRAINED)
     trainer.vllm_generation.changed = lambda *names: None
     trainer.train()
     assert trainer.state.log_history[4]["sampling/sampling_logp_difference/mean"] > 0.1
