@@ -1,6 +1,7 @@
 """Sampling and scoring that are the model's own, where padded or cached passes of an architecture are not."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -23,16 +24,17 @@ from transformers import (
     set_seed,
 )
 
+from benchmarks.architectures import NAMES, TooLong, examine, limited, sweep
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.engine.scoring import token_log_probs
 from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
-from trl_repulse.generation._probe import Guard, Passes, probe
+from trl_repulse.generation._probe import Guard, Passes, holds, probe
 from trl_repulse.models._layout import Layout
 
-from ..conftest import build_model
+from ..conftest import build_model, build_tokenizer
 
 
 PROMPTS = ["the", "the cat", "the cat sat", "the dog ran ate fish"]
@@ -475,3 +477,41 @@ def test_float64_is_compared_in_float32(initializer_range):
     found, expected = passes.together()
     assert passes.agree(lambda: (found * (1 + 2**-23), expected))  # BLOOM's softmax is in float32
     assert not passes.agree(lambda: (found * 1.001, expected))
+
+
+# Tiny models of other architectures: what is sampled and scored is their own, or they are refused
+
+
+@pytest.mark.thorough
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    ("name", "reverse", "expected"),
+    [
+        ("minimax", True, ("guarded", "sampled by length")),
+        ("nemotron_h", False, ("guarded", "no cache")),
+        ("bart", False, ("guarded", "scored by length, sampled by length")),
+        ("falcon_h1", False, ("agrees", "")),
+        ("roberta", False, ("refused", "RobertaForCausalLM predicts something else for a text in a batch")),
+    ],
+)
+def test_nothing_disagrees(name, reverse, expected):
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = "<unk>"
+    line = examine(name, tokenizer, reverse)
+    assert line["result"] == expected[0] and line["how"].startswith(expected[1])
+    assert line["noise"] in ("", "none", "off")
+
+
+@pytest.mark.trainer
+def test_no_check_takes_the_limit_for_an_answer():
+    with pytest.raises(TooLong), limited(1):
+        holds(lambda: time.sleep(30))
+
+
+@pytest.mark.slow
+@pytest.mark.trainer
+def test_no_architecture_disagrees():
+    lines = sweep(NAMES)
+    results = [line["result"] for line in lines]
+    assert not [line for line in lines if line["result"] == "**disagrees**"]
+    assert sum(result in ("agrees", "guarded") for result in results) > 140

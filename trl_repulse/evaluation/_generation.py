@@ -22,11 +22,11 @@ from transformers import (
 from transformers.utils import logging
 
 from ..data._prompts import check_template_variables, render, warn_of_date
-from ..data._texts import check_added_tokens
 from ..engine.reward_calls import with_checks
 from ..engine.trl_bridge import is_async_callable
 from ..generation._batches import end_tokens, until_end
 from ..generation._probe import probe
+from ..generation.completions import tokenize
 from ..generation.transformers_generator import draw
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
@@ -114,14 +114,9 @@ def prompt_tokens(
 ) -> list[list[int]]:
     """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that adds its end token to plain text."""
     prompts = list(prompts)
-    rows: list[list[int]] = []
-    for number, prompt in enumerate(prompts, 1):
-        text = prompt_text(tokenizer, prompt, chat_template_kwargs, f"Row {number} of `prompts`")
-        # A chat template writes the special tokens itself
-        rows.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
-        if number == 1 and not isinstance(prompt, str):
-            warn_of_date(tokenizer, prompt, chat_template_kwargs)
-    check_added_tokens(tokenizer, prompts, rows)
+    rows = tokenize(tokenizer, prompts, chat_template_kwargs)
+    if prompts and not isinstance(prompts[0], str):
+        warn_of_date(tokenizer, prompts[0], chat_template_kwargs)
     return rows
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data._prompts import check_conversations, rendering
+from ..data._prompts import render
 from ..data._texts import check_added_tokens, completion_texts
 
 
@@ -35,25 +35,24 @@ class Completion:
     version: int
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]]) -> list[list[int]]:
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[dict[str, str]]],
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[list[int]]:
     """
     Token ids of prompts (plain text, or conversations as lists of messages), as TRL's trainers make them.
 
     Raises:
-        `ValueError`: If a prompt is neither text nor messages, the chat template is missing or fails, or the tokenizer
-            ends plain text with its end token.
+        `ValueError`: If the chat template is missing or fails, or the tokenizer ends plain text with its end token.
     """
-    ids = []
-    check_conversations(prompts, "`prompts`")
+    rows: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
-        if isinstance(prompt, str):
-            ids.append(tokenizer(prompt)["input_ids"])
-        else:
-            with rendering(tokenizer, prompt, f"Row {number} of `prompts`"):
-                encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-            ids.append(encoded["input_ids"])
-    check_added_tokens(tokenizer, prompts, ids)
-    return ids
+        plain = isinstance(prompt, str)
+        text = prompt if plain else render(tokenizer, prompt, f"Row {number} of `prompts`", chat_template_kwargs)
+        rows.append(tokenizer(text, add_special_tokens=plain)["input_ids"])  # a chat template writes them itself
+    check_added_tokens(tokenizer, prompts, rows)
+    return rows
 
 
 def group_completions(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data._prompts import check_conversations
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
 from ._batches import batches, end_tokens, padding_token, until_end, without_generation_defaults
@@ -117,6 +118,7 @@ class TransformersGenerator:
             `KeyError`: If there is no such model.
         """
         lm = self.models[model]
+        check_conversations(prompts, "`prompts`")
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
         if model not in self._guards:
             self._guards[model] = probe(lm, generation_config=GenerationConfig(**self._settings))

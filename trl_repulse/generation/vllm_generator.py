@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data._prompts import check_conversations
 from ._batches import end_tokens
 from ._samplers import POLICY, Sampler
 from .completions import Completion, check_one_family, group_completions, tokenize
@@ -313,6 +314,7 @@ class VLLMGenerator:
         """
         from ._engine import context_length
 
+        check_conversations(prompts, "`prompts`")
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
         engine = self._served[model].engine
         if engine.mode == "colocate":
