@@ -19,7 +19,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 from transformers import GenerationConfig
 
 from ..data.loading import load_prompts
-from ..generation._defaults import end_tokens
+from ..generation._batches import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
 from ._files import digest
