@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 
 from examples.worlds import two_tokens
-from trl_repulse.engine.run_log import load_log
+from trl_repulse.engine.diagnosis import load_log
 from trl_repulse.evaluation.plots import plot_training
 
 

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.engine.second_adapter import SecondAdapter
+from trl_repulse.engine.second_model import SecondAdapter
 from trl_repulse.method import bad_threshold as _bad_threshold
 from trl_repulse.models._adapters import adapter_layers
 

@@ -1,4 +1,4 @@
-"""Two updates of RePULSe on PPO and GRPO on recorded completions, one for each row, for `test_rows`.
+"""Two updates of RePULSe on PPO and GRPO on recorded completions, one for each row, for `test_distributed`.
 
 It is launched in one process and in two, which DDP, DeepSpeed or FSDP2 brings together.
 

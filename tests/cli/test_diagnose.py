@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from trl_repulse.cli.main import main
-from trl_repulse.engine.diagnosis import SYMPTOMS, diagnose
-from trl_repulse.engine.run_log import load_log
+from trl_repulse.engine.diagnosis import SYMPTOMS, diagnose, load_log
 
 
 ROOT = Path(__file__).parents[2]

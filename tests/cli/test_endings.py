@@ -12,7 +12,7 @@ from trl_repulse.cli import train as launcher
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import main_or_exit
-from trl_repulse.engine.run_log import load_log
+from trl_repulse.engine.diagnosis import load_log
 
 from ..conftest import about_the_cpu
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse.cli import merge as command
 from trl_repulse.cli.main import main
-from trl_repulse.engine.cards import write_proposal_card
+from trl_repulse.engine.records import write_proposal_card
 from trl_repulse.models import _loading
 
 from ..conftest import build_model, build_tokenizer

@@ -15,7 +15,7 @@ from trl_repulse.cli import arguments
 from trl_repulse.cli.arguments import ARGUMENTS
 from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import load_data, main_or_exit
-from trl_repulse.engine.reward_calls import with_checks
+from trl_repulse.engine.scoring import with_checks
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.rewards import ToxicityReward
 from trl_repulse.rewards.transformed import TransformedReward

@@ -12,7 +12,6 @@ from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     LlamaConfig,
     LlamaForCausalLM,
     TrainerCallback,
@@ -292,16 +291,6 @@ def test_half_precision_in_shared_rows(build, case):
 # What changes how an update is computed, and not the update
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_checkpointed_activations_change_no_update(build, architecture, case):
-    plain, checkpointed = (build(case, architecture, gradient_checkpointing=on) for on in (False, True))
-    start_as(checkpointed, parameters(plain))
-    for trainer in (plain, checkpointed):
-        trainer.train()
-    for one, other in zip(trained(plain), trained(checkpointed), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.parametrize("case", ["learned", "hot", "PPO"])
 def test_compiled_models_make_the_same_update(build, request, case):
     request.addfinalizer(torch.compiler.reset)
@@ -324,49 +313,6 @@ def save_llama(folder, tokenizer, **shape):
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def test_a_base_in_4_bits_in_shared_rows(build, tokenizer, tmp_path):
-    bnb = pytest.importorskip("bitsandbytes")
-    folder = save_llama(tmp_path / "base", tokenizer)
-    scores, first = {}, None
-    for share in (True, False):
-        quantized = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
-        extra = {"quantization_config": quantized}
-        trainer = build("adapters", folder, extra=extra, share_prompts=share, bf16=True)
-        assert any(isinstance(p, bnb.nn.Params4bit) for p in trainer.model.parameters())
-        assert trainer._guard.share_prompts is share
-        with torch.no_grad():
-            for p, q in zip(trainer.model.parameters(), (first or trainer).model.parameters(), strict=True):
-                if p.requires_grad:
-                    p.copy_(q)
-        first = first or trainer
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.tensor([[0, 0, 3, 4], [3, 4, 5, 6]])
-        sample = {
-            "prompt_ids": prompts,
-            "prompt_mask": (prompts != 0).long(),
-            "completion_ids": torch.randint(3, 19, (2, 4, WIDTH), generator=generator),
-            "completion_mask": torch.ones(2, 4, WIDTH, dtype=torch.long),
-        }
-        sample = {name: x.to(DEVICE) for name, x in sample.items()}
-        scores[share] = trainer._score(trainer.model, sample, gradient=False).log_p[0].float().cpu()
-        if share:  # the second one begins with what this one has
-            continue
-        assert (scores[True] - scores[False]).abs().max() < 0.1
-        assert (scores[True] - scores[False]).abs().mean() < 0.02
-    for trained_one in (first, trainer):
-        start = trained(trained_one)
-        names = [
-            name for name, p in trained_one.model.named_parameters() if p.is_floating_point() and "lora_" not in name
-        ]
-        frozen = flat(trained_one.model.get_parameter(name) for name in names)
-        trained_one.train()
-        assert torch.equal(frozen, flat(trained_one.model.get_parameter(name) for name in names))
-        for before, after in zip(start, trained(trained_one), strict=True):
-            assert after.isfinite().all() and not torch.equal(before, after)
 
 
 # Memory

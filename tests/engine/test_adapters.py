@@ -13,8 +13,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from trl_repulse.engine import trl_bridge as _trl_bridge
-from trl_repulse.engine.second_adapter import SecondAdapter
-from trl_repulse.engine.second_model import SecondModel
+from trl_repulse.engine.second_model import SecondAdapter, SecondModel
 
 from ..conftest import build_model, same_parameters
 from .test_adapters_math import active, lora, weights
@@ -220,17 +219,10 @@ def test_a_copy_of_the_model_saves_itself(make, tmp_path):
 @pytest.mark.parametrize("separate", [False, True], ids=["one base", "a base each"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_resume_continues_both_adapters_bit_for_bit(make, model_dirs, tmp_path, prompts, separate, checkpointing):
-    settings = {
-        "dataset": concatenate_datasets([prompts] * 4),  # 4 updates an epoch
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_steps": 4,
-        "lr_scheduler_type": "linear",
-        "beta": 0.1,
-        "gradient_checkpointing": checkpointing,
-        "extra": {"peft_config": lora(), "proposal_model": model_dirs["gpt2"] if separate else None},
-    }
-    build = functools.partial(make, **settings)
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "linear", "beta": 0.1}
+    extra = {"peft_config": lora(), "proposal_model": model_dirs["gpt2"] if separate else None}
+    dataset = concatenate_datasets([prompts] * 4)  # 4 updates an epoch
+    build = functools.partial(make, dataset=dataset, extra=extra, gradient_checkpointing=checkpointing, **settings)
     whole = build(output_dir=str(tmp_path / "whole"))
     whole.train()
     resumed = build(output_dir=str(tmp_path / "resumed"))

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from trl_repulse import RePULSeTrainer
-from trl_repulse.engine import second_adapter
-from trl_repulse.engine.second_adapter import SecondAdapter
+from trl_repulse.engine import second_model as second_adapter
+from trl_repulse.engine.second_model import SecondAdapter
 
 from ..conftest import build_model
 from ..recorded import gradients, prepare, recorded

@@ -20,37 +20,24 @@ from .. import distributed_ppo_run
 from ..conftest import build_model
 from ..distributed_run import ADAPTER_CLIP
 from ..distributed_support import CONFIGS, launcher, run, run_forked, train
+from ..rows_run import METHODS
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trainer, pytest.mark.thorough]
 
-METRICS = (
-    "loss",
-    "grad_norm",
-    "kl",
-    "return",
-    "proposal/loss",
-    "proposal/grad_norm",
-    "proposal/ess",
-    "proposal/log_z",
-)
-HOT_METRICS = ("loss", "grad_norm", "kl", "return", "negative/p_bad", "negative/ess", "negative/log_z")
-PPO_METRICS = (
-    "loss",
-    "grad_norm",
-    "kl",
-    "return",
-    "approx_kl",
-    "value/loss",
-    "value/grad_norm",
-    "value/clip_fraction",
-    "value/explained_variance",
-)
+OWN_METRICS = ("loss", "grad_norm", "kl", "return")
+METRICS = (*OWN_METRICS, "proposal/loss", "proposal/grad_norm", "proposal/ess", "proposal/log_z")
+HOT_METRICS = (*OWN_METRICS, "negative/p_bad", "negative/ess", "negative/log_z")
+PPO_METRICS = (*OWN_METRICS, "approx_kl", "value/loss", "value/grad_norm", "value/clip_fraction")
+PPO_METRICS += ("value/explained_variance",)
 
 
 needs_deepspeed = pytest.mark.skipif(
     not is_deepspeed_available(), reason="needs deepspeed: pip install -e '.[deepspeed]'"
 )
+
+
+CUT_APART = ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +49,11 @@ def launch(tmp_path_factory, tokenizer):
         return train(folder, processes, batch_size, accumulation, variant, config, **kwargs)
 
     return launch
+
+
+def result_of(command, folder):
+    run_forked(command)
+    return json.loads((folder / "result.json").read_text())
 
 
 @pytest.mark.thorough
@@ -100,39 +92,31 @@ def test_two_processes_equal_one(launch, batch_size, accumulation, method):
         assert found[0] == found[1] and found[0][0] is None and found[0][-1] is not None
 
 
-@pytest.mark.invariant
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(name, marks=[needs_deepspeed, pytest.mark.slow]) for name in ("zero2", "zero3")]
-    + [pytest.param("fsdp2", marks=pytest.mark.slow)],
-)
-def test_the_hot_policy_cut_apart_equals_one_process(launch, config):
-    assert_equal(launch(1, 8, 1, "hot"), launch(2, 1, 4, "hot", config=config), HOT_METRICS)
-
-
 @pytest.mark.thorough
-@needs_deepspeed
 @pytest.mark.invariant
 @pytest.mark.parametrize(
     ("config", "batch_size", "accumulation"),
     [
-        ("zero2", 1, 4),
-        ("zero3", 1, 4),
-        pytest.param("zero1", 2, 2, marks=pytest.mark.slow),
-        pytest.param("zero1", 4, 1, marks=pytest.mark.slow),
-        pytest.param("zero2", 4, 1, marks=pytest.mark.slow),
-        pytest.param("zero3", 4, 1, marks=pytest.mark.slow),
+        pytest.param("zero2", 1, 4, marks=needs_deepspeed),
+        pytest.param("zero3", 1, 4, marks=needs_deepspeed),
+        ("fsdp2", 1, 4),
+        pytest.param("zero1", 2, 2, marks=[needs_deepspeed, pytest.mark.slow]),
+        *(pytest.param(name, 4, 1, marks=[needs_deepspeed, pytest.mark.slow]) for name in ("zero1", "zero2", "zero3")),
+        pytest.param("fsdp2", 4, 1, marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_of_deepspeed_equal_one(launch, config, batch_size, accumulation):
+def test_two_processes_of_an_engine_equal_one(launch, config, batch_size, accumulation):
     assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config=config), METRICS)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_two_processes_of_fsdp_equal_one(launch, batch_size, accumulation):
-    assert_equal(launch(1, 8, 1), launch(2, batch_size, accumulation, config="fsdp2"), METRICS)
+@pytest.mark.parametrize("config", CUT_APART)
+def test_models_cut_apart_train_what_whole_ones_train(launch, config):
+    assert_equal(launch(1, 8, 1, "hot"), launch(2, 1, 4, "hot", config=config), HOT_METRICS)
+    alone, together = (1, 8, 1, "plain"), (2, 2, 2, "plain")
+    ppo = functools.partial(launch, script="distributed_ppo_run")
+    assert_equal(ppo(*alone), ppo(*together, config=config), PPO_METRICS)
 
 
 @pytest.mark.slow
@@ -188,10 +172,8 @@ def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, 
     """
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
-    run_forked(command)
-    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
-    run_forked([*command, str(tmp_path / "run" / "checkpoint-2")])
-    resumed = json.loads((tmp_path / "result.json").read_text())["parameters"]
+    whole = result_of(command, tmp_path)["parameters"]
+    resumed = result_of([*command, str(tmp_path / "run" / "checkpoint-2")], tmp_path)["parameters"]
     for name in ("policy", "proposal"):
         difference = (torch.tensor(resumed[name]) - torch.tensor(whole[name])).abs()
         if config == "zero3_offload":
@@ -211,14 +193,12 @@ def test_fsdp_may_checkpoint_the_activations_of_both_models(launch, tmp_path, to
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, "fsdp2"), "--fsdp_activation_checkpointing", "true", "-m", "tests.distributed_run"]
     command += [str(tmp_path), "4", "1"]
-    run_forked([*command, "leave one out"])
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = result_of([*command, "leave one out"], tmp_path)
     assert result["wrapped"] == [True, True] and launch(2, 4, 1, config="fsdp2")["wrapped"] == [False, False]
     assert_equal(launch(1, 8, 1), result, METRICS)
-    run_forked([*command, "checkpoints"])
-    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
-    run_forked([*command, "checkpoints", str(tmp_path / "run" / "checkpoint-2")])
-    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
+    whole = result_of([*command, "checkpoints"], tmp_path)["parameters"]
+    resumed = result_of([*command, "checkpoints", str(tmp_path / "run" / "checkpoint-2")], tmp_path)["parameters"]
+    assert resumed == whole
     proposal = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "proposal")
     assert torch.equal(
         torch.cat([p.detach().flatten() for p in proposal.parameters()]), torch.tensor(whole["proposal"])
@@ -245,9 +225,7 @@ def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, co
     method = "adapters, checkpoints" + {None: "", "bfloat16": " in bf16", "float16": " in fp16"}[precision]
     build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
     command = [*launcher(2, config), "-m", "tests.distributed_run", str(tmp_path), "4", "1", method]
-    run_forked(command)
-    folder = tmp_path / "run"
-    whole = json.loads((tmp_path / "result.json").read_text())["parameters"]
+    folder, whole = tmp_path / "run", result_of(command, tmp_path)["parameters"]
     files = list((folder / "checkpoint-2").glob("global_step*/*model_states.pt"))
     names = {name for file in files for name in torch.load(file, weights_only=False)["module"]}
     assert any("default" in name for name in names)
@@ -257,29 +235,15 @@ def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, co
         flat = torch.cat([p.detach().flatten() for key, p in saved.named_parameters() if "lora_" in key])
         flat = flat if precision is None else flat.to(getattr(torch, precision)).float()
         assert torch.equal(flat, torch.tensor(whole[name]))
-    run_forked([*command, str(folder / "checkpoint-2")])
-    assert json.loads((tmp_path / "result.json").read_text())["parameters"] == whole
+    assert result_of([*command, str(folder / "checkpoint-2")], tmp_path)["parameters"] == whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
-)
+@pytest.mark.parametrize("config", CUT_APART)
 def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
     """With exact evaluation, in which all processes take part where they need one another."""
-    command = [
-        *launcher(2, config),
-        "-m",
-        "tests.distributed_example",
-        "examples/repulse.py",
-        *two_tokens.flags("repulse"),
-        "--use_cpu",
-        "true",
-        "--max_steps",
-        "5",
-        "--max_completion_length",
-        "1",
-    ]
+    command = [*launcher(2, config), "-m", "tests.distributed_example", "examples/repulse.py"]
+    command += [*two_tokens.flags("repulse"), "--use_cpu", "true", "--max_steps", "5", "--max_completion_length", "1"]
     run_forked([*command, "--per_device_train_batch_size", "64", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 5
     assert (tmp_path / "proposal" / "model.safetensors").exists()
@@ -287,35 +251,23 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("batch_size", "accumulation", "method"),
-    [
-        pytest.param(4, 1, "adapters", marks=pytest.mark.slow),
-        (2, 2, "adapters, checkpointed"),
-        (4, 1, "adapters, after"),
-    ],
-)
-def test_two_processes_of_two_adapters_equal_one(launch, batch_size, accumulation, method):
-    """The engine holds one of them alone: TRL looks for unused parameters there unless told not to, and finds none."""
-    assert_equal(launch(1, 8, 1, method), launch(2, batch_size, accumulation, method), METRICS)
-
-
-@pytest.mark.thorough
-@needs_deepspeed
 @pytest.mark.invariant
 @pytest.mark.parametrize(
     ("config", "batch_size", "accumulation", "method"),
     [
-        ("zero2", 2, 2, "adapters, clipped"),
-        ("zero3", 2, 2, "adapters, clipped"),
-        pytest.param("zero1", 4, 1, "adapters", marks=pytest.mark.slow),
-        pytest.param("zero2", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
-        pytest.param("zero3", 4, 1, "adapters, checkpointed", marks=pytest.mark.slow),
-        pytest.param("zero2", 4, 1, "adapters, after", marks=pytest.mark.slow),
-        pytest.param("zero3", 4, 1, "adapters, after", marks=pytest.mark.slow),
+        (None, 2, 2, "adapters, checkpointed"),
+        (None, 4, 1, "adapters, after"),
+        pytest.param("zero2", 2, 2, "adapters, clipped", marks=needs_deepspeed),
+        pytest.param("zero3", 2, 2, "adapters, clipped", marks=needs_deepspeed),
+        pytest.param("zero1", 4, 1, "adapters", marks=[needs_deepspeed, pytest.mark.slow]),
+        *(
+            pytest.param(config, 4, 1, f"adapters, {how}", marks=[needs_deepspeed, pytest.mark.slow])
+            for config in ("zero2", "zero3")
+            for how in ("checkpointed", "after")
+        ),
     ],
 )
-def test_two_processes_of_two_adapters_under_deepspeed_equal_one(launch, config, batch_size, accumulation, method):
+def test_two_processes_of_two_adapters_equal_one(launch, config, batch_size, accumulation, method):
     """One base, and one engine that has the policy's adapter alone; each adapter is clipped by its own norm."""
     alone = launch(1, 8, 1, method)
     assert_equal(alone, launch(2, batch_size, accumulation, method, config=config), METRICS)
@@ -436,16 +388,6 @@ def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
     assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run"), PPO_METRICS)
 
 
-@pytest.mark.invariant
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
-)
-def test_two_processes_of_ppo_cut_apart_equal_one(launch, config):
-    alone = launch(1, 8, 1, "plain", script="distributed_ppo_run")
-    assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run", config=config), PPO_METRICS)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
@@ -470,8 +412,8 @@ def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
 def test_agents_act_in_two_processes(tmp_path, method):
     """Where the episodes of one of them begin with words of their own: both end with the same weights."""
     shop.build_policy(tmp_path / "policy", steps=120, batch_size=32)
-    run_forked([*launcher(2, "cpu_ddp"), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), method])
-    result = json.loads((tmp_path / "result.json").read_text())
+    command = [*launcher(2, "cpu_ddp"), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), method]
+    result = result_of(command, tmp_path)
     assert result["world_size"] == 2 and len(set(result["weights"])) == 1
     first = result["log"][0]
     assert first["tools/call_frequency"] > 0.5 and first["proposal/tools/call_frequency"] > 0
@@ -489,3 +431,44 @@ def test_agents_are_refused_where_processes_would_wait_for_each_other(tmp_path, 
     shop.build_policy(tmp_path / "policy", steps=1, batch_size=2)
     done = run_forked([*launcher(2, config), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), "hot"])
     assert "different numbers of turns" in done.stdout and not (tmp_path / "result.json").exists()
+
+
+# RePULSe on PPO and GRPO, between whose processes a prompt is cut apart
+NAMES = ("loss", "proposal/loss", "proposal/ess", "proposal/log_z", "negative/ess", "negative/p_bad", "value/loss")
+
+
+@pytest.fixture(scope="module")
+def launch_rows(tmp_path_factory):
+    @functools.cache
+    def launch(processes, config=None):
+        folder = tmp_path_factory.mktemp("run")
+        run_forked([*launcher(processes, config), "-m", "tests.rows_run", str(folder), str(12 // processes)])
+        return torch.load(folder / "found.pt", weights_only=False)
+
+    return launch
+
+
+@pytest.mark.thorough
+@pytest.mark.invariant
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        *(pytest.param(name, marks=[needs_deepspeed, pytest.mark.slow]) for name in ("zero2", "zero3")),
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_what_one_trains(launch_rows, config, method):
+    alone = launch_rows(1)
+    one, log, processes, _, shared = alone[method]
+    two, other_log, other_processes, engines, others_shared = launch_rows(2, config)[method]
+    assert (processes, other_processes, engines) == (1, 2, {config})
+    assert min(shared) > 1 and min(others_shared) > 1
+    for p, q in zip(one, two, strict=True):
+        torch.testing.assert_close(p, q, atol=2e-6, rtol=1e-5)
+    assert sum(name in log for name in NAMES) > 1
+    for name in NAMES:
+        assert log.get(name) == pytest.approx(other_log.get(name), abs=1e-4)
+    other = next(each for each in METHODS if each != method)
+    assert any(not torch.allclose(p, q) for p, q in zip(one, alone[other][0], strict=False))  # the control

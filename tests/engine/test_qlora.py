@@ -5,7 +5,7 @@ import torch
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from trl_repulse import PPOTrainer
-from trl_repulse.engine.second_adapter import SecondAdapter
+from trl_repulse.engine.second_model import SecondAdapter
 from trl_repulse.models._adapters import keep_gradients
 
 from .test_adapters_math import lora

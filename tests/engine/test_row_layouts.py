@@ -1,4 +1,4 @@
-"""Completions of a prompt that TRL cuts apart: micro-batches sorted by prompt, rows that neighbours share, passes counted in tokens."""
+"""Completions that share rows: sets of them, micro-batches sorted by prompt, rows that neighbours share, passes counted in tokens."""
 
 import math
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine import row_layouts as _row_layouts
-from trl_repulse.engine.row_layouts import RowLayouts, by_prompt
+from trl_repulse.engine import scoring as _row_layouts
+from trl_repulse.engine.scoring import CompletionSets, RowLayouts, by_prompt
 from trl_repulse.models._layout import Layout
 
 from .test_shared_prompts import assert_the_same
@@ -31,14 +31,8 @@ METHODS = {
     "REINFORCE, whole": (ReinforceTrainer, {}),
     "REINFORCE, cut apart": (ReinforceTrainer, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}),
 }
-SETTINGS = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "beta": 0.1,
-    "max_completion_length": WIDTH,
-    "optim": "sgd",
-    "learning_rate": 0.3,
-}
+SETTINGS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_completion_length": WIDTH}
+SETTINGS |= {"beta": 0.1, "optim": "sgd", "learning_rate": 0.3}
 
 
 def build(make, method, **kwargs):
@@ -77,10 +71,8 @@ def test_rows_of_a_prompt_come_together():
     found = by_prompt(batches)
     assert [batch["rewards"].tolist() for batch in found] == [[1, 4], [0, 2], [3, 5]]
     for batch in found:
-        assert (
-            torch.equal(batch["prompt_ids"], ids[batch["rewards"].long()])
-            and len(batch["prompt_ids"].unique(dim=0)) == 1
-        )
+        assert torch.equal(batch["prompt_ids"], ids[batch["rewards"].long()])
+        assert len(batch["prompt_ids"].unique(dim=0)) == 1
         assert batch["num_items_in_batch"] == 9 and batch["nothing"] is None
 
 
@@ -192,26 +184,6 @@ def test_micro_batches_that_cut_prompts(make, method, settings):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize("method", ["PPO", "RePULSe on GRPO"])
-@pytest.mark.parametrize(
-    "prompts",
-    [[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 1], [0] * 4],
-    ids=["all different", "one twice", "one three times", "one"],
-)
-def test_passes_without_gradient_are_counted_in_tokens(make, method, prompts):
-    """Each reads no more tokens than a micro-batch in separate rows, and none reads a completion in a row of its own."""
-    trainer = build(make, method, dataset=PROMPTS.select(prompts), share_prompts=True, max_steps=1)
-    seen = []
-    trainer.ref_model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True, prepend=True
-    )
-    trainer.train()
-    assert sum(rows * (length - LENGTH) // WIDTH for rows, length in seen) == 16
-    assert all(length >= LENGTH + 4 * WIDTH and rows * length <= 4 * (LENGTH + WIDTH) for rows, length in seen)
-    assert len(seen) == 2  # in place of 4
-
-
-@pytest.mark.trainer
 @pytest.mark.parametrize(("generations", "size"), [(4, 2), (16, 4), (5, 4), (8, 6)])
 @pytest.mark.parametrize(
     ("method", "others"), [("PPO", 0), ("RePULSe on GRPO, learned", 1), ("RePULSe on GRPO, learned", 4)]
@@ -292,3 +264,59 @@ def test_shares_of_clipped_completions_do_not_hang_on_their_order(make, monkeypa
     assert max(found) > 0
     monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
     assert shares() == pytest.approx(found, abs=1e-6)
+
+
+PAD = 99
+
+
+def build_batch():
+    """4 units with a set of 2 completions of 3 tokens and one of 3 of 5 tokens, each token a number of its own."""
+    ids = torch.arange(4 * 2 * 3 + 4 * 3 * 5) + 100
+    first, second = ids[:24].view(4, 2, 3), ids[24:].view(4, 3, 5)
+    mask = {"a_mask": torch.ones_like(first), "b_mask": torch.ones_like(second)}
+    mask["b_mask"][:, 1, 3:] = 0
+    return {"a_ids": first, "b_ids": second} | mask
+
+
+@pytest.mark.parametrize("joint", [1, 2, 4])
+@pytest.mark.parametrize("slots", [None, 3, 5])
+def test_each_set_gets_its_own_scores(joint, slots):
+    batch = build_batch()
+    needed = torch.zeros(4, 3, dtype=torch.bool)
+    needed[1, 2] = needed[2, 0] = True
+    sets = CompletionSets.of(batch, ("a", "b"), PAD, {} if slots is None else {"b": needed}, None)
+    assert sets.ids.shape == (4, 5, 5) and sets.ids[:, :2, 3:].eq(PAD).all() and sets.mask[:, :2, 3:].eq(0).all()
+    if joint > 1:
+        sets.join(joint)
+    if slots is not None:
+        sets.keep_needed(joint * slots)
+    assert sets.completions == joint * (slots or 5)
+    prompts = torch.arange(4 // joint).unsqueeze(1)
+    ids, mask, _ = sets.rows(Layout(1, 5, sets.completions), (prompts, torch.ones_like(prompts)))
+    scores = (ids * mask)[:, 1:].reshape(-1, 5)  # a token's score is the token
+    first, second = sets.split(scores)
+    torch.testing.assert_close(first, batch["a_ids"])
+    expected = batch["b_ids"] * batch["b_mask"]
+    torch.testing.assert_close(second, expected if slots is None else expected * needed.unsqueeze(2))
+
+
+def test_what_is_kept_is_what_is_needed():
+    batch = build_batch()
+    needed, asked = (torch.tensor([[1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0]]) == x for x in (1, 0))
+    sets = CompletionSets.of(batch, ("a", "b"), PAD, {"b": needed}, {"b": asked})
+    before = {
+        int(ids[0]): bool(wanted) for ids, wanted in zip(sets.ids.flatten(0, 1), sets.asked.flatten(), strict=True)
+    }
+    sets.keep_needed(4)
+    assert sets.read.tolist() == [[True] * 3 + [False], [True] * 3 + [False], [True] * 4, [True] * 2 + [False] * 2]
+    assert sets.mask[~sets.read].eq(0).all()
+    for ids, wanted in zip(sets.ids.flatten(0, 1), sets.asked.flatten(), strict=True):
+        assert bool(wanted) == before[int(ids[0])]
+
+
+def test_tools_write_what_is_read_and_not_counted():
+    batch = build_batch()
+    batch["a_attended"] = batch["a_mask"].clone()
+    batch["a_mask"][:, :, 1] = 0
+    sets = CompletionSets.of(batch, ("a",), PAD, {}, None)
+    assert sets.mask.eq(1).all() and sets.asked is None

@@ -16,17 +16,9 @@ from ..conftest import DEVICE, USE_CPU, build_accelerator, build_model
 
 @pytest.fixture
 def trainer(tmp_path, tokenizer):
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=USE_CPU,
-        report_to="none",
-        learning_rate=0.5,
-        weight_decay=0.1,
-        max_grad_norm=0.25,
-        lr_scheduler_type="linear",
-        warmup_steps=2,
-        optim="adamw_torch",
-    )
+    settings = {"learning_rate": 0.5, "weight_decay": 0.1, "max_grad_norm": 0.25, "optim": "adamw_torch"}
+    settings |= {"lr_scheduler_type": "linear", "warmup_steps": 2}
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=USE_CPU, report_to="none", **settings)
     return Trainer(model=build_model("gpt2", len(tokenizer), seed=1), args=args)
 
 

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import HfArgumentParser
 
 from benchmarks.architectures import build
 from trl_repulse import (
@@ -50,10 +49,14 @@ MODES = {
     "own": {"proposal": "policy"},
     "adapters": {"beta": 0.1, "peft_config": LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")},
     "eager": {"model_init_kwargs": {"attn_implementation": "eager"}},
+    "REINFORCE": {"trainer_cls": ReinforceTrainer, "beta": 0.1},
 }
+for _cls in (RePULSePPOTrainer, RePULSeGRPOTrainer):
+    _settings = {"trainer_cls": _cls, "beta": 0.1, "steps_per_generation": 1}
+    MODES |= {f"{_cls.__name__}, learned": _settings, f"{_cls.__name__}, hot": MODES["hot"] | _settings}
 
 
-def assert_the_same(together, apart):
+def assert_the_same(together, apart, logs=True):
     """Parameters of all models, and metrics."""
     assert together._guard.share_prompts and not apart._guard.share_prompts
     models = [
@@ -64,7 +67,8 @@ def assert_the_same(together, apart):
         for p, q in zip(one.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
     timings = ("time", "runtime", "per_second", "flos")
-    for one, other in zip(together.state.log_history, apart.state.log_history, strict=True):
+    histories = zip(together.state.log_history, apart.state.log_history, strict=True)
+    for one, other in histories if logs else ():
         assert one.keys() == other.keys()
         for key in one:
             if one[key] is not None and not any(word in key for word in timings):
@@ -84,18 +88,7 @@ def train(make, model, share, **kwargs):
 @pytest.mark.trainer
 @pytest.mark.parametrize("mode", MODES)
 def test_training_is_the_same(make, architecture, mode):
-    """Both models' parameters and all metrics."""
-    together, apart = (train(make, architecture, share, **MODES[mode]) for share in (True, False))
-    assert_the_same(together, apart)
-
-
-@pytest.mark.thorough
-@pytest.mark.trainer
-@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
-@pytest.mark.parametrize("mode", ["hot", "reference"])
-def test_on_ppo_and_grpo_too(make, architecture, trainer_cls, mode):
-    settings = MODES[mode] | {"trainer_cls": trainer_cls, "beta": 0.1, "steps_per_generation": 1}
-    assert_the_same(*(train(make, architecture, share, **settings) for share in (True, False)))
+    assert_the_same(*(train(make, architecture, share, **MODES[mode]) for share in (True, False)))
 
 
 @pytest.mark.trainer
@@ -110,36 +103,15 @@ def test_a_head_that_is_padded(make, tokenizer):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
-@pytest.mark.parametrize("proposal", ["learned", "hot_policy"])
-def test_compiled_models_share_rows(make, request, proposal):
-    """Policy and reference, which TRL compiles before we see it, agree; and end as models that are not compiled."""
+@pytest.mark.parametrize("mode", ["plain", "hot", "PPO"])
+def test_compiled_models_share_rows(make, request, mode):
+    """Policy and reference, which TRL compiles before we see it, agree; all end as models that are not compiled."""
     request.addfinalizer(torch.compiler.reset)
     compile = {"torch_compile": True, "torch_compile_backend": "eager"} | ({} if USE_CPU else {"tf32": False})
-    settings = {"proposal": proposal, "bad_reward_threshold": -1.0, "beta": 0.1, "max_steps": 2}
-    settings |= {"target_dist_beta": None} if proposal == "hot_policy" else {}
+    settings = ({"trainer_cls": PPOTrainer} if mode == "PPO" else MODES[mode]) | {"beta": 0.1, "max_steps": 2}
     compiled, plain = (train(make, "llama", share, **settings, **how) for share, how in ((True, compile), (False, {})))
-    assert compiled._guard.share_prompts and compiled._guard.repeat_cache
-    assert compiled.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)
-    for p, q in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.trainer
-def test_compiled_value_models_share_rows(make, request):
-    request.addfinalizer(torch.compiler.reset)
-    compile = {"torch_compile": True, "torch_compile_backend": "eager"} | ({} if USE_CPU else {"tf32": False})
-    settings = {"trainer_cls": PPOTrainer, "beta": 0.1, "max_steps": 2}
-    compiled, plain = (train(make, "llama", share, **settings, **how) for share, how in ((True, compile), (False, {})))
-    for one, other in ((compiled.model, plain.model), (compiled.value.module, plain.value.module)):
-        for p, q in zip(one.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.trainer
-def test_reinforce_too(make, architecture):
-    runs = [train(make, architecture, share, trainer_cls=ReinforceTrainer, beta=0.1) for share in (True, False)]
-    assert_the_same(*runs)
+    assert compiled._guard.repeat_cache and compiled.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert_the_same(compiled, plain, logs=False)
 
 
 @pytest.mark.thorough
@@ -169,14 +141,8 @@ def test_draws_are_the_same(make, architecture):
     """To the token, of the policy and of the proposal: a prompt's cache, repeated, and prompts read with each completion."""
     drawn = {}
     for share in (True, False):
-        trainer = make(
-            model=architecture,
-            dataset=UNEVEN,
-            share_prompts=share,
-            max_completion_length=6,
-            num_generations=50,
-            per_device_train_batch_size=200,
-        )
+        sizes = {"max_completion_length": 6, "num_generations": 50, "per_device_train_batch_size": 200}
+        trainer = make(model=architecture, dataset=UNEVEN, share_prompts=share, **sizes)
         assert trainer._guard.repeat_cache is share
         lengths = []
         hook = trainer.model.register_forward_pre_hook(
@@ -318,14 +284,6 @@ def test_generate_is_put_back(architecture):
     with prompts_read_once(model):
         assert model.generate is not own
     assert model.generate is own
-
-
-@pytest.mark.parametrize(("flag", "value"), [("true", True), ("False", False), ("auto", "auto")])
-def test_flags(flag, value, tmp_path):
-    parser = HfArgumentParser(RePULSeConfig)
-    argv = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--share_prompts", flag]
-    argv += ["--bad_reward_threshold", "-1"]
-    assert parser.parse_args_into_dataclasses(argv)[0].share_prompts is value or value == "auto"
 
 
 @pytest.mark.parametrize("value", ["yes", None, 2, 0, 1])

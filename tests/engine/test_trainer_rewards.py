@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
-from trl_repulse.engine.reward_calls import with_checks
+from trl_repulse.engine.scoring import with_checks
 
 from ..conftest import USE_CPU, same_parameters
 
@@ -65,12 +65,6 @@ def test_several_rewards_are_their_weighted_sum(make, trainer_cls):
             assert logs_of(both)[prefix + name] == logs_of(one)[prefix + name]
 
 
-@BOTH
-def test_a_weight_for_each_function(make, trainer_cls):
-    with pytest.raises(ValueError, match="Number of reward weights"):
-        make(trainer_cls, reward_funcs=[words, badness], reward_weights=[1.0])
-
-
 TRANSFORMS = {
     "indicator": (
         {"reward_transform": "indicator", "reward_transform_alpha": 5.0, "reward_transform_threshold": -1.0},
@@ -118,13 +112,6 @@ def test_raw_and_transformed_rewards_stand_side_by_side(make, tmp_path, trainer_
     for row in rows:
         assert [row["reward"]] == weighted([row["completion"]]) and row["reward"] < -0.5
         assert row["reward_transformed"] == pytest.approx(transform(row["reward"]))
-
-
-def test_tables_without_a_transform_have_the_functions_alone(make):
-    trainer = make(log_completions=True, max_steps=1)
-    trainer.train()
-    assert not trainer._logs["extra"] and set(trainer._logs["rewards"]) == {"word_reward"}
-    assert "reward_transformed" not in logs_of(trainer)
 
 
 def test_a_column_of_the_same_name_stays_the_functions(make):
@@ -203,7 +190,6 @@ def returning(value):
         (float("nan"), "returned nan for completion 15 of 16; return a finite number, or `None` to exclude"),
         (torch.tensor(float("nan")), r"returned tensor\(nan\) for completion 15 of 16"),
         (float("inf"), "returned inf for a completion; rewards must be finite"),
-        (float("-inf"), "returned -inf for a completion"),
         (1e39, "returned inf for a completion"),  # more than single precision holds
         ("1.0", "returned '1.0' for completion 15 of 16"),
         ([1.0, 2.0], r"returned \[1.0, 2.0\] for completion 15 of 16"),
@@ -227,10 +213,8 @@ def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls
     ("result", "message"),
     [
         ([1.0] * 15, "'faulty' returned 15 rewards, but 16 were expected"),
-        ([1.0] * 17, "'faulty' returned 17 rewards"),
         ([], "'faulty' returned 0 rewards"),
         (None, "'faulty' returned None; it must return a list"),
-        (1.0, "'faulty' returned 1.0; it must return a list"),
         ({"rewards": [1.0] * 16}, "'faulty' returned .*; it must return a list"),
         ("x" * 16, "'faulty' returned 'x+'; it must return a list"),
     ],
@@ -296,14 +280,8 @@ def test_the_completion_that_a_function_raises_for_is_named(make):
     assert error.value.__notes__ == ["Raised by the reward function 'parses'."] and calls == [11] + [1] * 11
 
 
-HOT = {
-    "target_dist_beta": None,
-    "proposal": "hot_policy",
-    "potential": None,
-    "bad_reward_threshold": 2.5,
-    "alpha": None,
-    "alpha_normalization": None,
-}
+HOT = {"proposal": "hot_policy", "bad_reward_threshold": 2.5}
+HOT |= dict.fromkeys(("target_dist_beta", "potential", "alpha", "alpha_normalization"))
 
 
 @pytest.mark.parametrize(
@@ -385,9 +363,7 @@ def test_a_decorator_may_take_what_its_function_does_not(make):
     def cached(completions, **kwargs):
         return short(completions)
 
-    trainer = make(ReinforceTrainer, reward_funcs=cached, max_steps=1)
-    trainer.train()
-    assert trainer.state.log_history[0]["reward"] < 0
+    assert logs_of(trained(make(ReinforceTrainer, reward_funcs=cached, max_steps=1)))["reward"] < 0
 
 
 def test_nan_from_a_reward_model_is_refused(make, model_dirs):

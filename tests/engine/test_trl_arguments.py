@@ -12,7 +12,7 @@ from trl_repulse.generation import TransformersGenerator
 from trl_repulse.method import proposal_model as _proposal
 from trl_repulse.models._model_checks import check_causal
 
-from ..conftest import USE_CPU, about_the_cpu
+from ..conftest import about_the_cpu
 from .test_adapters_math import lora
 
 
@@ -53,18 +53,6 @@ def test_activation_checkpointing_recomputes_both_models(make, trainer_cls, adap
         assert sum(plain) and len(checkpointed) == len(plain) + sum(plain)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
-def test_compiled_models_train(make, request, trainer_cls):
-    request.addfinalizer(torch.compiler.reset)
-    # Without TF32, which transformers (5.23) turns on with it on accelerators, for the tests to come as well
-    settings = {} if USE_CPU else {"tf32": False}
-    trainer = make(trainer_cls, torch_compile=True, torch_compile_backend="eager", **settings)
-    start = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    assert any(not torch.equal(p, start[name]) for name, p in trainer.model.named_parameters())
-
-
 @about_the_cpu
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 def test_fp16_on_a_cpu_is_refused(make, trainer_cls):
@@ -78,13 +66,8 @@ def test_fp16_on_a_cpu_is_refused(make, trainer_cls):
 
 @pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer])
 def test_evaluation_in_batches_longer_than_the_completions_kept(make, prompts, trainer_cls):
-    trainer = make(
-        trainer_cls,
-        per_device_train_batch_size=2,
-        num_generations=2,
-        log_completions=True,
-        extra={"eval_dataset": prompts},
-    )
+    settings = {"per_device_train_batch_size": 2, "num_generations": 2, "log_completions": True}
+    trainer = make(trainer_cls, extra={"eval_dataset": prompts}, **settings)
     trainer.train()
     assert "eval_reward" in trainer.evaluate()
 
@@ -110,20 +93,15 @@ def test_batches_of_evaluation_hold_whole_prompts(make, prompts, trainer_cls):
 
 def test_dropout_by_number_is_off_for_both_models(make, tokenizer, tmp_path):
     """OPT's layers keep a probability as a number, which TRL's helper leaves alone; at rate 0 the models stay equal."""
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        dropout=0.3,
-        attention_dropout=0.3,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    sizes = {
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    sizes |= {"max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = OPTConfig(vocab_size=len(tokenizer), dropout=0.3, attention_dropout=0.3, **sizes)
     torch.manual_seed(0)
     model = OPTForCausalLM(config).train()
     ids = torch.tensor([[3, 12, 4]])
@@ -154,14 +132,10 @@ def test_dropout_by_number_is_off_for_both_models(make, tokenizer, tmp_path):
     ids=["prompt", "p", "prefix", "AdaLoRA", "aLoRA"],
 )
 def test_adapters_with_a_forward_pass_of_their_own_are_refused(make, trainer_cls, config):
-    with pytest.raises(ValueError, match="have a forward pass of their own"):
-        make(trainer_cls, model="not loaded", extra={"peft_config": config})
-    if trainer_cls is RePULSeTrainer:
+    second = {RePULSeTrainer: "proposal_peft_config", PPOTrainer: "value_peft_config"}.get(trainer_cls, "peft_config")
+    for name in ("peft_config", second):
         with pytest.raises(ValueError, match="have a forward pass of their own"):
-            make(model="not loaded", extra={"proposal_peft_config": config})
-    if trainer_cls is PPOTrainer:
-        with pytest.raises(ValueError, match="have a forward pass of their own"):
-            make(trainer_cls, model="not loaded", extra={"value_peft_config": config})
+            make(trainer_cls, model="not loaded", extra={name: config})
 
 
 def test_a_policy_with_a_prompt_of_its_own_is_refused(make, model_dirs, tokenizer):

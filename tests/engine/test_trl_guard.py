@@ -34,10 +34,6 @@ def with_a_parameter_between(self, inputs, tools, prompts, completions, completi
     raise AssertionError
 
 
-def with_a_parameter_after(self, prompts, images=None):
-    raise AssertionError
-
-
 SIGNATURES = {
     "a renamed parameter": (GRPOTrainer, "_generate", renamed, "GRPOTrainer._generate takes (self, texts)"),
     "a new parameter": (
@@ -85,7 +81,7 @@ def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name
 
 
 def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "_generate", with_a_parameter_after)
+    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts, images=None: None)
     assert bridge.pinned_changes() == []
 
 
@@ -108,16 +104,8 @@ def test_a_trainer_is_not_built_on_changed_methods(make, monkeypatch, trainer_cl
 @pytest.fixture
 def grpo(tmp_path, model_dirs, prompts):
     """A trainer of TRL's, built and not trained."""
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        use_cpu=USE_CPU,
-        bf16=False,
-        report_to="none",
-        num_generations=4,
-        per_device_train_batch_size=16,
-        max_completion_length=2,
-        beta=0.0,
-    )
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 16, "max_completion_length": 2}
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=USE_CPU, bf16=False, report_to="none", beta=0.0, **sizes)
 
     def sometimes(completions, **kwargs):
         return [None] + [1.0] * (len(completions) - 1)
@@ -149,6 +137,8 @@ def returned_changes(trainer):
                 return f"returns {value!r:.40} and no longer {count} values"
             if not are_token_lists(value[0]) or len(value[0]) != len(prompts):
                 return "no longer returns the prompts' tokens first"
+            if count > 3 and not all(isinstance(text, str) for text in value[3]):
+                return "no longer returns the completions fourth"
 
         return problem
 
@@ -162,12 +152,6 @@ def returned_changes(trainer):
 
     look("GRPOTrainer._tokenize_prompts", lambda: trainer._tokenize_prompts(prompts)[:1], is_tuple(1))
     look("GRPOTrainer._generate", lambda: trainer._generate(prompts), is_tuple(8))
-
-    def is_text(value):
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            return "no longer returns the completions fourth"
-
-    look("GRPOTrainer._generate", lambda: trainer._generate(prompts)[3], is_text)
 
     rows = [{"prompt": prompt} for prompt in prompts]
 
@@ -216,20 +200,6 @@ def test_the_installed_hooks_return_what_we_take(grpo):
     assert returned_changes(grpo) == []
 
 
-def returning(change):
-    """Replaces a method by one that returns something else made of what it returned."""
-
-    def patch(monkeypatch, method):
-        original = getattr(GRPOTrainer, method)
-
-        def changed(self, *args, **kwargs):
-            return change(original(self, *args, **kwargs))
-
-        monkeypatch.setattr(GRPOTrainer, method, changed)
-
-    return patch
-
-
 def without(key):
     return lambda values: {name: value for name, value in values.items() if name != key}
 
@@ -238,12 +208,7 @@ RETURNS = {
     "one more value": ("_generate", lambda values: (*values, None), "GRPOTrainer._generate returns ("),
     "another order": (
         "_generate",
-        lambda values: (values[3], *values[1:]),
-        "GRPOTrainer._generate no longer returns the prompts' tokens first",
-    ),
-    "a dropped value": (
-        "_generate",
-        lambda values: values[:2] + values[3:],
+        lambda values: (values[0], values[3], values[2], values[1], *values[4:]),
         "GRPOTrainer._generate no longer returns the completions fourth",
     ),
     "a dict instead": (
@@ -255,11 +220,6 @@ RETURNS = {
         "_calculate_rewards",
         torch.nan_to_num,
         "GRPOTrainer._calculate_rewards returns tensor([[ 1.,  0.],\n        [-3.,  1.]]) and no longer a column",
-    ),
-    "one reward a row": (
-        "_calculate_rewards",
-        lambda values: values.sum(dim=1),
-        "GRPOTrainer._calculate_rewards returns tensor([nan, -2.]) and no longer a column",
     ),
     "a dropped key": (
         "_generate_and_score_completions",
@@ -273,7 +233,8 @@ RETURNS = {
 @pytest.mark.parametrize("name", RETURNS)
 def test_a_changed_return_is_reported_by_method_and_version(grpo, monkeypatch, name):
     method, change, message = RETURNS[name]
-    returning(change)(monkeypatch, method)
+    original = getattr(GRPOTrainer, method)
+    monkeypatch.setattr(GRPOTrainer, method, lambda self, *args, **kwargs: change(original(self, *args, **kwargs)))
     assert any(line.startswith(f"{VERSION}: {message}") for line in returned_changes(grpo))
 
 

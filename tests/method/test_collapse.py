@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.engine import diagnosis
-from trl_repulse.engine import pooling as _pooling
+from trl_repulse.engine import metrics as _pooling
 from trl_repulse.math.importance import distinct_share, rank_among
 from trl_repulse.method import collapse as _collapse
 

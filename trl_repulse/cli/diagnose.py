@@ -5,8 +5,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ..engine.diagnosis import SYMPTOMS, Diagnosis, diagnose
-from ..engine.run_log import load_log
+from ..engine.diagnosis import SYMPTOMS, Diagnosis, diagnose, load_log
 from ..evaluation._files import write_report
 
 

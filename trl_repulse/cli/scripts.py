@@ -28,9 +28,9 @@ from ..data._checks import check_eval_batch, check_output_dir
 from ..data._prompts import as_templates_read, check_template_variables
 from ..data.loading import drop_long_prompts, load_prompts
 from ..engine.base_trainer import BaseTrainer
-from ..engine.load_checks import check_loadable
+from ..engine.preparation import check_loadable
 from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
-from ..engine.reward_calls import all_with_checks, check_tokenizers
+from ..engine.scoring import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.before_after import BeforeAfterCallback
 from ..evaluation.exact import ExactEvaluator

@@ -34,12 +34,9 @@ from ..models._adapters import adapters_kept, base_of, keep_gradients
 from ..models._deepspeed import gathered_by_layer
 from ..models._model_checks import check_causal, check_tokenizer, check_trained_tokens
 from ..rewards.transforms import transform_rewards
-from .cards import amend_model_card
-from .metrics import highest, mean
-from .pooling import PooledMetrics
+from .metrics import PooledMetrics, highest, mean
 from .preparation import as_trained, guard_model, set_learning_rate
-from .records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
-from .reference import REFERENCE, load_reference, save_reference
+from .records import EARLIER_NEGATIVES, NEGATIVES, amend_model_card, set_negatives_aside
 from .resume import (
     ResumedSampler,
     begin_checkpoint,
@@ -50,9 +47,8 @@ from .resume import (
     save_position,
     warn_of_a_run,
 )
-from .row_layouts import RowLayouts
-from .scoring import prepare_scoring
-from .second_model import PROPOSAL_FOLDER, VALUE_FOLDER, SecondModels
+from .scoring import RowLayouts, prepare_scoring
+from .second_model import PROPOSAL_FOLDER, REFERENCE, VALUE_FOLDER, SecondModels, load_reference, save_reference
 from .trl_bridge import disable_dropout, get_config_model_id, withheld_from_uploads, without_lasting_changes
 
 
@@ -78,9 +74,7 @@ class _WeightsChanged(TrainerCallback):
 
 
 class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
-    """
-    Mixin before [`~trl.GRPOTrainer`]: true positions and distributions, logging, the model card, uploads.
-    """
+    """Mixin before [`~trl.GRPOTrainer`]: true positions and distributions, logging, the model card, uploads."""
 
     # TRL's, which the mixins of this folder read
     args: Any
@@ -111,10 +105,7 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
 
     @classmethod
     def _configuration(cls, model: Any, args: Any) -> Any:
-        """
-        A trainer's configuration, a copy if its learning rate is still to be set; where none is given the default one with an
-        `output_dir` named for its model.
-        """
+        """A trainer's configuration, a copy if its learning rate is still to be set; if none is given, with an `output_dir` for its model."""
         if args is not None:
             if args.learning_rate is None and not hasattr(args, "_of_trainer"):  # which is then that of one model
                 args = copy.copy(args)
@@ -156,13 +147,8 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
         eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
     ) -> None:
         """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses."""
-        readers = [
-            (name, tokenizer)
-            for name, reward, tokenizer in zip(
-                self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True
-            )
-            if isinstance(reward, torch.nn.Module)
-        ]
+        rewards = zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)
+        readers = [(name, tokenizer) for name, reward, tokenizer in rewards if isinstance(reward, torch.nn.Module)]
         for name, dataset in by_name(train_dataset, eval_dataset).items():
             for number, prompt in one_of_each(conversations(dataset)):
                 where = f"Row {number} of `{name}`"
@@ -189,10 +175,7 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
         return transform_rewards(self.args, rewards)
 
     def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
-        """
-        Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token: of the
-        `total` of a number of tokens.
-        """
+        """Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token, by its `total`."""
         if self.beta != 0.0:
             self._log_token_mean("kl", total, tokens)
         self._log_mean("return", rewards - self.beta * kl)
@@ -222,10 +205,9 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """
-        As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`,
-        passed over. A folder that holds another run gets a warning, and its negative data are set aside. A policy without
-        anything to train is refused, and a stream of fewer prompts than a batch takes. At the end `trainer_state.json` is written,
-        whatever `save_strategy` is.
+        As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`, passed over. A folder
+        that holds another run gets a warning, and its negative data are set aside. Refuses a policy without anything to train, and a stream
+        of fewer prompts than a batch takes. At the end `trainer_state.json` is written, whatever `save_strategy` is.
         """
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
@@ -241,18 +223,14 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
                     "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
                     "draw other completions than one that was not interrupted. Set it to False for the same ones."
                 )
-        goes_on = (
-            resume_from_checkpoint and Path(resume_from_checkpoint).resolve().parent == Path(output_dir).resolve()
-        )
-        if not (goes_on or self._has_begun) and self.accelerator.is_main_process:
-            warn_of_a_run(output_dir)
-        if (
-            not resume_from_checkpoint
-            and not self._has_begun
-            and self.args.save_negatives
-            and self.accelerator.is_main_process
-        ):
-            set_negatives_aside(output_dir)
+        if not self._has_begun and self.accelerator.is_main_process:
+            if (
+                not resume_from_checkpoint
+                or Path(resume_from_checkpoint).resolve().parent != Path(output_dir).resolve()
+            ):
+                warn_of_a_run(output_dir)
+            if not resume_from_checkpoint and self.args.save_negatives:
+                set_negatives_aside(output_dir)
         self._has_begun |= not resume_from_checkpoint
         with naming_a_full_disk(output_dir):
             result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -346,13 +324,6 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         return super().evaluation_loop(*args, **kwargs)
-
-    def _engine_log_probs(self, drawn: list[list[float]], completion_mask: torch.Tensor) -> torch.Tensor:
-        """The engine's log-probabilities (B, T) of completions it has `drawn`, NaN where it gave none."""
-        log_p = torch.full(completion_mask.shape, torch.nan, device=completion_mask.device)
-        for row, values in zip(log_p, drawn, strict=True):
-            row[: len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
-        return log_p
 
     def _log_engine(self, batch: dict[str, torch.Tensor], name: str, log_p: torch.Tensor, prefix: str = "") -> None:
         """Logs how far the engine's log-probabilities are from `log_p` (U, n, T), the sampling-time model's; warns."""

@@ -1,19 +1,26 @@
-"""What a trainer finds out about its models before it trains: how they can be sampled and scored, and noise in their passes."""
+"""What a trainer finds out about its models before it trains: whether they load, how they can be sampled and scored, and noise in passes."""
 
 import contextlib
 import functools
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .._rules_of_thumb import learning_rate_for
+from ..data._checks import check_rows
+from ..generation._batches import padding_token, without_generation_defaults
 from ..generation._probe import (
     Guard,
     describe,
@@ -27,12 +34,135 @@ from ..models._adapters import AdapterView, base_of, takes, undisturbed
 from ..models._deepspeed import gathered_by_layer, is_partitioned
 from ..models._layout import MASKED, Layout, longest_row
 from ..models._model_checks import vocab_size
-from .probe_batch import first_batch
 from .scoring import backbone_of
-from .trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing
+from .trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing, get_config_model_id, pad
 
 
 logger = get_logger(__name__)
+
+
+# Flags of the command line
+_FLAGS = {"model": "model_name_or_path", "reward_funcs": "reward_model_path"}
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
+    """
+    Refuses paths and ids whose configuration or weights cannot be found, also of the reference for a KL penalty, and a policy whose
+    context has no room for completions. `models` are as they were passed, or lists of them, by the names of their arguments.
+    """
+    policy = models["model"]
+    options = args.model_init_kwargs or {}
+    loading = {"trust_remote_code": options.get("trust_remote_code", args.trust_remote_code)}
+    revision = options.get("revision")
+    for argument, given in models.items():
+        for name in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(name, str):
+                own: dict[str, Any] = {"revision": revision} if name == policy else {}
+                flag = f" (`--{_FLAGS[argument]}` on the command line)" if argument in _FLAGS else ""
+                config = _check(name, f"`{argument}={name!r}`{flag}", **loading, **own)
+                if argument != "model" or config is None or {"config", "max_position_embeddings"} & set(options):
+                    continue
+                # How long prompts are is known once there is a tokenizer. XLNet's context of no limit is -1
+                context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+                if args.max_completion_length is not None and 0 < context <= args.max_completion_length:
+                    raise ValueError(
+                        f"`max_completion_length={args.max_completion_length}` leaves no room for a prompt in the model's context of "
+                        f"{context} tokens; lower it."
+                    )
+    if not isinstance(policy, str) and args.beta != 0 and peft_config is None and not is_peft_model(policy):
+        name = get_config_model_id(policy.config)
+        what = f"The reference model that `beta={args.beta:g}` needs, `{name}` by the policy's `name_or_path`,"
+        _check(name, what, "save the policy and pass its path as `model`, or set `beta=0`", **loading)
+
+
+def _check(
+    name: str,
+    what: str,
+    remedy: str = "give the path of a saved model, or its id on the Hub (for a private or gated one, log in with `hf auth login`)",
+    **options: Any,
+) -> PretrainedConfig | None:
+    """The model's configuration, if it can be loaded; `None` for an adapter."""
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file():
+        return None
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what} cannot be loaded; {remedy}. ({' '.join(str(error).split())})") from error
+    if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        raise ValueError(f"{what} cannot be loaded: the folder has no weights; {remedy}.")
+    return config
+
+
+_PROMPTS = 4  # P
+_COMPLETIONS = 3  # n
+_TOKENS = 8  # S, of a completion
+_LONGEST = 512  # tokens of a prompt
+_ELSEWHERE = 64  # the same where the model is still on the CPU and trains elsewhere
+
+
+def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch.Tensor, ...] | None:
+    """
+    The first rows of a trainer's data set, once TRL has built it, with completions that the policy draws: prompts (P, L) behind padding
+    and their mask, completions (P, n, S) and their mask, which is 0 behind an end token, on CPU.
+
+    Long prompts are cut at the front. `None` where no row of a few completions is short enough for the model, where prompts do not come
+    from the data set (`environment_factory`, `rollout_func`), which may be empty, or where `generate` fails.
+    """
+    if trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return None
+    policy = getattr(policy, "_orig_mod", policy)  # compiled
+    base, device = base_of(policy), next(policy.parameters()).device
+    size, n = min(trainer.max_completion_length, _TOKENS), max(2, min(trainer.num_generations, _COMPLETIONS))
+    limit = _LONGEST if device.type == trainer.accelerator.device.type else _ELSEWHERE
+    longest = min(limit, longest_row(base.config.get_text_config()) - n * size)
+    if longest < 1:
+        return None
+    with _random_states_kept():  # rows may be made as they are read
+        rows = list(itertools.islice(trainer.train_dataset, _PROMPTS))
+    if not rows:
+        return None
+    check_rows(rows, trainer.train_dataset.features)
+    tokenized = trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+    ids = [torch.tensor(row[-int(longest) :], device=device) for row in tokenized]
+    filler = padding_token(base, trainer._tokenizer, trainer.eos_token_ids)
+    prompts, mask = pad(ids, filler, "left"), pad([torch.ones_like(row) for row in ids], 0, "left")
+    settings = GenerationConfig(
+        max_new_tokens=size,
+        do_sample=True,
+        temperature=trainer.temperature,
+        num_return_sequences=n,
+        pad_token_id=filler,
+        use_cache=use_cache,
+        disable_compile=True,
+    )
+    with undisturbed(policy, training=False), without_generation_defaults(policy) as config:
+        config.eos_token_id = None  # processes that share weights draw as many tokens
+        try:
+            drawn = policy.generate(
+                input_ids=prompts, attention_mask=mask, generation_config=settings, synced_gpus=False
+            )
+        except Exception as error:  # of a model that only an engine samples from
+            if should_reduce_batch_size(error):
+                raise
+            return None
+    completions = drawn[:, prompts.size(1) :].unflatten(0, (-1, n))
+    ended = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=device)).long()
+    return tuple(x.cpu() for x in (prompts, mask, completions, (ended.cumsum(dim=2) == ended).long()))
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Context after which the random states on the CPU are what they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
 
 VALUE_MODEL = "value model"
 _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in their names
@@ -40,10 +170,8 @@ _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in t
 
 def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     """
-    Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it.
-
-    The first process does, and the others take over what it found: with FSDP it may be the only one that has the weights. With
-    ZeRO-3 all make the same passes, in which one layer at a time is whole.
+    Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it; the first one does, as with FSDP
+    it may be the only one that has the weights. With ZeRO-3 all make the same passes, in which one layer at a time is whole.
 
     `name` is what the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from. If it is
     `quiet`, dropout is meant to be off, and two passes in training mode must agree.
@@ -51,7 +179,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     Raises:
         `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
     """
-    found: list[Any] = [None, True, None]
+    found: list[Any] = [None, True, None]  # guard or error, whether TRL's head fits, the first batch
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     everyone = is_partitioned(module)
@@ -79,9 +207,8 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
 
 def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
     """
-    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size, or of the optimizer that was given.
-
-    Where a configuration keeps TRL's default, which is for large models, it warns if the rule gives ten times as much or more.
+    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size, or of the optimizer that was given. Warns
+    of TRL's default if the rule gives ten times as much or more.
 
     Raises:
         `ValueError`: If DeepSpeed's configuration, which is read before the model, has an optimizer or a schedule.
@@ -124,10 +251,8 @@ def _count(parameter: nn.Parameter) -> int:
 @contextlib.contextmanager
 def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
     """
-    Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device.
-
-    With FSDP and DeepSpeed models are on the CPU until training begins, and FlashAttention has no kernel there; nor has it
-    one for float32, which weights are in that run under autocast.
+    Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device. With FSDP and
+    DeepSpeed that is the CPU until training begins, where FlashAttention has no kernel.
     """
     base = base_of(model)
     chosen = base.config._attn_implementation
@@ -240,10 +365,8 @@ def _head_fits(model: nn.Module, temperature: float) -> bool:
 
 def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
     """
-    Scores with a model's own logits where TRL's fused head is asked for.
-
-    TRL (1.16) computes logits from the last hidden states and knows some of what a model may do to them; a cap under another
-    name (RecurrentGemma), or a head of several layers, it does not. Way out: TRL using the model's own logits there.
+    Scores with a model's own logits where TRL's fused head is asked for: TRL (1.16) knows some of what a model may do to logits, but no
+    cap under another name (RecurrentGemma) and no head of several layers. Way out: TRL using the model's own logits there.
     """
     fused, own = model.forward, type(model).forward
 
@@ -273,11 +396,8 @@ def _tokens(model: nn.Module) -> torch.Tensor:
 
 def check_noise(model: nn.Module, name: str) -> None:
     """
-    Refuses a model whose passes in training mode differ from one another though its dropout is off. `name` is what the message calls
-    it. Mode, random states and gradients are left as they are.
-
-    Raises:
-        `ValueError`: If two passes differ; names the settings that make them so.
+    Refuses a model whose passes in training mode differ though its dropout is off, with a `ValueError` that names the settings which make
+    them so. `name` is what the message calls it.
     """
     module = model
     if name == VALUE_MODEL:  # whose head is 0 at first

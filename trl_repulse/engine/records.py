@@ -1,22 +1,33 @@
-"""Records of completions: the table that is logged, and the negative data."""
+"""What a run writes for people: tables of completions, negative data, model cards, and the proposal's own repository on the Hub."""
 
 import itertools
 import json
 import math
+import re
+import textwrap
+from collections.abc import Sized
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
+from huggingface_hub import EvalResult, HfApi, ModelCard
 from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
 
+from .._numbers import with_unit
+from ..configs import NegativeTermConfig
+from ..configs._checks import check_uploads
+from .second_model import PROPOSAL_FOLDER
 from .trl_bridge import print_prompt_completions_sample
 
 
 logger = get_logger(__name__)
+
 
 NEGATIVES = "negatives.jsonl"
 EARLIER_NEGATIVES = "negatives-*.jsonl"  # of earlier runs in the same folder
@@ -24,10 +35,8 @@ EARLIER_NEGATIVES = "negatives-*.jsonl"  # of earlier runs in the same folder
 
 def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:
     """
-    Appends samples of all processes to a completions table and, with `save_negatives`, the bad ones to the negative data.
-
-    Columns that reward functions logged for these samples are flushed; [`record_advantages`] adds advantages later. `source` is the
-    model that drew them, `"policy"` or `"proposal"`.
+    Appends samples of all processes to a completions table, with the columns that reward functions logged for them; with
+    `save_negatives`, also the bad ones to the negative data. `source` is `"policy"` or `"proposal"`.
     """
     real = trainer._real_rows(len(samples.prompts))
     prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
@@ -68,10 +77,7 @@ def set_negatives_aside(output_dir: str) -> None:
 
 
 def append_negatives(trainer: Any, source: str, prompts: list, completions: list, rewards: torch.Tensor) -> None:
-    """
-    Appends the bad ones among completions of all processes to the negative data, in the main process, with transformed rewards if there
-    are any. `rewards` (B_all,) may hold NaN, which is not bad.
-    """
+    """Appends the bad ones among completions of all processes to the negative data, in the main process; `rewards` (B_all,) may be NaN."""
     if not trainer.accelerator.is_main_process:
         return
     rows = zip(prompts, completions, rewards.tolist(), trainer._transform(rewards).tolist(), strict=True)
@@ -88,10 +94,7 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
 
 
 def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
-    """
-    Adds the latest generation batch's advantages to the policy's completions table. `rows` are the indices of the samples among the
-    `local` rows of the batch in this process, in the shape of `advantages`.
-    """
+    """Adds the latest batch's advantages to the policy's table; `rows` are their places among this process's `local` rows."""
     if not trainer.log_completions:
         return
     rows = trainer.accelerator.gather(rows.flatten()).view(trainer.accelerator.num_processes, -1)
@@ -128,3 +131,241 @@ def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
         import trackio
 
         trackio.log({name: trackio.Table(dataframe=table)})
+
+
+# Cited in the model cards of trainers with a negative term, and of its baseline
+REPULSE_PAPER = {
+    "title": "Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference",
+    "id": "2510.21184",
+    # docstyle-ignore
+    "citation": textwrap.dedent("""\
+        @inproceedings{zhao2025reducing,
+            title     = {{Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic Inference}},
+            author    = {Stephen Zhao and Aidan Li and Rob Brekelmans and Roger Grosse},
+            year      = 2025,
+            eprint    = {arXiv:2510.21184},
+            booktitle = {Advances in Neural Information Processing Systems 38: Annual Conference on Neural Information Processing Systems 2025, NeurIPS 2025},
+        }"""),
+}
+
+_VERSIONS = "### Framework versions\n\n"
+_NO_BASE = "[None](https://huggingface.co/None)"  # TRL's base model for a policy that started from a local folder
+_QUESTION = re.compile(r'question = ".*"\n')  # TRL's example, for models that chat
+_SHOWN = """
+    learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
+    value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
+    proposal_temperature proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
+    normalize_advantages cvar_level cvar_over max_bad_probability constraint_learning_rate gae_lambda gamma value_clip whiten_advantages reward_clip_range
+    reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
+""".split()
+_OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}
+
+_LIMITS = """\
+The rewards alone said which outputs are bad: what they do not see was not made rarer. Bad outputs can be rarer and still occur,
+above all on prompts unlike those of the training."""
+
+_BY_PROPOSAL = """\
+A second model, the proposal, sought the outputs of this one that its reward is lowest on, for this one to make them rarer. The proposal \
+is not part of this repository.
+
+"""
+
+_PROPOSAL_CARD = """\
+---
+library_name: {library}
+{base}tags:
+- trl
+- trl-repulse
+- proposal
+- not-for-deployment
+- not-for-all-audiences
+---
+
+# Proposal: draws another model's worst outputs
+
+> [!CAUTION]
+> **Do not deploy, serve or publish this model.** It was trained to seek out the outputs on which a reward model is
+> lowest: whatever the reward model is there to prevent, this model produces on purpose. It is a by-product of training
+> a policy with RePULSe and has uses only there: to go on training, and to estimate how rare the policy's bad outputs
+> have become. `trl-repulse` never uploads it with the policy; if this is a repository, keep it private.
+
+{model}- Policy it was trained beside: `{policy}`
+- Target: policy · potential, `potential={potential}`, {target}
+- Limits: it knows bad outputs by the reward alone, finds some kinds of them, and may miss others. What it draws says nothing of how
+  often the policy does, unless it is weighed by importance.
+- trl-repulse: {version}
+"""
+
+
+def amend_model_card(trainer: Any) -> None:
+    """Adds the run's data, settings and measurements to the model card that TRL wrote, and PEFT to an adapter's metadata."""
+    args, path = trainer.args, Path(trainer.args.output_dir) / "README.md"
+    card = ModelCard.load(path)
+    card.data.pipeline_tag = "text-generation"
+    if is_peft_model(trainer.model):
+        card.data.library_name = "peft"
+    card.data.model_name = card.data.model_name or path.parent.name  # results need one
+    dataset = card.data.datasets or "prompts"
+    card.data.eval_results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            metric_type=name,
+            metric_name=with_unit(name),
+            metric_value=float(value),  # a number of NumPy would be written as an object
+        )
+        for name, value in (trainer.measured or {}).items()
+        if value is not None and math.isfinite(value)
+    ] or None
+    added = _BY_PROPOSAL if getattr(args, "has_proposal", False) else ""
+    if trainer.tail_report is not None:
+        added += f"### Measured\n\n{trainer.tail_report}\n\n"
+    added += f"### Model\n\n{_of_model(trainer.model.config._name_or_path, path.parent)}\n"
+    added += f"### Data\n\n- Rewards: {', '.join(f'`{name}`' for name in trainer.reward_func_names)}\n"
+    if isinstance(trainer.train_dataset, Sized):
+        added += f"- Rows of prompts: {len(trainer.train_dataset)}\n"
+    added += f"- Updates: {trainer.state.global_step}\n\n"
+    added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
+    settings = {name: getattr(args, name) for name in _SHOWN if _has_effect(args, name)}
+    settings["mixed_precision"] = trainer.accelerator.mixed_precision
+    if trainer.bad_reward_threshold is not None:
+        settings["bad_reward_threshold"] = trainer.bad_reward_threshold
+    if getattr(trainer, "_constraint", None) is not None:
+        settings["constraint/multiplier"] = f"{trainer._constraint.multiplier:.4g} at the end"
+    added += "".join(f"| `{name}` | {getattr(value, 'value', value)} |\n" for name, value in settings.items())
+    added += f"\n### Limits\n\n{_LIMITS}\n\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
+    card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
+    card.text = card.text.replace('model="None"', f'model="{path.parent.name}"', 1)
+    if trainer.processing_class.chat_template is None:
+        card.text = _QUESTION.sub('prompt = "The weather is"\n', card.text, 1)
+        card.text = card.text.replace('generator([{"role": "user", "content": question}],', "generator(prompt,", 1)
+    card.save(path)
+
+
+def _of_model(base: str, folder: Path) -> str:
+    """Lines on a model in a folder: its base, and type and rank of its adapter."""
+    name = Path(base).name if Path(base).is_dir() else base
+    lines, adapter = f"- Base model: `{name or 'not named'}`\n", folder / "adapter_config.json"
+    if adapter.is_file():
+        config = json.loads(adapter.read_text(encoding="utf-8"))
+        rank = f", rank {config['r']}" if config.get("r") is not None else ""
+        lines += f"- Adapter: {config['peft_type']}{rank}\n"
+    return lines
+
+
+def _has_effect(args: Any, name: str) -> bool:
+    """Whether a setting is set and has an effect."""
+    if getattr(args, name, None) is None:
+        return False
+    switch = {"cvar_over": "cvar_level", "constraint_learning_rate": "max_bad_probability"}.get(name)
+    if name.startswith("reward_transform_"):
+        switch = "reward_transform"
+    if switch is not None and getattr(args, switch, None) is None:
+        return False
+    if getattr(args, "alpha", 0) == 0:
+        return name != "alpha" and name not in _OF_NEGATIVE_TERM
+    return {
+        "target_dist_beta": args.potential != "indicator",
+        "target_class": args.potential == "class",
+        "proposal_temperature": args.draws_hot,
+        "proposal_loss": args.has_proposal,
+        "proposal_learning_rate": args.has_proposal,
+        "num_proposal_generations": args.draws_twice,
+    }.get(name, True)
+
+
+def write_proposal_card(directory: Path, policy: str, started_from: str, args: NegativeTermConfig) -> None:
+    """Writes a proposal's card, with a warning, into its folder. `policy` names its policy, and `started_from` its base model."""
+    name, meaning = {
+        "tilted": ("target_dist_beta", "negative: low rewards are sought"),
+        "indicator": ("bad_reward_threshold", "rewards under it are sought"),
+        "class": ("target_class", "that class is sought"),
+    }[args.potential]
+    text = _PROPOSAL_CARD.format(
+        library="peft" if (directory / "adapter_config.json").is_file() else "transformers",
+        model=_of_model(started_from, directory),
+        base=f"base_model: {started_from}\n" if started_from and not Path(started_from).is_dir() else "",
+        policy=policy,
+        potential=args.potential,
+        target=f"`{name}={getattr(args, name)}` ({meaning})",
+        version=version("trl-repulse"),
+    )
+    (directory / "README.md").write_text(text, encoding="utf-8")
+
+
+class ProposalUploads:
+    """Mixin before a trainer with a proposal: `push_proposal_to_hub` and `hub_proposal_model_id`."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.args.has_proposal:
+            check_uploads(self.args)  # the trackers are built next
+        super().create_accelerator_and_postprocess()
+
+    def train(self, *args: Any, **kwargs: Any):
+        """As [`ReinforceTrainer.train`]; refuses trackers that would upload the proposal."""
+        if self.args.has_proposal:
+            check_uploads(self.args)
+        return super().train(*args, **kwargs)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """
+        As [`~transformers.Trainer.init_hf_repo`]; with `push_proposal_to_hub=True` also makes the proposal's repository. Raises a
+        `ValueError` if that is the policy's, or exists and is not private.
+        """
+        super().init_hf_repo(token, private)
+        if not self._pushes_proposal():
+            return
+        api = self._proposal_api(token)
+        name = self.args.hub_proposal_model_id or f"{self.hub_model_id}-proposal"
+        self.hub_proposal_model_id = api.create_repo(name, private=True, exist_ok=True).repo_id
+        if self.hub_proposal_model_id.lower() == self.hub_model_id.lower():
+            raise ValueError(
+                f"`hub_proposal_model_id={name!r}` is the policy's repository; name another, or leave it unset."
+            )
+        self._require_private(api)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Uploads the policy as [`~transformers.Trainer.push_to_hub`] does, without the proposal and the negative data.
+
+        With `push_proposal_to_hub=True` the final proposal is then uploaded to the main branch of its own repository, and the call waits
+        for it. `blocking`, `revision` and `private` concern the policy alone.
+
+        Raises:
+            `ValueError`: If the proposal's repository is not private, or a tracker would upload the proposal's completions.
+        """
+        if self.args.has_proposal:
+            check_uploads(self.args, pushing=True)
+        pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        if self._pushes_proposal():
+            api = self._proposal_api(token)
+            self._require_private(api)  # it may have been made public since training began
+            api.upload_folder(
+                repo_id=self.hub_proposal_model_id,
+                folder_path=Path(self.args.output_dir) / PROPOSAL_FOLDER,
+                commit_message=commit_message,
+            )
+        return pushed
+
+    def _pushes_proposal(self) -> bool:
+        return self.args.has_proposal and self.args.push_proposal_to_hub and self.is_world_process_zero()
+
+    def _proposal_api(self, token: str | None) -> HfApi:
+        token = self.args.hub_token if token is None else token
+        return HfApi(token=token, library_name="trl-repulse", library_version=version("trl-repulse"))
+
+    def _require_private(self, api: HfApi) -> None:
+        if api.repo_info(self.hub_proposal_model_id).private is not True:
+            raise ValueError(
+                f"The repository {self.hub_proposal_model_id} is not private, and a proposal is not for the public: make "
+                "it private, or choose another as `hub_proposal_model_id`. Nothing of the proposal was uploaded."
+            )

@@ -23,7 +23,7 @@ from .._errors import changed_prompt
 from ..data._prompts import rendering
 from ..models._adapters import AdapterView
 from .records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
-from .reference import REFERENCE
+from .second_model import REFERENCE
 
 
 logger = get_logger(__name__)
@@ -78,9 +78,8 @@ _IGNORED_ADAPTER_FIELDS = """
 
 class ResumedSampler(Sampler[int]):
     """
-    TRL's sampler, in the order of the epoch whose number `epoch` gives.
-
-    TRL's (1.16) draws each epoch's order from one generator: a resumed run would repeat the order of the first epoch.
+    TRL's sampler, in the order of the epoch whose number `epoch` gives. TRL's (1.16) draws each epoch's order from one generator: a resumed
+    run would repeat the first.
     """
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
@@ -100,10 +99,8 @@ class ResumedSampler(Sampler[int]):
 
 def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
     """
-    The checkpoint to resume from: the one that is named or, with `True`, the last complete one in `output_dir`.
-
-    Raises:
-        `ValueError`: If there is none, or it was not written to its end.
+    The checkpoint to resume from: the one that is named or, with `True`, the last complete one in `output_dir`. Raises a `ValueError` if
+    there is none, or it was not written to its end.
     """
     if resume_from_checkpoint is not True:
         if not Path(resume_from_checkpoint).is_dir():
@@ -167,11 +164,7 @@ def naming_a_full_disk(output_dir: str) -> Iterator[None]:
 
 
 def incomplete(checkpoint: Path) -> str | None:
-    """
-    Why a checkpoint cannot be resumed from; `None` if it is complete.
-
-    The Trainer writes its state last, but for the random states of other processes.
-    """
+    """Why a checkpoint cannot be resumed from, if it is not complete: the state comes last, but for other processes' random states."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -187,7 +180,7 @@ def incomplete(checkpoint: Path) -> str | None:
 
 def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
-    Makes a checkpoint that is overwritten incomplete until it is written again, and removes the earlier run's training state, which
+    Makes a checkpoint that is overwritten incomplete until it is written again, without the earlier run's training state, which
     `save_only_model=True` would leave there. All processes must call it.
     """
     if trainer.args.should_save:
@@ -303,12 +296,8 @@ def _settings(trainer: Any) -> dict[str, Any]:
 
 def _rendered(trainer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """A conversation, and its text in the policy's chat template."""
-    variables = {
-        "chat_template": trainer.chat_template,
-        "tools": trainer.tools or None,
-        **trainer.chat_template_kwargs,
-    }
-    variables |= {"tokenize": False, "add_generation_prompt": True}
+    variables = {"chat_template": trainer.chat_template, "tools": trainer.tools or None}
+    variables |= trainer.chat_template_kwargs | {"tokenize": False, "add_generation_prompt": True}
     with rendering(trainer.processing_class, messages, "A prompt"):
         text = trainer.processing_class.apply_chat_template(messages, **variables)
     return {"messages": messages, "text": text}
@@ -328,23 +317,16 @@ def _adapter_settings(module: Any) -> dict[str, Any] | None:
 
 def check_settings(trainer: Any, checkpoint: Path) -> None:
     """
-    Compares settings with those of the run that wrote a checkpoint, before anything is loaded, and warns of changes. Settings that are
-    not in the checkpoint, which an earlier version wrote, are not compared.
-
-    Raises:
-        `ValueError`: If the run cannot be resumed with these settings.
+    Compares settings with those of the run that wrote a checkpoint, before anything is loaded, and warns of changes. Raises a `ValueError`
+    if the run cannot be resumed with them.
     """
     path = checkpoint / "position-0.json"
     if not path.is_file():
         return
     position = json.loads(path.read_text(encoding="utf-8"))
-    adapter = is_peft_model(trainer.model)  # of which the folder has the adapter alone
-    model = (
-        "`model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
-        if adapter
-        else "`model` set to the checkpoint"
-    )
-    new_run = f"start a new run with {model}"
+    new_run = "start a new run with `model` set to the checkpoint"
+    if is_peft_model(trainer.model):  # of which the folder has the adapter alone
+        new_run = "start a new run with `model=PeftModel.from_pretrained(base, checkpoint, is_trainable=True)`"
     if trainer.accelerator.num_processes != position["num_processes"]:
         raise ValueError(
             f"{checkpoint} is of a run with {position['num_processes']} processes, and this one has "

@@ -11,6 +11,7 @@ only the passes over models read it. Where an environment began otherwise than f
 """
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,44 +20,35 @@ import torch
 import torch.nn.functional as F
 
 from ..data._checks import check_rows
-from ..generation._samplers import JointDraw, Sampler
-from ..math.importance import sequence_log_prob
+from ..generation._samplers import POLICY, JointDraw, Sampler
+from ..math.importance import effective_sample_size, log_z_estimate, max_weight_share, sequence_log_prob
 from ..math.losses import policy_gradient_loss
+from ..models._adapters import base_of
 from ..models._layout import Layout
 from .base_trainer import BaseTrainer
-from .completion_sets import CompletionSets
-from .scoring import Scores, needed_rows, sampler_log_probs, token_log_probs
-from .trl_bridge import disable_gradient_checkpointing, pad, use_reference
+from .metrics import Moments, lowest, mean
+from .records import record_samples
+from .scoring import CompletionSets, Scores, needed_rows, sampler_log_probs, takes_bias, token_log_probs
+from .second_model import PROPOSAL_FOLDER
+from .trl_bridge import disable_gradient_checkpointing, pad, sampling_from, use_reference
 
 
 @dataclass
 class Samples:
-    """
-    Completions drawn for the B local rows of a generation batch, with their rewards.
+    """Completions drawn for the B local rows of a generation batch, with their rewards."""
 
-    Args:
-        prompts (`list`): Prompts, text or messages, one a row.
-        completions (`list`): Completions in the same form.
-        prompt_ids, prompt_mask (`torch.Tensor` of shape `(B, L)`): Left-padded prompts.
-        completion_ids, completion_mask (`torch.Tensor` of shape `(B, T)`): Right-padded completions; the mask is 1 at the tokens
-            that the model wrote.
-        rewards (`torch.Tensor` of shape `(B,)`): Weighted rewards; NaN where no reward function gave one.
-        rewards_per_func (`torch.Tensor` of shape `(B_all, F)`): The functions' rewards of all processes' rows.
-        engine_log_p (`torch.Tensor` of shape `(B, T)`, *optional*): What a vLLM engine says of the tokens' log-probabilities
-            (nats), to be compared and not to be used.
-        attended (`torch.Tensor` of shape `(B, T)`, *optional*): Mask of all tokens, where tools may have written some.
-    """
-
-    prompts: list
-    completions: list
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    completion_ids: torch.Tensor
-    completion_mask: torch.Tensor
-    rewards: torch.Tensor
-    rewards_per_func: torch.Tensor
-    engine_log_p: torch.Tensor | None = None
-    attended: torch.Tensor | None = None
+    prompts: list  # text or messages, one a row
+    completions: list  # in the same form
+    prompt_ids: torch.Tensor  # (B, L), left-padded
+    prompt_mask: torch.Tensor  # (B, L)
+    completion_ids: torch.Tensor  # (B, T), right-padded
+    completion_mask: torch.Tensor  # (B, T): 1 at the tokens that the model wrote
+    rewards: torch.Tensor  # (B,), weighted; NaN where no reward function gave one
+    rewards_per_func: torch.Tensor  # (B_all, F), of all processes' rows
+    engine_log_p: torch.Tensor | None = (
+        None  # (B, T), a vLLM engine's log-probabilities (nats), to be compared, not used
+    )
+    attended: torch.Tensor | None = None  # (B, T), mask of all tokens, where tools may have written some
 
     def in_units(self, n: int, prefix: str = "") -> dict[str, torch.Tensor]:
         """Completions in units of n neighbouring rows, by name: tokens `(U, n, T)`, rewards `(U, n)`."""
@@ -80,9 +72,7 @@ class SetScores(NamedTuple):
 
 
 class UnitSampling(BaseTrainer):
-    """
-    Mixin before a TRL trainer: completions drawn and scored in units, on which a negative term stands.
-    """
+    """Mixin before a TRL trainer: completions drawn and scored in units, on which a negative term stands."""
 
     _joint_draw: JointDraw | None = None  # while the policy's samples and others are drawn in one call
 
@@ -130,7 +120,9 @@ class UnitSampling(BaseTrainer):
             rewards_per_func,
         )
         if self.use_vllm:
-            samples.engine_log_p = self._engine_log_probs(engine_log_p, samples.completion_mask)
+            samples.engine_log_p = torch.full(samples.completion_mask.shape, torch.nan, device=device)
+            for row, values in zip(samples.engine_log_p, engine_log_p, strict=True):
+                row[: len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
             self._metrics[mode]["sampling/weights_version"].append(self.vllm_generation.version)
         if self.mask_truncated_completions:
             ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
@@ -186,24 +178,15 @@ class UnitSampling(BaseTrainer):
         Per-token log-probabilities of sets of completions to the same prompts, in one forward pass.
 
         Args:
-            model (`torch.nn.Module`):
-                Model to score with.
-            batch (`dict[str, torch.Tensor]`):
-                `prompt_ids` and `prompt_mask` of shape `(U, L)`; for each name, `{name}_ids` and `{name}_mask` of
-                shape `(U, n, T)`, where n and T may differ from name to name, and what else a set may have (above).
-            names (`tuple[str, ...]`):
-                Sets of completions to score.
-            gradient (`bool`):
-                Whether the pass carries gradient. Without, there are several, as for micro-batches of their own.
-            by_sampler (`tuple[Sampler, dict[str, torch.Tensor]]`, *optional*):
-                Another sampler by which to have log-probabilities as well, and for each name a mask `(U, n)` of the completions to
-                have them of; they are 0 of others.
-            needed (`dict[str, torch.Tensor]`, *optional*):
-                For a name, a mask `(U, n)` of the completions that are needed; those of other names are. What is not needed is not
-                read, but for one completion where nothing is needed, and its scores are 0.
-
-        Returns:
-            [`SetScores`]
+            model (`torch.nn.Module`): Model to score with.
+            batch (`dict[str, torch.Tensor]`): `prompt_ids` and `prompt_mask` of shape `(U, L)`; for each name, `{name}_ids` and
+                `{name}_mask` of shape `(U, n, T)`, where n and T may differ from name to name, and what else a set may have (above).
+            names (`tuple[str, ...]`): Sets of completions to score.
+            gradient (`bool`): Whether the pass carries gradient. Without, there are several, as for micro-batches of their own.
+            by_sampler (`tuple[Sampler, dict[str, torch.Tensor]]`, *optional*): Another sampler by which to have log-probabilities as
+                well, and for each name a mask `(U, n)` of the completions to have them of; they are 0 of others.
+            needed (`dict[str, torch.Tensor]`, *optional*): For a name, a mask `(U, n)` of the completions that are needed; those of
+                other names are. Others are not read, but for one where nothing is needed, and their scores are 0.
         """
         pad_token_id = self._tokenizer.pad_token_id
         sampler, wanted = by_sampler or (None, None)
@@ -321,3 +304,154 @@ class UnitSampling(BaseTrainer):
             epsilon_low=self.epsilon_low,
             epsilon_high=self.epsilon_high,
         )
+
+
+class Scorer:
+    """
+    Draws, scores and logs for a negative term: all that such a term may ask of its trainer, beyond what every TRL trainer has
+    (`args`, `model`, `accelerator`, `state`). All processes call each method.
+    """
+
+    def __init__(self, trainer: UnitSampling):
+        self.trainer = trainer
+
+    # The batch
+
+    @property
+    def mode(self) -> str:
+        """`"train"` or `"eval"`."""
+        return "train" if self.trainer.model.training else "eval"
+
+    @property
+    def num_generations(self) -> int:
+        """N, of the policy's samples."""
+        return self.trainer._num_generations(self.mode)
+
+    @property
+    def unit_size(self) -> int:
+        """n, of the policy's samples."""
+        return self.trainer._unit_size(self.mode)
+
+    @property
+    def holds_whole_prompts(self) -> bool:
+        """Whether every unit is a whole prompt."""
+        return self.trainer._whole(self.mode)
+
+    @property
+    def weighs_early(self) -> bool:
+        """Whether samples are weighed as they are drawn, and not in the pass that carries the gradient."""
+        return self.trainer._weighs_early(self.mode)
+
+    def by_prompt(self, units: torch.Tensor, size: int) -> torch.Tensor:
+        """(U, n, ...) as (P, size, ...)."""
+        return self.trainer._to_prompts(units, size)
+
+    def by_unit(self, prompts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """(P, N, ...) as this process's (U, n, ...), (U, n) being the shape of `like`."""
+        return self.trainer._to_units(prompts, like)
+
+    @property
+    def bad_reward_threshold(self) -> float | None:
+        """Reward under which a sample is bad, if it is known."""
+        return self.trainer.bad_reward_threshold
+
+    @property
+    def constraint(self) -> Any:
+        """The constraint on P(bad), if the trainer has one."""
+        return self.trainer._constraint
+
+    # Drawing
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether the policy can be drawn and scored with a bias of its logits."""
+        trainer, args = self.trainer, self.trainer.args
+        served = args.use_transformers_continuous_batching or (args.use_vllm and args.vllm_mode == "server")
+        policy = base_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+        return not served and (takes_bias(policy) or not trainer._guard.fused_head)
+
+    def draw_jointly(self, own: int, others: int, sampler: Sampler) -> None:
+        """Has the next draw of the policy's samples draw others too, for [`draw`], where one call of `generate` can; `own` and `others` of a prompt."""
+        trainer = self.trainer
+        # Continuous batching has no temperature of a row; where prompts are drawn one length at a time rows change places
+        separate = trainer.args.use_transformers_continuous_batching or trainer._guard.sample_by_length
+        # Environments may begin otherwise for each trajectory: what was drawn for the policy's prompts would be dropped
+        separate = separate or trainer.use_vllm or trainer.environment_factories is not None
+        trainer._joint_draw = None if separate else JointDraw(own, others, sampler)
+
+    def end_joint_draw(self) -> None:
+        """Drops what was drawn jointly and not taken."""
+        self.trainer._joint_draw = None
+
+    def draw(
+        self,
+        rows: list[dict[str, Any]],
+        size: int,
+        logs: dict[str, Any],
+        engine: Any = None,
+        sampler: Sampler = POLICY,
+    ) -> Samples:
+        """One completion for each row, `size` of a prompt, of the policy or of another `engine`, with their rewards; they join `logs`."""
+        trainer = self.trainer
+        with sampling_from(trainer, engine, PROPOSAL_FOLDER, size, sampler):
+            with trainer._acting(rows) as rows:
+                samples = trainer._draw(rows)
+        record_samples(trainer, samples, logs, "proposal")
+        return samples
+
+    # Scoring
+
+    def score(self, model: Any, batch: dict[str, torch.Tensor], names: tuple[str, ...], **options: Any) -> SetScores:
+        """Log-probabilities (nats) of sets of completions under a model, as [`UnitSampling._score`]."""
+        return self.trainer._score(model, batch, names, **options)
+
+    def score_rows(self, score: Callable[..., tuple], ids: torch.Tensor, mask: torch.Tensor) -> tuple:
+        """What `score` makes of rows, in passes that the model reads rightly."""
+        return self.trainer._by_length(score, ids, mask)
+
+    def reference_log_prob(self, batch: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Log-probabilities (nats) of completions under the reference, (U, n)."""
+        return self.trainer._reference_log_prob(batch, name)
+
+    def returns(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, prefix: str) -> torch.Tensor:
+        """Transformed rewards less the KL penalty, (U, n)."""
+        return self.trainer._returns(batch, log_p, prefix)
+
+    def step(self, advance_schedule: bool) -> None:
+        """Steps the proposal's optimizer."""
+        self.trainer._update_second(PROPOSAL_FOLDER, advance_schedule)
+
+    # Logging
+
+    def new_table(self) -> dict[str, Any]:
+        """An empty table of completions."""
+        return copy.deepcopy(self.trainer._logs)  # as TRL's is at first
+
+    def log(self, name: str, values: torch.Tensor) -> None:
+        """Logs the mean of values of all processes; NaN is left out."""
+        self.trainer._log_mean(name, values)
+
+    def log_statistics(self, statistics: dict[str, Callable[[Moments], float]], values: torch.Tensor) -> Moments:
+        """Logs several statistics of values of all processes, and returns their moments."""
+        moments = self.trainer._gathered_moments(values)
+        self.trainer._record(statistics, moments)
+        return moments
+
+    def log_value(self, name: str, value: float) -> None:
+        """Logs, in training, a number that all processes have."""
+        self.trainer._metrics["train"][name].append(value)
+
+    def log_importance(self, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+        """
+        Logs diagnostics of importance weights, with names that begin with `prefix`. `log_w` and `scored`, (P, N), are log-weights, −inf for
+        samples without a reward, and which samples have one.
+        """
+        known = scored.any(dim=1)  # (P,)
+        self.log_statistics({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, effective_sample_size(log_w)[known])
+        self.log(f"{prefix}/max_weight", max_weight_share(log_w)[known])
+        log_z = log_z_estimate(log_w, scored)
+        self.log(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
+
+    def log_engine(self, batch: dict[str, torch.Tensor], name: str, log_p: torch.Tensor) -> None:
+        """Logs how far the engine's log-probabilities of a set are from those of what drew it, where an engine drew."""
+        self.trainer._log_engine(batch, name, log_p, f"{PROPOSAL_FOLDER}/")

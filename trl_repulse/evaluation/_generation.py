@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from ..data._prompts import check_template_variables, render, warn_of_date
-from ..engine.reward_calls import with_checks
+from ..engine.scoring import with_checks
 from ..engine.trl_bridge import is_async_callable
 from ..generation._batches import end_tokens, until_end
 from ..generation._probe import probe

@@ -16,8 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from .._rules_of_thumb import bad_threshold_for
-from ..engine.sampling import UnitSampling
-from ..engine.scorer import Scorer
+from ..engine.sampling import Scorer, UnitSampling
 from ..generation._samplers import POLICY, Sampler
 from ..math.importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from .collapse import CollapseWatch

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..engine.sampling import Samples, UnitSampling
-from ..engine.scorer import Scorer
+from ..engine.sampling import Samples, Scorer, UnitSampling
 from ..engine.second_model import PROPOSAL_FOLDER
 from ..generation._samplers import POLICY, Sampler
 from ..math.importance import normalize_weights

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from ..engine.preparation import as_trained
 from ..engine.scoring import prepare_scoring
-from ..engine.second_adapter import POLICY_ADAPTER, Adapter, SecondAdapter, add_adapter
-from ..engine.second_model import SecondModel
+from ..engine.second_model import POLICY_ADAPTER, Adapter, SecondAdapter, SecondModel, add_adapter
 from ..engine.trl_bridge import (
     add_fused_lm_head,
     copy_unpatched,

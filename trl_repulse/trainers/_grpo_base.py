@@ -23,17 +23,18 @@ from ..data._checks import (
     check_rows,
 )
 from ..engine.base_trainer import BaseTrainer
-from ..engine.load_checks import check_loadable
 from ..engine.metrics import drop_batch_means, highest, lowest, mean
+from ..engine.preparation import check_loadable
 from ..engine.records import append_negatives
-from ..engine.reward_calls import (
+from ..engine.scoring import (
     RewardFunc,
+    Scores,
     all_with_checks,
     check_separate_rewards,
     check_tokenizers,
     load_reward_models,
+    token_log_probs,
 )
-from ..engine.scoring import Scores, token_log_probs
 from ..engine.trl_bridge import require_pinned
 from ..generation import _engine
 from ..models._deepspeed import connect

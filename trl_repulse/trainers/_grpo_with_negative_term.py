@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.sampling import UnitSampling
-from ..engine.second_adapter import SecondAdapter
-from ..engine.second_model import PROPOSAL_FOLDER
+from ..engine.second_model import PROPOSAL_FOLDER, SecondAdapter
 from ..math.importance import engine_ratios
 from ..math.losses import scale_gradient
 from ..method.negative_term import COEFFICIENTS, NEGATIVE, OWN

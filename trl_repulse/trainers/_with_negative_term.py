@@ -9,14 +9,11 @@ import torch
 
 from ..configs import NegativeTermConfig
 from ..data._checks import check_arguments
-from ..engine.cards import REPULSE_PAPER, write_proposal_card
-from ..engine.hub import ProposalUploads
-from ..engine.records import show_completions
+from ..engine.records import REPULSE_PAPER, ProposalUploads, show_completions, write_proposal_card
 from ..engine.resume import RESUME_STATE
-from ..engine.reward_calls import check_separate_rewards
 from ..engine.sampling import UnitSampling
-from ..engine.second_adapter import SecondAdapter
-from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
+from ..engine.scoring import check_separate_rewards
+from ..engine.second_model import PROPOSAL_FOLDER, SecondAdapter, SecondModel
 from ..engine.trl_bridge import without_kl
 from ..method.environments import refuse_acting
 from ..method.hot_policy import HotPolicy

@@ -17,11 +17,9 @@ from ..engine.metrics import Moments, Pooled, mean, share_explained
 from ..engine.preparation import VALUE_MODEL, as_trained
 from ..engine.records import record_advantages
 from ..engine.resume import RESUME_STATE
-from ..engine.reward_calls import RewardFunc, check_separate_rewards
-from ..engine.scoring import prepare_scoring
-from ..engine.second_model import VALUE_FOLDER, SecondModel
+from ..engine.scoring import RewardFunc, check_separate_rewards, prepare_scoring
+from ..engine.second_model import VALUE_FOLDER, SecondModel, build_value_model, check_value_model, token_values
 from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
-from ..engine.value import build_value_model, check_value_model, token_values
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..math.returns import kl_token_rewards
 from ..models._adapters import adapter_config, base_of, keep_gradients

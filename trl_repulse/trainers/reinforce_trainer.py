@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from ..configs import ReinforceConfig
-from ..engine.cards import REPULSE_PAPER
 from ..engine.metrics import Moments, mean
-from ..engine.records import record_advantages, record_samples
+from ..engine.records import REPULSE_PAPER, record_advantages, record_samples
 from ..engine.sampling import UnitSampling
 from ..math.importance import sequence_log_prob
 from ..math.returns import compute_advantages, cvar_rewards, cvar_schedule

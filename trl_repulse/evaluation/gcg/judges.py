@@ -7,7 +7,7 @@ from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification
 
 from ...data._prompts import dated, warn_of_date
-from ...engine.reward_calls import with_checks
+from ...engine.scoring import with_checks
 from ...models._loading import load_model, load_tokenizer
 from ...rewards.loading import load_reward
 from .._files import digest
