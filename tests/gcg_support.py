@@ -105,22 +105,21 @@ def build_model(architecture, vocab_size, seed=0):
     """A random model, wide awake, in evaluation mode."""
     set_seed(seed)
     sizes = SIZES | {"vocab_size": vocab_size}
-    heads = {"num_key_value_heads": 1, "head_dim": 16}
-    if architecture == "gpt2":
-        config = GPT2Config(
-            vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3,
-            bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )  # fmt: skip
-    elif architecture == "llama":
-        config = LlamaConfig(**sizes, num_key_value_heads=1)
-    elif architecture == "gemma":  # multiplies the embedding by the root of its width, in the model
-        config = GemmaConfig(**sizes, **heads, hidden_activation="gelu_pytorch_tanh")
-    elif architecture == "gemma3":  # does so in the embedding, and slides a window of 8 in its first layer
-        config = Gemma3TextConfig(
-            **sizes, **heads, layer_types=["sliding_attention", "full_attention"], sliding_window=8
-        )
-    else:
-        config = MistralConfig(**sizes, **heads, sliding_window=8)
+    heads = sizes | {"num_key_value_heads": 1, "head_dim": 16}
+    config = {
+        "gpt2": lambda: GPT2Config(
+            **{"vocab_size": vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128},
+            **{"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        ),
+        "llama": lambda: LlamaConfig(**sizes, num_key_value_heads=1),
+        # Multiplies the embedding by the root of its width, in the model
+        "gemma": lambda: GemmaConfig(**heads, hidden_activation="gelu_pytorch_tanh"),
+        # Does so in the embedding, and slides a window of 8 in its first layer
+        "gemma3": lambda: Gemma3TextConfig(
+            **heads, layer_types=["sliding_attention", "full_attention"], sliding_window=8
+        ),
+        "mistral": lambda: MistralConfig(**heads, sliding_window=8),
+    }[architecture]()
     return AutoModelForCausalLM.from_config(config).eval()
 
 

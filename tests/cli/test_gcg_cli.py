@@ -21,7 +21,7 @@ from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation._generation import as_function
 from trl_repulse.evaluation._identity import identify_reward
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, RefusalJudge, read_results
-from trl_repulse.evaluation.gcg.judges import load_judge
+from trl_repulse.evaluation.gcg.evaluator import load_judge
 
 from ..gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
 from ..reward_models import build_tokenizer as build_reward_tokenizer

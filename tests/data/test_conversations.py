@@ -7,7 +7,6 @@ from datasets import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
 from trl.trainer import grpo_trainer
 
-from examples.worlds import two_tokens
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.cli.main import main
 from trl_repulse.cli.scripts import main_or_exit
@@ -41,18 +40,10 @@ MALFORMED = {
     "second message": [TURN, {"role": "assistant"}],
 }
 ANSWERED = [TURN, {"role": "assistant", "content": "ran"}]
-ENDS = "Row {} of `{}` ends in a message of the assistant, .*begins another answer.*; end it in a message of the user"
+ENDS = "Row 2 of `{}` ends in a message of the assistant, .*begins another answer.*; end it in a message of the user"
 # Arguments of `apply_chat_template`, set where it is called; the others would change what is sampled from
-NO_VARIABLES = {
-    **{
-        "add_generation_prompt": False,
-        "tokenize": True,
-        "chat_template": "{{ 1 }}",
-        "return_dict": False,
-        "padding": True,
-    },
-    **{"continue_final_message": True, "conversation": [], "messages": [], "max_length": 1, "return_tensors": "pt"},
-}
+NO_VARIABLES = {"add_generation_prompt": False, "tokenize": True, "chat_template": "{{ 1 }}", "return_dict": False}
+NO_VARIABLES |= {"continue_final_message": True, "conversation": [], "messages": [], "max_length": 1, "padding": True}
 SET = "`chat_template_kwargs` has `{}`: no variable of a chat template, but set where it is applied; leave it out"
 WRONG = "Row 1 of `{}` has a `prompt` that is neither text nor a list of messages .* with text in both .it has .*; write it as one"
 NO_TEMPLATE = "Row 1 of `{}` is a conversation, but the tokenizer has no chat template; save one .* or use plain text"
@@ -80,6 +71,15 @@ def chat_tokenizer():
 
 
 @pytest.fixture
+def judge(tokenizer):
+    """A reward model of this name."""
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "num_labels": 1, "pad_token_id": 0}
+    model = GPT2ForSequenceClassification(GPT2Config(vocab_size=len(tokenizer), **sizes))
+    model.config._name_or_path = "judge"
+    return model
+
+
+@pytest.fixture
 def nothing_loaded(monkeypatch):
     def loaded(*args, **kwargs):
         raise AssertionError("a model is loaded")
@@ -90,32 +90,23 @@ def nothing_loaded(monkeypatch):
 @pytest.mark.trainer
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 class TestTrainers:
-    @pytest.mark.parametrize("kind", MALFORMED)
-    def test_malformed_messages(self, make, nothing_loaded, trainer_cls, kind):
-        with pytest.raises(ValueError, match=WRONG.format("train_dataset")) as error:
-            make(trainer_cls, dataset=rows_of(MALFORMED[kind]))
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            *(pytest.param([prompt] * 16, WRONG, id=kind) for kind, prompt in MALFORMED.items()),
+            *(([prompt] * 16, WRONG) for prompt in (3, TURN, ["the cat"])),
+            ([GOOD] * 15 + [[]], "Row 16 of `{}` has an empty `prompt`"),
+            ([GOOD, ANSWERED] * 8, ENDS),
+        ],
+    )
+    def test_prompts_that_cannot_be_used(self, make, nothing_loaded, trainer_cls, rows, message):
+        refused = Dataset.from_list([{"prompt": prompt} for prompt in rows])
+        with pytest.raises(ValueError, match=message.format("train_dataset")) as error:
+            make(trainer_cls, dataset=refused)
         assert one_line(error)
-        for name, given in {
-            "eval_dataset": rows_of(MALFORMED[kind]),
-            "hard": {"hard": rows_of(MALFORMED[kind])},
-        }.items():
-            with pytest.raises(ValueError, match=WRONG.format(name)):
+        for name, given in (("eval_dataset", refused), ("hard", {"hard": refused})):
+            with pytest.raises(ValueError, match=message.format(name)):
                 make(trainer_cls, dataset=rows_of(GOOD), extra={"eval_dataset": given})
-
-    def test_prompts_of_another_kind(self, make, nothing_loaded, trainer_cls):
-        for prompt in (3, TURN, ["the cat"]):
-            with pytest.raises(ValueError, match=WRONG.format("train_dataset")):
-                make(trainer_cls, dataset=rows_of(prompt))
-        with pytest.raises(ValueError, match="Row 16 of `train_dataset` has an empty `prompt`"):
-            make(trainer_cls, dataset=Dataset.from_list([{"prompt": GOOD}] * 15 + [{"prompt": []}]))
-
-    def test_prompts_that_end_in_an_answer(self, make, nothing_loaded, trainer_cls):
-        dataset = Dataset.from_list([{"prompt": GOOD}, {"prompt": ANSWERED}] * 8)
-        with pytest.raises(ValueError, match=ENDS.format(2, "train_dataset")) as error:
-            make(trainer_cls, dataset=dataset)
-        assert one_line(error)
-        with pytest.raises(ValueError, match=ENDS.format(2, "eval_dataset")):
-            make(trainer_cls, dataset=rows_of(GOOD), extra={"eval_dataset": dataset})
 
     @pytest.mark.parametrize("name", NO_VARIABLES)
     def test_template_variables_that_are_none(self, make, nothing_loaded, trainer_cls, name):
@@ -124,34 +115,26 @@ class TestTrainers:
         with pytest.raises(ValueError, match=SET.format("tools")):
             make(trainer_cls, dataset=rows_of(GOOD), chat_template_kwargs='{"tools": []}')
 
-    def test_no_template(self, make, trainer_cls):
+    def test_templates(self, make, chat_tokenizer, trainer_cls):
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("train_dataset")) as error:
             make(trainer_cls, dataset=rows_of(GOOD))
         assert one_line(error)
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("eval_dataset")):
             make(trainer_cls, extra={"eval_dataset": rows_of(GOOD)})
-
-    def test_a_template_that_refuses(self, make, chat_tokenizer, trainer_cls):
         dataset = Dataset.from_list([{"prompt": GOOD}, {"prompt": [TURN, TURN]}] * 8)
         with pytest.raises(ValueError, match=REFUSED.format("train_dataset")) as error:
             make(trainer_cls, dataset=dataset, extra={"processing_class": chat_tokenizer})
         assert one_line(error)
 
-    def test_a_reward_model_without_a_template(self, make, chat_tokenizer, tokenizer, trainer_cls):
-        reward = GPT2ForSequenceClassification(
-            GPT2Config(
-                vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32, num_labels=1, pad_token_id=0
-            )
-        )
-        reward.config._name_or_path = "judge"
+    def test_a_reward_model_without_a_template(self, make, chat_tokenizer, tokenizer, judge, trainer_cls):
         extra = {"processing_class": chat_tokenizer, "reward_processing_classes": tokenizer}
         with pytest.raises(
             ValueError, match="Row 1 of `train_dataset`, as the reward model 'judge' reads it, is a conv"
         ) as error:
-            make(trainer_cls, reward_funcs=reward, dataset=rows_of(GOOD), extra=extra)
+            make(trainer_cls, reward_funcs=judge, dataset=rows_of(GOOD), extra=extra)
         assert one_line(error)
         extra["reward_processing_classes"] = chat_tokenizer
-        make(trainer_cls, reward_funcs=reward, dataset=rows_of(GOOD), extra=extra).train()
+        make(trainer_cls, reward_funcs=judge, dataset=rows_of(GOOD), extra=extra).train()
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("kind", ["no content", "other keys", "empty", "mixed"])
@@ -225,15 +208,26 @@ class TestEvaluation:
 
         return read
 
-    @pytest.mark.parametrize("kind", MALFORMED)
-    def test_malformed_messages(self, read, chat_tokenizer, kind):
-        with pytest.raises(ValueError, match=WRONG.format("prompts")) as error:
-            read([MALFORMED[kind], GOOD], chat_tokenizer)
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            *(pytest.param([prompt, GOOD], WRONG, id=kind) for kind, prompt in MALFORMED.items()),
+            ([GOOD, ANSWERED], ENDS),
+            ([GOOD, [TURN, TURN]], REFUSED),
+            (["the cat", GOOD], "Row 2 of `{}` differs in kind from row 1"),
+            ([GOOD, []], "Row 2 of `{}` has an empty `prompt`"),
+        ],
+    )
+    def test_prompts_that_cannot_be_used(self, read, chat_tokenizer, rows, message):
+        with pytest.raises(ValueError, match=message.format("prompts")) as error:
+            read(rows, chat_tokenizer)
         assert one_line(error)
 
-    def test_prompts_that_end_in_an_answer(self, read, chat_tokenizer):
-        with pytest.raises(ValueError, match=ENDS.format(2, "prompts")):
-            read([GOOD, ANSWERED], chat_tokenizer)
+    def test_a_tokenizer_with_and_without_a_template(self, read, tokenizer, chat_tokenizer):
+        read([GOOD], chat_tokenizer)
+        with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")) as error:
+            read([GOOD], tokenizer)
+        assert one_line(error)
 
     @pytest.mark.parametrize("name", NO_VARIABLES)
     def test_template_variables_that_are_none(self, tmp_path, chat_tokenizer, name):
@@ -251,42 +245,19 @@ class TestEvaluation:
                 refused()
         SamplingSettings(chat_template_kwargs={"tools": [], "thinking": True})  # without a trainer to give tools to
 
-    def test_no_template(self, read, tokenizer):
-        with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")) as error:
-            read([GOOD], tokenizer)
-        assert one_line(error)
-
-    def test_a_template_that_refuses(self, read, chat_tokenizer):
-        with pytest.raises(ValueError, match=REFUSED.format("prompts")) as error:
-            read([GOOD, [TURN, TURN]], chat_tokenizer)
-        assert one_line(error)
-
-    def test_mixed_and_empty(self, read, chat_tokenizer):
-        with pytest.raises(ValueError, match="Row 2 of `prompts` differs in kind from row 1"):
-            read(["the cat", GOOD], chat_tokenizer)
-        with pytest.raises(ValueError, match="Row 2 of `prompts` has an empty `prompt`"):
-            read([GOOD, []], chat_tokenizer)
-
-    def test_well_formed(self, read, chat_tokenizer):
-        read([GOOD], chat_tokenizer)
-
     def test_sampling_refuses_before_a_model_is_loaded(self, tmp_path, model_dirs, tokenizer, nothing_loaded):
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")):
             sample_completions(tmp_path / "s", model_dirs["gpt2"], [GOOD], silent, tokenizer=tokenizer)
         with pytest.raises(ValueError, match=WRONG.format("prompts")):
             sample_completions(tmp_path / "s", model_dirs["gpt2"], rows_of([{"role": "user"}]), silent)
 
-    def test_a_reward_model_without_a_template(self, tmp_path, model_dirs, chat_tokenizer, tokenizer):
-        reward = GPT2ForSequenceClassification(
-            GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, num_labels=1)
-        )
-        reward.config._name_or_path = "judge"
+    def test_a_reward_model_without_a_template(self, tmp_path, model_dirs, chat_tokenizer, tokenizer, judge):
         with pytest.raises(
             ValueError,
             match="completion, as the reward model 'judge' reads it, is a conversation, but the tokenizer has no chat",
         ):
             sample_completions(
-                *(tmp_path / "s", model_dirs["gpt2"], [GOOD], reward, SamplingSettings(max_completion_length=2)),
+                *(tmp_path / "s", model_dirs["gpt2"], [GOOD], judge, SamplingSettings(max_completion_length=2)),
                 tokenizer=chat_tokenizer,
                 reward_processing_classes=[tokenizer],
                 progress=False,
@@ -308,29 +279,29 @@ class TestEvaluation:
 
     def test_negatives(self, tmp_path, tokenizer, chat_tokenizer):
         model, path = build_model("gpt2", len(tokenizer)), tmp_path / "negatives.jsonl"
-        path.write_text(json.dumps({"prompt": GOOD, "completion": " bad"}))
-        with pytest.raises(
-            ValueError, match="The prompt in line 1 of .* is a conversation, but the tokenizer has no chat"
+        for prompt, own, message in (
+            (GOOD, tokenizer, "The prompt in line 1 of .* is a conversation, but the tokenizer has no chat"),
+            (
+                [{"content": "fish"}],
+                chat_tokenizer,
+                "Line 1 of .* has a `prompt` that is neither text nor a list of messages",
+            ),
+            (ANSWERED, chat_tokenizer, "Line 1 of .* ends in a message of the assistant"),
         ):
-            negative_log_probs(model, tokenizer, path)
-        path.write_text(json.dumps({"prompt": [{"content": "fish"}], "completion": " bad"}))
-        with pytest.raises(
-            ValueError, match="Line 1 of .* has a `prompt` that is neither text nor a list of messages"
-        ):
-            negative_log_probs(model, chat_tokenizer, path)
+            path.write_text(json.dumps({"prompt": prompt, "completion": " bad"}))
+            with pytest.raises(ValueError, match=message):
+                negative_log_probs(model, own, path)
 
-        path.write_text(json.dumps({"prompt": ANSWERED, "completion": " bad"}))
-        with pytest.raises(ValueError, match="Line 1 of .* ends in a message of the assistant"):
-            negative_log_probs(model, chat_tokenizer, path)
-
-    def test_attacks_on_what_is_answered(self, chat_tokenizer):
-        with pytest.raises(ValueError, match="The conversation that is attacked ends in a message of the assistant"):
-            build_prompt(chat_tokenizer, ANSWERED, " ran")
-
-    @pytest.mark.parametrize("kind", [*MALFORMED, "empty"])
-    def test_attacks(self, chat_tokenizer, kind):
-        with pytest.raises(ValueError, match="The conversation that is attacked has a") as error:
-            build_prompt(chat_tokenizer, MALFORMED.get(kind, []), " ran")
+    @pytest.mark.parametrize(
+        ("messages", "message"),
+        [
+            *((messages, "has a") for messages in [*MALFORMED.values(), []]),
+            (ANSWERED, "ends in a message of the assistant"),
+        ],
+    )
+    def test_attacks(self, chat_tokenizer, messages, message):
+        with pytest.raises(ValueError, match=f"The conversation that is attacked {message}") as error:
+            build_prompt(chat_tokenizer, messages, " ran")
         assert one_line(error)
 
     def test_attacks_that_the_template_refuses(self, tmp_path, chat_tokenizer):
@@ -364,14 +335,9 @@ class TestCommands:
         [
             ("p.jsonl", '{"prompt": [{"role": "user", "content": "the cat"}]}', "Row 1 of `prompts` is a conversation, but the"),
             ("p.jsonl", '{"prompt": [{"role": "user"}]}', "neither text nor a list of messages"),
-            ("p.jsonl", json.dumps({"prompt": ANSWERED}), "ends in a message of the assistant"),
-            ("p.jsonl", '{"prompt": "the cat", "completions": "a"}', "has a column `completions`, and reward functions"),
             ("p.jsonl", '{"prompt": ' + "[" * 100_000, "nested too deeply"),
-            ("p.jsonl", '{"prompt": "a", "prompt": "b"}', "the key 'prompt' twice"),
             ("p.csv", 'prompt,tag\n"a,b\nc,d\n', "has a quote that is not balanced"),
-            ("p.csv", "prompt,prompt\na,b\n", "2 columns named 'prompt'"),
             ("p.csv", "question\na\n", "only question; name the one that holds the prompts with `load_prompts(column=...)`"),
-            ("p.csv", "prompt,tag\n", "is empty; give it at least one row"),
             ("p.jsonn", None, "p.jsonn`, and no data set of that name could be loaded from the Hugging Face Hub"),
         ],
     )  # fmt: skip
@@ -389,10 +355,10 @@ class TestCommands:
         arguments = [
             "--table",
             str(tmp_path / "t.csv"),
-            "--reward_type",
-            "refusal",
             "--output",
             str(tmp_path / "o.jsonl"),
+            "--reward_type",
+            "refusal",
         ]
         assert main(["gcg", "--model_name_or_path", model_dirs["gpt2"], *arguments]) == 1
         err = capsys.readouterr().err
@@ -443,10 +409,6 @@ def test_folders_that_hold_no_data(tmp_path):
     with pytest.raises(ValueError, match="The folder .* cannot be read as a data set .*EOF inside string") as error:
         load_prompts(tmp_path)
     assert one_line(error)
-
-
-def test_the_embedded_prompts_are_as_they_were(tmp_path):
-    assert load_prompts(two_tokens.prompts_path())["prompt"][:] == two_tokens.load_prompts()["prompt"][:]
 
 
 @pytest.mark.trainer

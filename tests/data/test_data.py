@@ -1,5 +1,6 @@
 """Prompts from files: what is read, and what is refused."""
 
+import csv
 import json
 
 import pyarrow as pa
@@ -20,20 +21,24 @@ CHATS = [
 ]
 
 
-def write(path, prompts):
-    """The prompts as a file of the format that the suffix names, with a second column `tag`."""
-    rows = [{"prompt": prompt, "tag": i} for i, prompt in enumerate(prompts)]
+def write_rows(path, rows):
+    """The rows as a file of the format that the suffix names."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".csv":
-        quoted = ['"' + row["prompt"].replace('"', '""') + f'",{row["tag"]}' for row in rows]
-        path.write_text("\n".join(["prompt,tag", *quoted]) + "\n", encoding="utf-8", newline="")
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     else:
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+        path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
     return path
+
+
+def write(path, prompts):
+    return write_rows(path, [{"prompt": prompt, "tag": i} for i, prompt in enumerate(prompts)])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
@@ -74,7 +79,6 @@ def test_home_folder(tmp_path, monkeypatch):
 
 REFUSED = {
     "empty.jsonl": ("", "is empty; give it at least one row"),
-    "header.csv": ("prompt,tag\n", "is empty; give it at least one row"),
     "column.jsonl": (
         '{"question": "a", "tag": 1}\n',
         "no column `prompt`, only question, tag; name the one that holds .*load_prompts.column",
@@ -97,11 +101,8 @@ REFUSED = {
     "image.jsonl": ('{"prompt": "a", "image": "b.png"}\n', "has a column `image`, but only text"),
     "broken.jsonl": ('{"prompt": "a"}\n{"prompt": \n', "Line 2 of .* is not valid JSON .* write one object a line"),
     "strings.json": ('["a", "b"]', "Row 1 of .* is not an object; write each row as"),
-    "comma.csv": (
-        "prompt,tag\nhello, world,1\n",
-        "Row 1 of .*, at line 2, has more fields than the header .3, not 2.; put text",
-    ),
     "fake.parquet": ("prompt", "cannot be read as parquet .* fix the file"),
+    "bytes.jsonl": (b"\xff\xfe\x00", "Line 1 of .* is not UTF-8 text .*; save the file as UTF-8"),
     "prompts.txt": ("a\n", "has the suffix '.txt'; convert it to a .jsonl, .json, .csv or .parquet file"),
 }
 
@@ -109,17 +110,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_files(tmp_path, name):
     text, message = REFUSED[name]
-    (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message) as error:
         load_prompts(tmp_path / name)
     assert name in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_file_that_is_no_text(tmp_path):
-    (tmp_path / "prompts.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="Line 1 of .*prompts.jsonl` is not UTF-8 text .*; save the file as UTF-8"):
-        load_prompts(tmp_path / "prompts.jsonl")
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.tsv", "./prompts", "/nowhere/prompts", "~/prompts"])
@@ -172,67 +167,43 @@ class TestHub:
         load_prompts(tmp_path)
         assert self.calls == [((str(tmp_path), None), {"split": "train", "streaming": False})]
 
-    def test_streaming(self):
-        assert isinstance(load_prompts("org/name", streaming=True), IterableDataset)
+    def test_what_cannot_be_used(self):
+        for answer, message in (
+            ({"question": ["a"]}, "`org/name` has no column `prompt`, only question"),
+            ({"prompt": ["a", None]}, "Row 2 of `org/name` has an empty `prompt`"),
+        ):
+            self.answer = Dataset.from_dict(answer)
+            with pytest.raises(ValueError, match=message):
+                load_prompts("org/name")
 
-    def test_missing_column(self):
-        self.answer = Dataset.from_dict({"question": ["a"]})
-        with pytest.raises(ValueError, match="`org/name` has no column `prompt`, only question"):
-            load_prompts("org/name")
-
-    def test_bad_row(self):
-        self.answer = Dataset.from_dict({"prompt": ["a", None]})
-        with pytest.raises(ValueError, match="Row 2 of `org/name` has an empty `prompt`"):
-            load_prompts("org/name")
+    def test_another_column(self):
+        self.answer = Dataset.from_dict({"question": ["a"], "prompt": ["no"], "id": [1]})
+        dataset = load_prompts("org/name", column="question")
+        assert (dataset["prompt"][:], set(dataset.column_names)) == (["a"], {"prompt", "id"})
+        assert list(load_prompts("org/name", column="question", streaming=True)) == [{"prompt": "a", "id": 1}]
+        with pytest.raises(ValueError, match="`org/name` has no column `answer`, only question, prompt, id"):
+            load_prompts("org/name", column="answer")
 
 
 # Columns, conversations, lengths
 
 
-def write_rows(folder, suffix, rows):
-    path = folder / f"rows{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif suffix == ".csv":
-        path.write_text("\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]))
-    else:
-        path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_another_column(tmp_path, suffix):
-    path = write_rows(tmp_path, suffix, [{"question": "a b", "prompt": "no"}, {"question": "c", "prompt": "no"}])
+    path = write_rows(
+        tmp_path / f"rows{suffix}", [{"question": "a b", "prompt": "no"}, {"question": "c", "prompt": "no"}]
+    )
     dataset = load_prompts(path, column="question")
     assert dataset.column_names == ["prompt"]
     assert dataset["prompt"][:] == ["a b", "c"]
 
 
-def test_another_column_on_the_hub(monkeypatch):
-    loaded = Dataset.from_dict({"question": ["a"], "prompt": ["no"], "id": [1]})
-    monkeypatch.setattr("trl_repulse.data.loading.load_dataset", lambda *args, **kwargs: loaded)
-    dataset = load_prompts("someone/something", column="question")
-    assert (dataset["prompt"][:], set(dataset.column_names)) == (["a"], {"prompt", "id"})
-    stream = loaded.to_iterable_dataset()
-    monkeypatch.setattr("trl_repulse.data.loading.load_dataset", lambda *args, **kwargs: stream)
-    assert list(load_prompts("someone/something", column="question", streaming=True)) == [{"prompt": "a", "id": 1}]
-    with pytest.raises(ValueError, match="`someone/something` has no column `answer`, only question, prompt, id"):
-        load_prompts("someone/something", column="answer")
-
-
-def test_a_missing_column_of_a_file(tmp_path):
-    path = write_rows(tmp_path, ".jsonl", [{"question": "a"}])
-    with pytest.raises(ValueError, match="has no column `answer`, only question; name the one that holds the prompts"):
-        load_prompts(path, column="answer")
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_as_conversation(tmp_path, streaming):
     messages = [{"role": "user", "content": "a"}]
-    plain = write_rows(tmp_path, ".jsonl", [{"prompt": "a", "id": 1}])
+    plain = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "id": 1}])
     assert list(load_prompts(plain, streaming=streaming, as_conversation=True)) == [{"prompt": messages, "id": 1}]
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"prompt": messages}))
+    chat = write_rows(tmp_path / "chat.jsonl", [{"prompt": messages}])
     assert list(load_prompts(chat, streaming=streaming, as_conversation=True)) == [{"prompt": messages}]
 
 

@@ -14,7 +14,7 @@ from trl.trainer.utils import remove_none_values
 from trl_repulse import PPOTrainer, ReinforceTrainer
 from trl_repulse.cli.methods import train
 from trl_repulse.data import drop_long_prompts, load_prompts
-from trl_repulse.data._checks import as_dataset, check_rows
+from trl_repulse.data._checks import ALWAYS_PASSED, as_dataset, check_rows
 from trl_repulse.data._prompts import as_templates_read
 from trl_repulse.evaluation.before_after import BeforeAfterCallback
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
@@ -62,11 +62,8 @@ def path(tmp_path):
 
 
 def long_model(tokenizer):
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=256, eos_token_id=1, bos_token_id=1
-        )
-    )
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256, "eos_token_id": 1, "bos_token_id": 1}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
 
 
 def rendered(tokenizer, prompts):
@@ -244,24 +241,10 @@ def test_maps_of_parquet(tmp_path):
 # Columns that reward functions could not get
 
 
-TAKEN = [
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-    "self",
-]
-
-
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", [*ALWAYS_PASSED, "environments", "self"])
 def test_columns_with_names_that_are_taken(make, tmp_path, name):
-    rows, message = (
-        [{"prompt": "the cat", name: "a"}] * 16,
-        "has a column `" + name + "`, and reward functions get .*rename",
-    )
+    rows = [{"prompt": "the cat", name: "a"}] * 16
+    message = f"has a column `{name}`, and reward functions get .*rename"
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=message):
         load_prompts(tmp_path / "p.jsonl")

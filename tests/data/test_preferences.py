@@ -21,20 +21,16 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from ..conftest import USE_CPU, word_reward
 
 
+SETTINGS = {"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+
+
 def completions(*rows):
     return [RewardedCompletion(*row) for row in rows]
 
 
 POOL = completions(
-    ("a", " bad", -5.0),
-    ("a", " fine", 1.0),
-    ("a", " worse", -7.0),
-    ("a", " bad", -5.0),
-    ("a", " best", 4.0),
-    ("a", " poor", -6.0),
-    ("a", " so-so", -3.5),
-    ("b", " bad", -5.0),
-    ("c", " fine", 1.0),
+    *(("a", " bad", -5.0), ("a", " fine", 1.0), ("a", " worse", -7.0), ("a", " bad", -5.0), ("a", " best", 4.0)),
+    *(("a", " poor", -6.0), ("a", " so-so", -3.5), ("b", " bad", -5.0), ("c", " fine", 1.0)),
 )
 
 
@@ -76,16 +72,15 @@ def test_messages_are_compared_as_such():
 
 @pytest.mark.parametrize("make", [preference_rows, unpaired_rows])
 def test_refused(make):
-    with pytest.raises(ValueError, match="under -9.0"):
-        make(POOL, -9.0)
-    with pytest.raises(ValueError, match="at least 9.0"):
-        make(POOL, 9.0)
-    with pytest.raises(ValueError, match="`margin` is -1.0"):
-        make(POOL, -4.0, -1.0)
-    with pytest.raises(ValueError, match="`max_bad` is 0"):
-        make(POOL, -4.0, max_bad=0)
-    with pytest.raises(ValueError):
-        make([], -4.0)
+    for arguments, message in (
+        ((POOL, -9.0), "under -9.0"),
+        ((POOL, 9.0), "at least 9.0"),
+        ((POOL, -4.0, -1.0), "`margin` is -1.0"),
+        ((POOL, -4.0, 0.0, 0), "`max_bad` is 0"),
+        (([], -4.0), ""),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(*arguments)
 
 
 def write(path, rows):
@@ -139,22 +134,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 def sources(tmp_path_factory, model_dirs, prompts):
     """Negative data of a run, and held-out samples of the same prompts."""
     folder = tmp_path_factory.mktemp("sources")
-    args = RePULSeTrainer._config_cls(
-        output_dir=str(folder / "run"),
-        proposal="policy",
-        target_dist_beta=-2.0,
-        bad_reward_threshold=-2.0,
-        save_negatives=True,
-        max_steps=3,
-        per_device_train_batch_size=16,
-        num_generations=4,
-        max_completion_length=3,
-        use_cpu=USE_CPU,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    drawn = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 3, "max_steps": 3}
+    bad = {"proposal": "policy", "target_dist_beta": -2.0, "bad_reward_threshold": -2.0, "save_negatives": True}
+    args = RePULSeTrainer._config_cls(output_dir=str(folder / "run"), **bad, **drawn, **SETTINGS)
     RePULSeTrainer(model_dirs["gpt2"], word_reward, args, prompts).train()
     settings = SamplingSettings(num_samples=8, max_completion_length=3)
     sample_completions(
@@ -185,17 +167,8 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     assert len(dataset) > 3
     config_cls, trainer_cls = {"DPO": (DPOConfig, DPOTrainer), "KTO": (KTOConfig, KTOTrainer)}[method]
     model, tokenizer = (cls.from_pretrained(model_dirs["gpt2"]) for cls in (AutoModelForCausalLM, AutoTokenizer))
-    args = config_cls(
-        output_dir=str(tmp_path / "out"),
-        max_steps=10,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        use_cpu=USE_CPU,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    steps = {"max_steps": 10, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    args = config_cls(output_dir=str(tmp_path / "out"), **steps, **SETTINGS)
     trainer = trainer_cls(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
 
     def gap():
@@ -214,29 +187,30 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     assert gap() > start + 1
 
 
-@pytest.mark.parametrize("other", [{"name": "b"}, {"tool_calls": [{"x": 1}]}, {"parts": [1, "a"]}, {"n": 2.5}])
-def test_messages_of_other_keys_are_not_changed_by_parquet(tmp_path, other):
+def assistant(**message):
+    return [{"role": "assistant", **message}]
+
+
+def called(**arguments):
+    return assistant(tool_calls=[{"type": "function", "function": {"name": "look", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *(
+            (assistant(content="a", **keys), assistant(content="b", n=1))
+            for keys in ({"name": "b"}, {"tool_calls": [{"x": 1}]}, {"parts": [1, "a"]}, {"n": 2.5})
+        ),
+        (called(city="a"), called(number=1)),
+    ],
+)
+def test_messages_of_other_keys_are_not_changed_by_parquet(tmp_path, one, other):
+    """Its columns would give the first message what the second one has."""
     said = [{"role": "user", "content": "?"}]
-    pool = completions(
-        (said, [{"role": "assistant", "content": "a", **other}], -5.0),
-        (said, [{"role": "assistant", "content": "b", "n": 1}], 1.0),
-    )
+    rows = unpaired_rows(completions((said, one, -5.0), (said, other, 1.0)), -1.0)
     with pytest.raises(ValueError, match="Messages cannot be kept as they are .*; write a .jsonl"):
-        write_rows(tmp_path / "rows.parquet", unpaired_rows(pool, -1.0))
-    assert not (tmp_path / "rows.parquet").exists()
-
-
-def test_tool_calls_are_not_changed_by_parquet(tmp_path):
-    """Its columns would give the first call the second one's argument."""
-    said = [{"role": "user", "content": "?"}]
-
-    def called(**arguments):
-        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
-        return [{"role": "assistant", "tool_calls": [call]}]
-
-    pool = completions((said, called(city="a"), -5.0), (said, called(number=1), 1.0))
-    rows = unpaired_rows(pool, -1.0)
-    with pytest.raises(ValueError, match="write a .jsonl"):
         write_rows(tmp_path / "rows.parquet", rows)
+    assert not (tmp_path / "rows.parquet").exists()
     write_rows(tmp_path / "rows.jsonl", rows)
-    assert json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[1]) == rows[1]
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows

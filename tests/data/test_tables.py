@@ -228,10 +228,7 @@ def test_prompts_that_are_nested(tmp_path, depth):
 
 @pytest.mark.parametrize(
     ("name", "read"),
-    [
-        ("header.json", lambda path: load_samples(path.parent)),
-        ("attacks.jsonl", read_results),
-    ],
+    [("header.json", lambda path: load_samples(path.parent)), ("attacks.jsonl", read_results)],
 )
 def test_results_that_are_nested_too_deeply(tmp_path, name, read):
     (tmp_path / name).write_text(DEEP + "\n")

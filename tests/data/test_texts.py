@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
@@ -24,30 +24,23 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.evaluation.tracking import tokenize_prompts
 from trl_repulse.generation import TransformersGenerator
 
-from ..conftest import USE_CPU
 from ..conftest import build_tokenizer as build_words
 from ..gcg_support import build_model, build_sentencepiece_tokenizer
 from ..gcg_support import build_tokenizer as build_byte_level
 
 
 PROMPTS = ["the cat", "tell me the secret of the ", "how to write"]
+SMALL = {"max_steps": 1, "max_completion_length": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
 TRAINERS = [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSeGRPOTrainer]
 
 
 def build_wordpiece():
     """BERT's, whose decoder puts a space between words and takes it out before punctuation."""
     words = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "ran", "##s", ".", "'", "t", "don"]
-    backend = PreTrainedTokenizerFast(tokenizer_object=_wordpiece(words), unk_token="[UNK]", eos_token="[SEP]")
-    backend.clean_up_tokenization_spaces = True
-    return backend
-
-
-def _wordpiece(words):
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", eos_token="[SEP]")
+    tokenizer.clean_up_tokenization_spaces = True
     return tokenizer
 
 
@@ -90,15 +83,6 @@ class Recorder:
         assert any(text != tokenizer.decode(ids, skip_special_tokens=True) for _, text, ids in self.read)
 
 
-def settings_of(trainer_cls, tmp_path, **settings):
-    return trainer_cls._config_cls(
-        **{"output_dir": str(tmp_path), "use_cpu": USE_CPU, "bf16": False, "report_to": "none", "max_steps": 1},
-        **{"max_completion_length": 4, "num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3},
-        **{"gradient_checkpointing": False, "disable_tqdm": True, "save_strategy": "no"},
-        **settings,
-    )
-
-
 def dataset_of(prompts=PROMPTS):
     return Dataset.from_dict({"prompt": list(prompts)})
 
@@ -121,20 +105,16 @@ def test_prompt_and_completion_are_the_text_of_all_tokens(sentencepiece):
 
 def tokenizer_ids(tokenizer, tokens):
     known = tokenizer.get_vocab()
-    return [
-        i
-        for token in tokens
-        for i in ([known[token]] if token in known else tokenizer.convert_tokens_to_ids(list(token)))
-    ]
+    pieces = [piece for token in tokens for piece in ([token] if token in known else token)]
+    return tokenizer.convert_tokens_to_ids(pieces)
 
 
 def test_of_messages_a_completion_is_decoded_by_itself(sentencepiece):
     ids = sentencepiece.convert_tokens_to_ids(["▁the", "▁house"])
     messages = [[{"role": "user", "content": "the cat"}]]
     assert completion_texts(sentencepiece, messages, [[1, 5]], [ids]) == ["the house"]
-    assert completion_texts(sentencepiece, ["the cat"], [sentencepiece("the cat")["input_ids"]], [ids]) == [
-        " the house"
-    ]
+    read = sentencepiece("the cat")["input_ids"]
+    assert completion_texts(sentencepiece, ["the cat"], [read], [ids]) == [" the house"]
 
 
 @pytest.mark.parametrize(
@@ -189,16 +169,12 @@ def test_the_tokens_of_a_stored_completion_follow_its_prompt(sentencepiece):
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("trainer_cls", TRAINERS, ids=lambda cls: cls.__name__)
-def test_rewards_in_training_read_what_the_model_wrote(world, tmp_path, trainer_cls):
+def test_rewards_in_training_read_what_the_model_wrote(make, world, trainer_cls):
     tokenizer, _, folder = world
-    reward, kinds = Recorder(), {"bad_reward_threshold": 0.5} if "RePULSe" in trainer_cls.__name__ else {}
-    if trainer_cls is RePULSeTrainer:  # samples of the proposal too
-        kinds |= {"proposal": "learned", "target_dist_beta": -1.0}
-    args = settings_of(trainer_cls, tmp_path, **kinds)
-    trainer = trainer_cls(model=folder, reward_funcs=reward, args=args, train_dataset=dataset_of())
-    trainer.train()
+    reward = Recorder()
+    make(trainer_cls, folder, reward, dataset_of(), **SMALL).train()
     reward.check(tokenizer)
-    assert len(reward.read) == (16 if kinds else 8)
+    assert len(reward.read) == (16 if "RePULSe" in trainer_cls.__name__ else 8)  # samples of the proposal too
 
 
 def test_rewards_in_evaluation_read_what_the_model_wrote(world, tmp_path):
@@ -210,11 +186,10 @@ def test_rewards_in_evaluation_read_what_the_model_wrote(world, tmp_path):
 
 
 @pytest.mark.trainer
-def test_the_callbacks_read_and_show_what_the_policy_wrote(world, tmp_path):
+def test_the_callbacks_read_and_show_what_the_policy_wrote(make, world):
     tokenizer, _, folder = world
     reward = Recorder()
-    args = settings_of(ReinforceTrainer, tmp_path)
-    trainer = ReinforceTrainer(model=folder, reward_funcs=reward, args=args, train_dataset=dataset_of())
+    trainer = make(ReinforceTrainer, folder, reward, dataset_of(), **SMALL)
     table = BeforeAfterCallback(trainer, dataset_of(), num_completions=3)
     shown = draw_completions(trainer, table.dataset, table._prompt_ids, 4, 0)
     reward.check(tokenizer)
@@ -273,9 +248,8 @@ def test_exact_rewards_are_those_of_what_the_model_wrote(sentencepiece):
     evaluator = ExactEvaluator(sentencepiece, PROMPTS[:2], reward, [5], 1)
     for p, prompt in enumerate(PROMPTS[:2]):
         ids = sentencepiece(prompt)["input_ids"]
-        wholes = [
-            sentencepiece.decode(ids + row, skip_special_tokens=True) for row in evaluator.completion_ids.tolist()
-        ]
+        rows = [ids + row for row in evaluator.completion_ids.tolist()]
+        wholes = sentencepiece.batch_decode(rows, skip_special_tokens=True)
         assert set(wholes) <= set(read)
         assert evaluator.rewards[p].tolist() == [float("  " not in text and " the" in text[3:]) for text in wholes]
     place = sentencepiece.convert_tokens_to_ids("▁the")
@@ -338,12 +312,10 @@ def test_a_tokenizer_that_ends_prompts_is_refused(world, tmp_path, name):
 
 @pytest.mark.trainer
 @pytest.mark.parametrize("trainer_cls", TRAINERS, ids=lambda cls: cls.__name__)
-def test_training_refuses_a_tokenizer_that_ends_prompts_at_set_up(world, tmp_path, trainer_cls):
+def test_training_refuses_a_tokenizer_that_ends_prompts_at_set_up(make, world, trainer_cls):
     tokenizer, _, folder = world
-    kinds = {"bad_reward_threshold": 0.5} if "RePULSe" in trainer_cls.__name__ else {}
-    args = settings_of(trainer_cls, tmp_path, **kinds)
     with pytest.raises(ValueError, match="ends plain prompts with its end token '</s>'"):
-        trainer_cls(folder, Recorder(), args, dataset_of(), processing_class=ending(tokenizer))
+        make(trainer_cls, folder, Recorder(), dataset_of(), extra={"processing_class": ending(tokenizer)}, **SMALL)
 
 
 def test_the_remedy_keeps_the_first_token():
@@ -361,9 +333,8 @@ def test_what_is_warned_of_and_what_is_not(monkeypatch):
     tokenizer = build_byte_level()
     messages = [{"role": "user", "content": "the cat"}]
     for prompts in (["the cat", "the<eos>"], ["", "the cat"], [], [messages]):
-        check_added_tokens(
-            tokenizer, prompts, [tokenizer(each)["input_ids"] for each in prompts if isinstance(each, str)]
-        )
+        ids = [tokenizer(each)["input_ids"] for each in prompts if isinstance(each, str)]
+        check_added_tokens(tokenizer, prompts, ids)
     check_added_tokens(ending(tokenizer), [messages])  # the template writes all special tokens
     assert not said
     for prompts in (["<s>the cat"], ["the cat", "<s>the cat"]):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trl_repulse.evaluation.gcg.rates import (
+from trl_repulse.evaluation.gcg.results import (
     mean_over_targets,
     paired_difference,
     success_at_k,

@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, GCGEvaluationConfig, run_gcg
-from trl_repulse.evaluation.gcg.engine import merge_candidates, screened_losses
+from trl_repulse.evaluation.gcg.engine import SuffixScorer, merge_candidates, screened_losses
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, allowed_tokens, build_prompt
-from trl_repulse.evaluation.gcg.scoring import SuffixScorer
 
 from ..gcg_support import (
     LLAMA_TEMPLATE,
@@ -44,6 +43,19 @@ def model():
 @pytest.fixture(scope="module")
 def exact(model, tokenizer):
     return run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """The model and number of candidates of each call of a scorer."""
+    losses, calls = SuffixScorer.losses, []
+
+    def count(self, candidates):
+        calls.append((self.model, len(candidates)))
+        return losses(self, candidates)
+
+    monkeypatch.setattr(SuffixScorer, "losses", count)
+    return calls
 
 
 @pytest.mark.parametrize("n_replace", [1, 2])
@@ -242,20 +254,12 @@ def test_merged_swaps(model, tokenizer, exact):
     assert merged.losses[0] <= exact.losses[0]
 
 
-def test_probe_sampling(model, tokenizer, exact):
+def test_probe_sampling(model, tokenizer, exact, scored):
     """A draft model that agrees leaves one candidate beside the probe set; one that does not is found out and overruled."""
-    scored = []
-    losses = SuffixScorer.losses
-
-    def count(self, candidates):
-        scored.append((self.model, len(candidates)))
-        return losses(self, candidates)
-
     draft = build_model("llama", VOCABULARY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SuffixScorer, "losses", count)
-        config = GCGConfig(**QUICK | {"num_steps": 1, "probe_sampling_factor": 4})
-        result = run_gcg(model, tokenizer, GOAL, TARGET, config, draft)
+    result = run_gcg(
+        model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {"num_steps": 1, "probe_sampling_factor": 4}), draft
+    )
     assert result.losses[0] == pytest.approx(exact.losses[0], abs=1e-6)  # the same weights: nothing is missed
     by_model = [size for owner, size in scored if owner is model]
     candidates = max(size for owner, size in scored if owner is draft)
@@ -321,18 +325,15 @@ def test_a_cache_that_gives_other_losses_is_not_used(tokenizer, caplog, exact, m
     assert "without" in caplog.text and result.suffixes == exact.suffixes
 
 
-@pytest.mark.parametrize(
-    ("messages", "target", "message"),
-    [
+def test_what_cannot_be_attacked(model, tokenizer):
+    config = GCGConfig(**QUICK, prompt_format="raw")
+    for messages, target, message in (
         (GOAL, "", "The target '' is empty"),
         (GOAL, "  ", "is empty"),
         ([{"role": "user", "content": "a"}], "b", "plain text"),
-    ],
-)
-def test_what_cannot_be_attacked(model, tokenizer, messages, target, message):
-    config = GCGConfig(**QUICK, prompt_format="raw")
-    with pytest.raises(ValueError, match=message):
-        run_gcg(model, tokenizer, messages, target, config)
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_gcg(model, tokenizer, messages, target, config)
 
 
 def test_templates(model):
@@ -460,22 +461,16 @@ def test_screened_losses_that_are_not_finite():
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("merge_swaps", [0, 4])
-def test_strings_are_those_without_screening(tokenizer, architecture, merge_swaps, monkeypatch):
+def test_strings_are_those_without_screening(tokenizer, architecture, merge_swaps, scored):
     model = build_model(architecture, VOCABULARY)
     plain = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**SCREENED, merge_swaps=merge_swaps))
-    scored, losses = {}, SuffixScorer.losses
-
-    def count(self, candidates):
-        scored[self.model.dtype] = scored.get(self.model.dtype, 0) + len(candidates)
-        return losses(self, candidates)
-
-    monkeypatch.setattr(SuffixScorer, "losses", count)
+    scored.clear()
     config = GCGConfig(**SCREENED, merge_swaps=merge_swaps, screen_dtype="bfloat16")
     screened = run_gcg(model, tokenizer, GOAL, TARGET, config)
     assert screened.suffixes == plain.suffixes
     assert screened.losses == pytest.approx(plain.losses, abs=1e-6)
-    assert scored[torch.float32] < 0.8 * scored[torch.bfloat16]
-    assert model.dtype == torch.float32
+    full, half = (sum(n for owner, n in scored if owner.dtype == kind) for kind in (torch.float32, torch.bfloat16))
+    assert full < 0.8 * half and model.dtype == torch.float32
 
 
 def test_settings_that_do_not_fit_a_screen(tokenizer):

@@ -10,6 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers import processors
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    LlamaConfig,
+    MambaConfig,
+    MiniMaxConfig,
+    RecurrentGemmaConfig,
+)
 
 from trl_repulse.evaluation.gcg import (
     GCGError,
@@ -17,23 +26,29 @@ from trl_repulse.evaluation.gcg import (
     RefusalJudge,
     RewardJudge,
     evaluate_gcg,
+    evaluator,
     format_report,
     merge_results,
     read_results,
+    run_gcg,
     summarize,
 )
 from trl_repulse.evaluation.gcg.engine import GCG
 from trl_repulse.evaluation.gcg.evaluator import (
     TableRow,
     derive_seed,
+    hash_judge,
     make_header,
     sample_responses,
     target_log_probs,
 )
-from trl_repulse.evaluation.gcg.judges import hash_judge
 from trl_repulse.evaluation.gcg.prompt import build_prompt
+from trl_repulse.evaluation.gcg.results import ResultsFile, _as_line
+from trl_repulse.generation._probe import repeats_cache
+from trl_repulse.rewards import RemoteReward, SequencePairReward, load_reward_function
+from trl_repulse.rewards.transformed import TransformedReward
 
-from ..gcg_support import build_model
+from ..gcg_support import SIZES, build_model
 from ..gcg_support import build_tokenizer as build_bpe_tokenizer
 from ..gcg_trigger import ROWS, TARGET, build_trigger_model, build_trigger_tokenizer, evaluation_config, judge
 from ..reward_models import build_tokenizer as build_reward_tokenizer
@@ -154,33 +169,74 @@ def test_results_do_not_depend_on_order_shards_or_resuming(model, tokenizer, out
     assert output.read_bytes() == before  # all is done
 
 
-def test_another_configuration_is_refused(model, tokenizer, output):
+def test_another_evaluation_is_refused(model, tokenizer, output):
+    config, other = evaluation_config(save_responses=True), build_trigger_model(tokenizer, steps=1)
     changed = evaluation_config(save_responses=True, num_samples=6)
-    with pytest.raises(ValueError, match=r"holds results of another evaluation: num_samples \(5, not 6\)"):
-        evaluate_gcg(model, tokenizer, ROWS, judge, changed, output)
-    with pytest.raises(ValueError, match="table"):
-        evaluate_gcg(model, tokenizer, ROWS[:-1], judge, evaluation_config(save_responses=True), output)
-    with pytest.raises(ValueError, match="judge"):
-        evaluate_gcg(model, tokenizer, ROWS, RefusalJudge(), evaluation_config(save_responses=True), output)
-    other = build_trigger_model(tokenizer, steps=1)
-    with pytest.raises(ValueError, match=r"model \("):
-        evaluate_gcg(other, tokenizer, ROWS, judge, evaluation_config(save_responses=True), output)
+    for arguments, message in (
+        ((model, tokenizer, ROWS, judge, changed), r"holds results of another evaluation: num_samples \(5, not 6\)"),
+        ((model, tokenizer, ROWS[:-1], judge, config), "table"),
+        ((model, tokenizer, ROWS, RefusalJudge(), config), "judge"),
+        ((other, tokenizer, ROWS, judge, config), r"model \("),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate_gcg(*arguments, output)
     finer = evaluation_config(save_responses=True, micro_batch_size=3)
     assert evaluate_gcg(model, tokenizer, ROWS, judge, finer, output) == output  # changes nothing in the results
 
 
-@pytest.mark.thorough
-def test_killed_at_ten_moments(model, tokenizer, output, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-m", "tests.gcg_kill_run", str(tmp_path / "model"), str(tmp_path / "killed.jsonl")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "killed 10" in done.stdout, done.stderr[-2000:]
-    undisturbed = evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "undisturbed.jsonl")
-    killed, expected = lines(tmp_path / "killed.jsonl"), lines(undisturbed)
-    assert killed[0].pop("model") != expected[0].pop("model")  # where it was loaded from
-    assert killed == expected
+# (what happens for the n-th time, n, share of the line that is on the disk)
+MOMENTS = [
+    *(
+        ("write", 1, 0.0),
+        ("write", 1, 0.5),
+        ("write", 1, 1.0),
+        ("judge", 1, None),
+        ("write", 1, 0.01),
+        ("forward", 30, None),
+    ),
+    *(("write", 2, 0.99), ("judge", 2, None), ("write", 2, 1.0), ("write", 1, 0.3)),
+]
+
+
+def test_ended_at_ten_moments(model, tokenizer, output, tmp_path, monkeypatch):
+    """What is on the disk then is what a kill would leave there."""
+
+    class End(BaseException):
+        pass
+
+    append, score = ResultsFile.append, evaluator._score
+    path, config = tmp_path / "ended.jsonl", evaluation_config(save_responses=True)
+    for event, number, share in MOMENTS:
+        seen = dict.fromkeys(("write", "judge", "forward"), 0)
+
+        def reached(name, event=event, number=number, seen=seen):
+            seen[name] += 1
+            return name == event and seen[name] == number
+
+        def write(self, entry, share=share, reached=reached):
+            if reached("write"):
+                line = _as_line(entry)
+                self._file.write(line[: round(share * len(line))])
+                raise End
+            append(self, entry)
+
+        def end_or(name, go_on, reached=reached):
+            def call(*arguments):
+                if reached(name):
+                    raise End
+                return go_on(*arguments)
+
+            return call
+
+        monkeypatch.setattr(ResultsFile, "append", write)
+        monkeypatch.setattr(evaluator, "_score", end_or("judge", score))
+        hook = model.register_forward_pre_hook(end_or("forward", lambda *_: None))
+        with pytest.raises(End):
+            evaluate_gcg(model, tokenizer, ROWS, judge, config, path)
+        hook.remove()
+    monkeypatch.undo()
+    evaluate_gcg(model, tokenizer, ROWS, judge, config, path)
+    assert lines(path) == lines(output)
 
 
 @pytest.mark.thorough
@@ -202,7 +258,7 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"]
     command = [sys.executable, *launch, str(ROOT / "examples" / "gcg.py"), "--config", str(tmp_path / "config.yaml")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("attack success") == 1
     assert [path.name for path in tmp_path.glob("out.jsonl*")] == ["out.jsonl"]
@@ -237,8 +293,6 @@ def test_what_the_judge_reads(model, tokenizer, tmp_path):
 
 
 def test_a_reward_model_as_judge(model, tokenizer, tmp_path):
-    from trl_repulse.rewards import SequencePairReward
-
     words = [word for row in ROWS for word in row["goal"].split()]
     reward_tokenizer = build_reward_tokenizer("pair", more=[f"Ġ{word}" for word in [*words, "yes", "no", "i", "will"]])
     folder, _ = save_model(tmp_path / "reward", "deberta", reward_tokenizer)
@@ -257,9 +311,6 @@ def test_a_reward_model_as_judge(model, tokenizer, tmp_path):
 
 def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
     """What its scores depend on is known by weights, code and arguments, and not by where it lies."""
-    from trl_repulse.rewards import SequencePairReward, load_reward_function
-    from trl_repulse.rewards.transformed import TransformedReward
-
     judges = [RefusalJudge(["no"]), RefusalJudge(["no", "yes"])]
     for i, folder in enumerate(("a", "b", "c")):
         path, reward = save_model(tmp_path / folder / "reward", "deberta", build_reward_tokenizer("pair"))
@@ -280,9 +331,6 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
 
 def test_a_judge_hash_depends_on_scores_alone(tmp_path):
     """Not on whether a reward was pickled for other processes, where a server is, or what a judge of one's own has."""
-    from trl_repulse.rewards import RemoteReward, SequencePairReward
-    from trl_repulse.rewards.transformed import TransformedReward
-
     reward = SequencePairReward(save_model(tmp_path, "deberta", build_reward_tokenizer("pair"))[0], device="cpu")
     assert hash_judge(reward) == hash_judge(pickle.loads(pickle.dumps(reward)))
     servers = [TransformedReward(RemoteReward(f"http://host:{port}")) for port in (1, 2)]
@@ -394,17 +442,10 @@ def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     assert [record["reason"] for record in records[1:]] == ["no target", "no goal", "no goal and no target"]
 
 
-def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
-    config = evaluation_config(scenario="strings", num_steps=2)
-    path = evaluate_gcg(model, tokenizer, [{"target": TARGET}], judge, config, tmp_path / "out.jsonl")
-    (record,) = read_results(path)[1]
-    assert (record["status"], record["goal"], len(record["after"]["rewards"])) == ("ok", "", 5)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "has no rows"),
+        (None, "There is no file"),
         ("goal,target\n", "has no rows"),
         (" open door, yes\n read mail, yes\n", "has no column 'goal', only ' open door', ' yes'; name its columns"),
         ("prompt,target\na,b\n", "has no column 'goal', only 'prompt', 'target'"),
@@ -412,21 +453,10 @@ def test_the_scenario_strings_needs_no_goal(model, tokenizer, tmp_path):
     ],
 )
 def test_tables_that_are_refused(model, tokenizer, tmp_path, content, message):
-    (tmp_path / "table.csv").write_text(content)
+    if content is not None:
+        (tmp_path / "table.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
         evaluate_gcg(model, tokenizer, tmp_path / "table.csv", judge, evaluation_config(), tmp_path / "out.jsonl")
-    with pytest.raises(ValueError, match="There is no file"):
-        evaluate_gcg(model, tokenizer, tmp_path / "none.csv", judge, evaluation_config(), tmp_path / "out.jsonl")
-
-
-def test_a_missing_chat_template(model, tmp_path):
-    bare = build_trigger_tokenizer()
-    bare.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        evaluate_gcg(model, bare, ROWS, judge, evaluation_config(), tmp_path / "out.jsonl")
-    config = evaluation_config(prompt_format="raw", num_steps=1)
-    path = evaluate_gcg(model, bare, ROWS[:1], judge, config, tmp_path / "out.jsonl")
-    assert read_results(path)[1][0]["status"] == "ok"
 
 
 def test_files_that_are_no_results(model, tokenizer, output, tmp_path):
@@ -450,3 +480,79 @@ def test_files_that_are_no_results(model, tokenizer, output, tmp_path):
     assert path.read_text() == '{"precious": [1, 2, 3]}'
     with pytest.raises(ValueError, match="`shard=3/2` must be one of"):
         evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), path, (3, 2))
+
+
+# Models and tokenizers of other kinds: without keys and values, without a token that begins a text
+
+
+def test_a_tokenizer_that_begins_no_text(tmp_path):
+    """Without a goal the prompt before the attack is the token that begins a text, or ends one, as GPT-2 has it."""
+    tokenizer = build_bpe_tokenizer(chat_template=None)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    tokenizer.bos_token = None
+    model = build_model("gpt2", len(tokenizer))
+    config = evaluation_config(scenario="strings", prompt_format="raw", num_steps=1, suffix_init="x x x x")
+    path = evaluate_gcg(model, tokenizer, [{"target": " there"}], judge, config, tmp_path / "out.jsonl")
+    (record,) = read_results(path)[1]
+    expected = target_log_probs(model, [tokenizer.eos_token_id], tokenizer(" there")["input_ids"]).sum().item()
+    assert record["status"] == "ok"
+    assert record["before"]["target_log_prob"]["sum"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "recurrent_gemma"])
+def test_models_without_keys_and_values_are_sampled(architecture):
+    """Each sample from a pass over the whole text."""
+    tokenizer = build_bpe_tokenizer(chat_template=None)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "eos_token_id": 2, "pad_token_id": 0}
+    config_cls, options = {
+        "mamba": (MambaConfig, {"state_size": 4}),
+        "recurrent_gemma": (
+            RecurrentGemmaConfig,
+            {"intermediate_size": 48, "num_attention_heads": 2, "lru_width": 16},
+        ),
+    }[architecture]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_cls(vocab_size=len(tokenizer), **sizes, **options)).eval()
+    prompt = tokenizer("the house")["input_ids"]
+    found = sample_responses(model, tokenizer, prompt, 2000, 1, seed=0)
+    with torch.no_grad():
+        p = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].softmax(dim=-1)
+    likely = p.argsort(descending=True)[:20]
+    for token in likely[[tokenizer.decode([i]).isascii() for i in likely.tolist()]].tolist():
+        text = tokenizer.decode([token], skip_special_tokens=True)
+        expected = sum(p[i].item() for i in range(len(p)) if tokenizer.decode([i], skip_special_tokens=True) == text)
+        assert abs(found.count(text) / 2000 - expected) < 5 * (expected / 2000) ** 0.5 + 1e-3
+    assert all(sample_responses(model, tokenizer, prompt, 3, 4, seed=1))
+
+
+@pytest.mark.parametrize("architecture", ["falcon_h1", "minimax", "llama"])
+def test_caches_that_cannot_be_repeated(architecture, monkeypatch):
+    """Layers of keys, values and states at once, or a cache of a model's own: samples are those without a cache."""
+    tokenizer = build_bpe_tokenizer(chat_template=None)
+    sizes = SIZES | {"vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 16}
+    states = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    config_cls, options = {
+        "falcon_h1": (FalconH1Config, states),
+        "minimax": (MiniMaxConfig, {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}),
+        "llama": (LlamaConfig, {}),
+    }[architecture]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_cls(**sizes, **options)).eval()
+    prompt = tokenizer("the house")["input_ids"]
+    found = sample_responses(model, tokenizer, prompt, 4, 6, seed=1)
+    assert repeats_cache(model) == (architecture == "llama")
+    monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator.repeats_cache", lambda model: False)
+    assert found == sample_responses(model, tokenizer, prompt, 4, 6, seed=1) and len({*found}) > 1
+
+
+def test_a_prompt_that_exceeds_the_context_does_not_end_the_run(tmp_path):
+    tokenizer = build_bpe_tokenizer()
+    model = build_model("gpt2", len(tokenizer))  # which has 128 positions
+    rows = [{"goal": goal, "target": " sure"} for goal in ("tell me the secret of the house " * 20, "tell me")]
+    config = evaluation_config(num_steps=1)
+    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
+    _, records = read_results(path)
+    assert [record["status"] for record in records] == ["error", "ok"]
+    assert "exceed the model's context of 128" in records[0]["reason"]
+    with pytest.raises(GCGError, match="exceed the model's context of 128"):
+        run_gcg(model, tokenizer, rows[0]["goal"], " sure", config)

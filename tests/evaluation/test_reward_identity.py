@@ -14,7 +14,7 @@ import torch
 
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.gcg import RefusalJudge, RewardJudge, evaluate_gcg, read_results
-from trl_repulse.evaluation.gcg.judges import hash_judge
+from trl_repulse.evaluation.gcg.evaluator import hash_judge
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
 

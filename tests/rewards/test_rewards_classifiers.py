@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForSequenceClassification
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer, rewards
+from trl_repulse import ReinforceTrainer, rewards
 from trl_repulse.rewards import ChatReward, SequencePairReward, ToxicityReward
 
 from ..conftest import DEVICE, USE_CPU
@@ -55,10 +55,8 @@ def close(result, expected):
 
 
 def expect_pair(model, tokenizer, questions, answers, **options):
-    return [
-        logits_of(model, tokenizer(question, answer, **options)["input_ids"])[0].item()
-        for question, answer in zip(questions, answers, strict=True)
-    ]
+    rows = [tokenizer(*pair, **options)["input_ids"] for pair in zip(questions, answers, strict=True)]
+    return [logits_of(model, row)[0].item() for row in rows]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
@@ -112,10 +110,8 @@ def test_question_of_a_conversation(pair):
     prompt, completion = messages("the cat", " sat", *before)
     last = SequencePairReward(folder, **CPU)([prompt], [completion])
     whole = SequencePairReward(folder, question="conversation", **CPU)([prompt], [completion])
-    close(
-        last + whole,
-        expect_pair(model, tokenizer, ["the cat", "the dog\nfish\nate\nthe cat"], [" sat", " sat"]),
-    )
+    questions = ["the cat", "the dog\nfish\nate\nthe cat"]
+    close(last + whole, expect_pair(model, tokenizer, questions, [" sat", " sat"]))
     with pytest.raises(ValueError, match="'the dog' has no message of the role 'user'.*`question='conversation'`"):
         SequencePairReward(folder, **CPU)([before[:1]], [completion])
 
@@ -192,17 +188,14 @@ def test_the_padding_of_one_batch_does_not_end_the_texts_of_the_next(tmp_path, a
     texts = ["dog", "the cat ran", "the cat sat ate<pad>", "the cat ate the fish<pad>"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
     assert [row[-1] == 0 for row in ids] == [False, False, True, True]
-    close(
-        ToxicityReward(folder, batch_size=2, **CPU)([""] * 4, texts), [logits_of(model, row)[0].item() for row in ids]
-    )
+    result = ToxicityReward(folder, batch_size=2, **CPU)([""] * 4, texts)
+    close(result, [logits_of(model, row)[0].item() for row in ids])
 
 
 def test_template_variables_and_system_messages(chat):
     folder, model, tokenizer = chat
-    close(
-        ChatReward(folder, chat_template_kwargs={"extra": "fish"}, **CPU)(*conversations()),
-        expect_chat(model, tokenizer, extra="fish"),
-    )
+    reward = ChatReward(folder, chat_template_kwargs={"extra": "fish"}, **CPU)
+    close(reward(*conversations()), expect_chat(model, tokenizer, extra="fish"))
     prompt, completion = messages("the cat", " ran", {"role": "system", "content": "bad dog"})
     kept, dropped = (ChatReward(folder, drop_system=drop, **CPU)([prompt], [completion]) for drop in (False, True))
     assert dropped == ChatReward(folder, **CPU)(["the cat"], [" ran"]) != kept
@@ -226,24 +219,23 @@ def test_templates_of_content_in_parts(chat, refusing):
     close(ChatReward(folder, **CPU)(*conversations()), expected)
 
 
-def test_templates_that_leave_out_the_answer_are_refused(chat):
-    folder, _, tokenizer = chat
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="leaves out what the assistant said"):
-        ChatReward(folder, **CPU)
-
-
 def test_chats_that_cannot_be_read_are_refused(tmp_path, chat, pair):
     folder, _, tokenizer = chat
     with pytest.raises(ValueError, match="has no chat template; save one with it, or use a reward that reads plain"):
         ChatReward(pair[0], **CPU)
     with pytest.raises(ValueError, match=r"conversation of 10\d tokens, more than the context .*\(64\).*'the cat ran"):
         ChatReward(folder, **CPU)(["the cat"], [" ran" * 100])
-    tokenizer.chat_template = "{{ raise_exception('no ' + messages[0]['role']) }}"
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"refuses the roles \['user', 'assistant'\].*'Is this the .*' \(no user\)"):
-        ChatReward(folder, **CPU)(["the cat"], [" ran"])
+    for template, message in (
+        ("{{ messages[0]['content'] }}", "leaves out what the assistant said"),
+        (
+            "{{ raise_exception('no ' + messages[0]['role']) }}",
+            r"refuses the roles \['user', 'assistant'\].*'Is this .*no user",
+        ),
+    ):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ValueError, match=message):
+            ChatReward(folder, **CPU)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
@@ -257,10 +249,8 @@ def test_whole_texts(tmp_path, architecture, include_prompt):
     logits = [logits_of(model, tokenizer(text)["input_ids"] or [tokenizer.eos_token_id]) for text in texts]
     toxic = [row[2].item() for row in logits]
     close(reward(QUESTIONS, ANSWERS), toxic)
-    close(
-        ToxicityReward(folder, label=2, include_prompt=include_prompt, negate=True, **CPU)(QUESTIONS, ANSWERS),
-        [-x for x in toxic],
-    )
+    negated = ToxicityReward(folder, label=2, include_prompt=include_prompt, negate=True, **CPU)
+    close(negated(QUESTIONS, ANSWERS), [-x for x in toxic])
     probabilities = [row.softmax(0)[2].item() for row in logits]
     odds = ToxicityReward(folder, label=2, output="log_odds", include_prompt=include_prompt, **CPU)
     close(odds(QUESTIONS, ANSWERS), [math.log(p / (1 - p)) for p in probabilities])
@@ -271,11 +261,8 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
     folder, model = save_model(tmp_path, "gpt2", tokenizer)
     prompt, completion = messages("the cat", "ran", {"role": "system", "content": "bad dog"})
     ids = tokenizer("bad dog\nthe cat\nran")["input_ids"]
-    close(
-        ToxicityReward(folder, **CPU)([prompt], [completion])
-        + ToxicityReward(folder, max_length=2, **CPU)([prompt], [completion]),
-        [logits_of(model, ids)[0].item(), logits_of(model, ids[:2])[0].item()],
-    )
+    whole, cut = (ToxicityReward(folder, max_length=most, **CPU)([prompt], [completion]) for most in (None, 2))
+    close(whole + cut, [logits_of(model, ids)[0].item(), logits_of(model, ids[:2])[0].item()])
 
 
 @pytest.mark.parametrize(
@@ -289,10 +276,7 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
         ({"label": 0, "batch_size": 0}, "`batch_size` must be at least 1, got 0"),
         ({"label": 0, "device": "gpu"}, "`device='gpu'` is no device of torch; give one such as 'cpu'"),
         ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ devices of this kind"),
-        (
-            {"label": 0, "dtype": "bfloat"},
-            "`dtype='bfloat'` is none of torch's; give 'auto', or one such as 'bfloat16'",
-        ),
+        ({"label": 0, "dtype": "bfloat"}, "`dtype='bfloat'` is none of torch's; give 'auto', or one such as"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, options, message):
@@ -356,21 +340,11 @@ def test_results_that_are_not_finite_are_refused(pair):
         SequencePairReward(folder, **CPU)(["the cat"], [" ran"])
 
 
-def test_rewards_can_be_pickled_without_their_weights(pair):
-    folder, model, _ = pair
-    reward = SequencePairReward(folder, max_length=9, batch_size=3, name="helpful", **CPU)
-    before = reward(QUESTIONS, ANSWERS)
-    data = pickle.dumps(reward)
-    assert len(data) < 2000 < sum(p.numel() for p in model.parameters())
-    again = pickle.loads(data)
-    assert repr(again) == repr(reward) and again.__name__ == "helpful"
-    assert again(QUESTIONS, ANSWERS) == before
-
-
 def test_names(pair):
-    folder, *_ = pair
-    reward = SequencePairReward(folder, **CPU)
+    reward = SequencePairReward(pair[0], **CPU)
     assert get_callable_name(reward) == reward.__name__ == "pair-model"
+    assert SequencePairReward(pair[0], name="helpful", **CPU).__name__ == "helpful"
+    assert reward([], []) == []
     assert SequencePairReward.__name__ == "SequencePairReward" and not is_async_callable(reward)
     assert next(iter(inspect.signature(SequencePairReward).parameters)) == "model"
 
@@ -387,10 +361,6 @@ def test_device_by_default(pair, monkeypatch):
     assert SequencePairReward(folder, device="cpu")._resolve_device() == "cpu"
 
 
-def test_nothing_to_score(pair):
-    assert SequencePairReward(pair[0], **CPU)([], []) == []
-
-
 def test_public_names():
     assert set(rewards.__all__) <= set(dir(rewards))
     assert all(getattr(rewards, name).__name__ == name for name in rewards.__all__)
@@ -398,36 +368,14 @@ def test_public_names():
         rewards.NoSuchReward  # noqa: B018
 
 
-MARGIN = 0.1 if USE_CPU else 0.0  # the first of 25 batches is another draw elsewhere, and may be a good one
-
-
 @pytest.mark.trainer
-def test_training_with_a_reward(tmp_path, model_dirs, prompts, pair):
-    folder, *_ = pair
-    reward = SequencePairReward(folder)
-    trainer = ReinforceTrainer(
-        model=model_dirs["gpt2"],
-        reward_funcs=reward,
-        args=ReinforceConfig(
-            output_dir=str(tmp_path / "out"),
-            use_cpu=USE_CPU,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_steps=1,
-            max_steps=25,
-            per_device_train_batch_size=16,
-            num_generations=4,
-            max_completion_length=2,
-            beta=0.0,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-        ),
-        train_dataset=prompts,
-    )
+def test_training_with_a_reward(make, pair):
+    reward = SequencePairReward(pair[0])
+    settings = {"logging_steps": 1, "max_steps": 25, "per_device_train_batch_size": 16, "num_generations": 4}
+    settings |= {"max_completion_length": 2, "beta": 0.0, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    trainer = make(ReinforceTrainer, reward_funcs=reward, **settings)
     trainer.train()
     means = [log["rewards/pair-model/mean"] for log in trainer.state.log_history if "reward" in log]
-    assert len(means) == 25 and min(means[-5:]) > means[0] + MARGIN
+    # The first of 25 batches is another draw on a GPU, and may be a good one
+    assert len(means) == 25 and min(means[-5:]) > means[0] + (0.1 if USE_CPU else 0.0)
     assert reward._module.device.type == trainer.accelerator.device.type == DEVICE.type

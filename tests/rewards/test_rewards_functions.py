@@ -56,17 +56,10 @@ def test_signatures_and_results(load, source):
     assert result == [4.0, 0.0, 9.0] and all(type(value) is float for value in result)
 
 
-def test_a_result_with_a_gradient(load):
-    source = "import torch\ndef reward(completions): return torch.ones(3, requires_grad=True) * 2"
-    assert call(load(source)) == [2.0, 2.0, 2.0]
-
-
 def test_columns_of_the_data_set(load):
     source = "def reward(completions, answer): return [a == c.strip() for a, c in zip(answer, completions)]"
     assert call(load(source), answer=["dog", "dog", "dog"], other=[1, 2, 3]) == [1.0, 0.0, 0.0]
-    with pytest.raises(
-        ValueError, match="The reward function `reward` of .*py` needs `answer`, but the data set has no"
-    ):
+    with pytest.raises(ValueError, match="The reward function `reward` of .*py` needs `answer`, but the data set has"):
         call(load(source))
 
 
@@ -99,28 +92,25 @@ def test_conversations(load):
 
 
 def test_none_leaves_a_completion_out(load):
-    assert call(load("def reward(completions): return [None if not c else 1 for c in completions]")) == [
-        1.0,
-        None,
-        1.0,
-    ]
+    source = "def reward(completions): return [None if not c else 1 for c in completions]"
+    assert call(load(source)) == [1.0, None, 1.0]
 
 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("[1.0]", "gave 1 rewards for 3 completions; return one for each"),
-        ("[1.0, float('nan'), 1.0]", "gave nan for completion 1 of 3; return a finite number, or `None`"),
-        ("[1.0, 1.0, float('inf')]", "gave inf for completion 2 of 3"),
-        ("['1', '2', '3']", "gave '1' for completion 0 of 3"),
-        ("[[1], [2], [3]]", r"gave \[1\] for completion 0 of 3"),
-        ("[torch.ones(2)] * 3", r"gave tensor\(\[1., 1.\]\) for completion 0"),
-        ("torch.tensor([1, float('nan'), 1])", "gave nan for completion 1"),
-        ("__import__('numpy').array(1.0)", r"must return a list, a tensor, or .* got array\(1."),
-        ("1.0", r'must return a list, a tensor, or \{"rewards": ...\}, got 1.0'),
-        ("'good'", "must return a list, .* got 'good'"),
-        ("None", "must return a list, .* got None"),
-        ("{'scores': [1, 2, 3]}", "must return a list, .* got None"),
+        ("[1.0]", "returned 1 rewards for 3 completions; return one for each"),
+        ("[1.0, float('nan'), 1.0]", "returned nan for completion 1 of 3; return a finite number, or `None`"),
+        ("[1.0, 1.0, float('inf')]", "returned inf for completion 2 of 3"),
+        ("['1', '2', '3']", "returned '1' for completion 0 of 3"),
+        ("[[1], [2], [3]]", r"returned \[1\] for completion 0 of 3"),
+        ("[torch.ones(2)] * 3", r"returned tensor\(\[1., 1.\]\) for completion 0"),
+        ("torch.tensor([1, float('nan'), 1])", "returned nan for completion 1"),
+        ("__import__('numpy').array(1.0)", r"returned array\(1.\); it must return a list"),
+        ("1.0", "returned 1.0; it must return a list"),
+        ("'good'", "returned 'good'; it must return a list"),
+        ("None", "returned None; it must return a list"),
+        ("{'scores': [1, 2, 3]}", "returned None; it must return a list"),
     ],
 )
 def test_bad_results_are_refused(load, returned, message):
@@ -138,7 +128,7 @@ def test_bad_results_are_refused(load, returned, message):
         ("class reward: ...", "is no function but <class"),
         (
             "def reward(text): ...",
-            r"`reward\(text\)` in .* has no signature of a reward function; write `\(prompts, comp",
+            r"`reward\(text\)` in .* has no signature of a reward function; write `\(prompts, c",
         ),
         ("def reward(): ...", r"`reward\(\)` in .* has no signature"),
         ("def reward(completions, /): ...", "has no signature"),
@@ -188,7 +178,5 @@ def test_pickling_and_name(load, tmp_path, monkeypatch):
 
 
 def test_a_tensor_keeps_its_numbers(load):
-    values = torch.tensor([0.1, -2.5, 3.25])
-    assert (
-        call(load("import torch\ndef reward(completions): return torch.tensor([0.1, -2.5, 3.25])")) == values.tolist()
-    )
+    source = "import torch\ndef reward(completions): return torch.tensor([0.1, -2.5, 3.25], requires_grad=True) * 1"
+    assert call(load(source)) == torch.tensor([0.1, -2.5, 3.25]).tolist()

@@ -1,20 +1,11 @@
 """Rewards from safety verdicts against plain forward passes, one conversation at a time, without padding."""
 
-import pickle
-
 import pytest
 import torch
 
 from trl_repulse.rewards import GuardReward
 
-from ..reward_models import (
-    ANSWERS,
-    QUESTIONS,
-    build_tokenizer,
-    logits_of,
-    messages,
-    save_causal_model,
-)
+from ..reward_models import ANSWERS, QUESTIONS, build_tokenizer, logits_of, messages, save_causal_model
 
 
 CPU = {"device": "cpu"}
@@ -155,22 +146,7 @@ def test_conversations_that_cannot_be_read_are_refused(tmp_path):
         reward(["the cat"], [" ran" * (fits + 1)])
 
 
-def test_tokenizers_without_a_template_are_refused(tmp_path):
-    folder, *_ = make_guard(tmp_path, template=None)
-    with pytest.raises(ValueError, match="has no chat template"):
-        GuardReward(folder, **CPU)
-
-
 def test_tied_weights_are_not_taken_for_missing_ones(tmp_path):
     folder, model, tokenizer = make_guard(tmp_path, tie_word_embeddings=True)
     result = GuardReward(folder, leads="", **CPU)(["the cat"], [" ran"])
     assert result == pytest.approx([expect(model, tokenizer, ["safe"], ["unsafe"], "the cat", " ran")], abs=1e-5)
-
-
-def test_pickling_and_name(guard):
-    folder, *_ = guard
-    reward = GuardReward(folder, **CPU)
-    before = reward(QUESTIONS, ANSWERS)
-    data = pickle.dumps(reward)
-    assert len(data) < 2000 and pickle.loads(data)(QUESTIONS, ANSWERS) == before
-    assert reward.__name__ == "guard"

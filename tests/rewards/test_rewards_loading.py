@@ -1,19 +1,23 @@
-"""Rewards by name, and transforms around a reward function."""
+"""Rewards by name, in pickles, and transforms around a reward function."""
 
 import json
 import math
+import pickle
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
+from trl.trainer.utils import get_callable_name
 
 from examples.worlds import two_tokens
+from trl_repulse import rewards
 from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, SequencePairReward, ToxicityReward
 from trl_repulse.rewards.functions import FunctionReward
-from trl_repulse.rewards.loading import REWARD_TYPES, load_reward
+from trl_repulse.rewards.loading import load_reward
 from trl_repulse.rewards.transformed import TransformedReward
 
-from ..reward_models import CHAT_TEMPLATE, build_tokenizer, save_causal_model, save_model
+from ..reward_models import ANSWERS, CHAT_TEMPLATE, QUESTIONS, build_tokenizer, save_causal_model, save_model
+from .test_rewards_server import build
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +47,6 @@ def test_models(folders, reward_type, cls, kwargs):
     assert {name: getattr(reward, name) for name in kwargs} == kwargs
     direct = cls(folders[reward_type], **kwargs)
     assert reward(["the cat"], [" ran"]) == direct(["the cat"], [" ran"])
-
-
-def test_every_type_is_tested_here():
-    assert set(REWARD_TYPES) == {"sequence_pair", "chat", "toxicity", "guard", "remote"}
 
 
 def test_remote():
@@ -86,11 +86,7 @@ def test_a_language_model_is_no_reward_model(model_dirs):
         ((None, "m"), {"max_length": 3}, r"`reward_kwargs` \(max_length\) has no effect without `reward_type`"),
         (("pair", "m"), {}, "`reward_type='pair'` is not one of 'sequence_pair', 'chat'"),
         (("chat",), {}, "`reward_type='chat'` needs `reward_model_path`"),
-        (
-            ("chat", "m"),
-            {"max_length": 3},
-            "`reward_kwargs` has `max_length`, which `reward_type='chat'` does not take",
-        ),
+        (("chat", "m"), {"max_length": 3}, "`reward_kwargs` has `max_length`, which `reward_type='chat'` does not"),
         (("own.py:f", "m"), {}, "`reward_model_path` has no effect with the function 'own.py:f'"),
         (("own.py:f",), {"max_length": 3}, "does not take; it takes label_column"),
         (("own.py:f",), {}, "There is no file"),
@@ -100,6 +96,40 @@ def test_a_language_model_is_no_reward_model(model_dirs):
 def test_refuses(arguments, kwargs, words):
     with pytest.raises(ValueError, match=words):
         load_reward(*arguments, **kwargs)
+
+
+# Pickling, as data loaders and launchers of processes need it
+
+
+KINDS = {
+    **{"SequencePairReward": "pair", "ChatReward": "chat", "GuardReward": "guard", "ToxicityReward": "toxicity"},
+    **{"load_reward_function": "function", "RemoteReward": "remote"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_pickled_reward_is_the_same(kind, tmp_path):
+    if kind == "remote":
+        reward = RemoteReward("http://127.0.0.1:1/", name="judge", label_column="answer")
+        again = pickle.loads(pickle.dumps(reward))
+        assert vars(again) == vars(reward)
+    else:
+        if kind == "function":
+            (tmp_path / "mine.py").write_text("def brief(completions): return [-len(c) for c in completions]")
+            reward = rewards.load_reward_function(f"{tmp_path}/mine.py:brief")
+        else:
+            reward = build(kind, tmp_path)
+        fresh = pickle.dumps(reward)
+        expected = reward(QUESTIONS, ANSWERS)
+        used = pickle.dumps(reward)
+        assert max(len(fresh), len(used)) < 3000  # no weights in it
+        assert pickle.loads(fresh)(QUESTIONS, ANSWERS) == pickle.loads(used)(QUESTIONS, ANSWERS) == expected
+        again = pickle.loads(used)
+    assert get_callable_name(again) == get_callable_name(reward)
+
+
+def test_no_kind_is_forgotten():
+    assert set(rewards.__all__) - {"RewardServer"} == set(KINDS)
 
 
 # Transforms
@@ -126,19 +156,13 @@ def test_transforms_what_the_function_returns():
 
 
 def test_transforms_what_a_generator_gives():
-    reward = TransformedReward(
-        lambda completions, **kwargs: (float(text) for text in completions), "indicator", 2.0, threshold=0
-    )
-    assert reward(prompts=[""] * 2, completions=["-1", "1"]) == [-3.0, 1.0]
+    def reward(completions, **kwargs):
+        return (float(text) for text in completions)
 
-
-def test_what_is_no_list_is_refused():
-    with pytest.raises(ValueError, match="The reward function 'number' returned 1.0; it must return a list"):
-        TransformedReward(number)(prompts=[""], completions=["a"])
-
-
-def number(**kwargs):
-    return 1.0
+    transformed = TransformedReward(reward, "indicator", 2.0, threshold=0)
+    assert transformed(prompts=[""] * 3, completions=["-1", "1", "0"]) == [-3.0, 1.0, 0.0]
+    with pytest.raises(ValueError, match="The reward function '<lambda>' returned 1.0; it must return a list"):
+        TransformedReward(lambda **kwargs: 1.0)(prompts=[""], completions=["a"])
 
 
 async def asynchronous(prompts, completions, **kwargs):
@@ -147,10 +171,6 @@ async def asynchronous(prompts, completions, **kwargs):
 
 class Asynchronous:
     __call__ = staticmethod(asynchronous)
-
-
-def test_a_reward_at_the_threshold_is_not_punished():
-    assert TransformedReward(own, "indicator", threshold=0.5)(prompts=[""], completions=["0.5"]) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +194,7 @@ def test_refuses_transforms(arguments, words):
 
 
 def test_refuses_what_overflows():
-    with pytest.raises(
-        ValueError, match=r"The transform of the reward -100.0 overflows \(`reward_transform_beta=-1.0`\)"
-    ):
+    with pytest.raises(ValueError, match=r"of the reward -100.0 overflows \(`reward_transform_beta=-1.0`\)"):
         TransformedReward(own)(prompts=[""], completions=["-100"])
 
 

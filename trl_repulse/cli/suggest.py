@@ -255,7 +255,7 @@ def _memory(device: Any) -> float | None:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """What the user has named, as the training commands call it, without what is secret of a server's address."""
-    from ..rewards._address import parse_address
+    from ..rewards.remote import parse_address
 
     path = args.reward_model_path
     if args.reward_type == "remote":

@@ -11,8 +11,8 @@ from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
 from ..models._model_checks import check_forward_pass, check_token_ids
-from ._columns import ExactJson, from_columns
 from ._prompts import check_conversations, conversations
+from ._tables import ExactJson, from_columns
 
 
 # Names that TRL (1.16) passes to all reward functions, besides the data set's columns
@@ -37,7 +37,7 @@ def check_reward_funcs(reward_funcs: Any) -> None:
 
 
 def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuses what is no data set, several splits, no rows, no `"prompt"` column, images, and the columns that
+    """Refuses what is no data set, several splits, no rows, no `"prompt"` column, images, and columns that
     [`check_column_names`] refuses. `None` passes."""
     if dataset is None:
         return
@@ -144,14 +144,13 @@ def check_datasets(
     eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
     prompts_per_batch: int,
 ) -> None:
-    """Checks a trainer's data sets: their type, columns and prompts, and the size of the training set.
-    `prompts_per_batch` counts the prompts of one generation batch over all processes."""
-    check_dataset(train_dataset, "train_dataset")
-    if isinstance(train_dataset, Dataset):
-        check_dataset_size(len(train_dataset), prompts_per_batch)
+    """Checks the type, columns and prompts of a trainer's data sets, and the size of the training set;
+    `prompts_per_batch` is that of one generation batch over all processes."""
     datasets = by_name(train_dataset, eval_dataset)
     for name, dataset in datasets.items():
         check_dataset(dataset, name)
+    if isinstance(train_dataset, Dataset):
+        check_dataset_size(len(train_dataset), prompts_per_batch)
     for name, dataset in datasets.items():
         _check_conversations(dataset, name)
 
@@ -166,15 +165,13 @@ def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -
     """Refuses rows whose prompt is `None`, and what [`check_conversations`] refuses."""
     if not isinstance(dataset, Dataset):
         return
-    row = None
-    if dataset.data.column("prompt").null_count:
-        prompts = dataset.with_format(None)["prompt"]
-        row = next((i for i, prompt in enumerate(prompts, start=1) if prompt is None), None)
-    if row is not None:  # the table may have rows that were not selected
-        raise ValueError(
-            f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with "
-            "`dataset.filter(lambda row: row['prompt'] is not None)`."
-        )
+    if dataset.data.column("prompt").null_count:  # also of rows that were not selected
+        for row, prompt in enumerate(dataset.with_format(None)["prompt"], 1):
+            if prompt is None:
+                raise ValueError(
+                    f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with "
+                    "`dataset.filter(lambda row: row['prompt'] is not None)`."
+                )
     stored = not isinstance(dataset.features["prompt"], ExactJson)
     check_conversations(conversations(dataset), f"`{name}`", stored)
 
@@ -238,8 +235,8 @@ def check_prompt_lengths(
     max_length_name: str = "`vllm_max_model_length`",
 ) -> None:
     """Refuses prompts without tokens, with unknown tokens, or that leave no room in the context for
-    `max_completion_length` tokens; also batches that longrope would read with two sets of factors. `max_length` is a
-    limit below the model's, called `max_length_name` in the message."""
+    `max_completion_length` tokens; also batches that longrope would read with two sets of factors. `max_length` is
+    a limit below the model's."""
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
         raise ValueError(
@@ -268,11 +265,9 @@ def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: 
     refused = rewards_per_func.isinf() | (rewards_per_func.isnan() & models)
     if refused.any():
         row, column = refused.nonzero()[0].tolist()
-        remedy = (
-            "check its weights and precision"
-            if are_models[column]
-            else "return `None` to exclude a sample, or clamp the reward"
-        )
+        remedy = "return `None` to exclude a sample, or clamp the reward"
+        if are_models[column]:
+            remedy = "check its weights and precision"
         raise ValueError(
             f"The reward function '{names[column]}' returned {rewards_per_func[row, column].item()} for a completion; "
             f"rewards must be finite: {remedy}."
@@ -282,10 +277,8 @@ def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: 
 def _check_rotary_factors(lengths: list[int], config: PretrainedConfig, max_completion_length: int) -> None:
     """Refuses lengths on both sides of the limit at which longrope changes its factors for a whole batch."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for each in (
-        parameters,
-        *(value for value in parameters.values() if isinstance(value, dict)),
-    ):  # by kind of layer
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]  # by kind of layer
+    for each in (parameters, *by_layer):
         if each.get("rope_type") != "longrope":
             continue
         original = each["original_max_position_embeddings"]

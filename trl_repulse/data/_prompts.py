@@ -40,9 +40,8 @@ def check_template_variables(variables: dict[str, Any] | None, allowed: tuple[st
 
 def check_conversations(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
     """Raises `ValueError` naming the first row whose prompt is missing, is neither text nor messages that the
-    assistant can answer, or differs in kind from the first. `name` is the data set in the message. With `stored`, the
-    rows may come from Arrow, which fills the arguments of a tool call with those of other rows as `None`; a warning is
-    given."""
+    assistant can answer, or differs in kind from the first. `name` is the data set in the message. With `stored`,
+    warns of Arrow's rows, which have `None` in the arguments of a tool call where other rows have a value."""
     kind = None
     for number, prompt in enumerate(prompts, 1):
         fault = prompt_fault(prompt)
@@ -143,8 +142,8 @@ def as_templates_read(prompts: list[Any]) -> list[Any]:
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str) -> Iterator[None]:
-    """Context that turns an error of the chat template into a `ValueError` with the conversation (`where`), the
-    template's message and the remedy."""
+    """Turns an error of the chat template into a `ValueError` with the conversation (`where`), the template's message
+    and the remedy."""
     try:
         yield
     except TEMPLATE_ERRORS as error:

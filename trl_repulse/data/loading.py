@@ -13,9 +13,8 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ._checks import check_dataset
-from ._columns import UNFIT, columns_of, from_columns
 from ._prompts import check_conversations, render
-from ._tables import check_names, read_csv, read_json
+from ._tables import UNFIT, check_names, columns_of, from_columns, read_csv, read_json
 
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -63,15 +62,6 @@ def load_prompts(
         `ValueError`: If a file is missing, has another suffix, cannot be read or has no such split; if a quote in CSV
             is not balanced, or a column or an object's key is repeated; if there are no rows or no such column; if a
             prompt is empty, or neither text nor messages.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.data import load_prompts
-
-    >>> prompts = load_prompts("prompts.jsonl")
-    >>> prompts[0]["prompt"]
-    ```
     """
     name, path = str(path_or_name), Path(path_or_name).expanduser()
     if not name.strip():
@@ -85,9 +75,14 @@ def load_prompts(
         check_dataset(dataset, name)
         if isinstance(dataset, Dataset):
             _check_prompts(dataset["prompt"], name, stored=True)
-    if as_conversation and (dataset.features is None or isinstance(dataset.features["prompt"], Value)):
-        return dataset.map(_as_conversation)
-    return dataset
+    if not as_conversation or not (dataset.features is None or isinstance(dataset.features["prompt"], Value)):
+        return dataset
+
+    def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"]
+        return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
+
+    return dataset.map(as_messages)
 
 
 def drop_long_prompts(
@@ -102,15 +97,11 @@ def drop_long_prompts(
     Prompts are not cut, which would change them, and one that exceeds the model's context would end a run.
 
     Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Rows with a `"prompt"`, plain text or
-            messages.
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with a `"prompt"`, plain text or messages. A stream is filtered while it is read.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The policy's; its chat template is applied to messages.
         max_length (`int`): Most tokens of a prompt.
-        chat_template_kwargs (`dict`, *optional*): Further variables of the template, as in the trainer's
-            configuration.
-
-    Returns:
-        [`~datasets.Dataset`] or [`~datasets.IterableDataset`]: The other rows. A stream is filtered while it is read.
+        chat_template_kwargs (`dict`, *optional*): Further variables of the template, as in training.
 
     Raises:
         `ValueError`: If `max_length` is less than 1, no prompt is left, or the chat template is missing or fails.
@@ -134,11 +125,6 @@ def drop_long_prompts(
             "tokens and are left out."
         )
     return kept
-
-
-def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:
-    prompt = row["prompt"]
-    return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
 
 
 def _load_by_name(name: str, path: Path, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:

@@ -76,7 +76,7 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, ModelReward):
         if reward._module is None:  # a pickled reward has no weights
             reward._load()
-        rendering = {} if reward._template is None else reward._template.dated
+        rendering = reward._rendering
         # The rendered text stands for the variables of a chat template
         left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if rendering else [])}
         arguments = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in left_out}

@@ -8,7 +8,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
-from ..data._columns import columns_of, from_columns
+from ..data._tables import columns_of, from_columns
 from ..rewards._texts import message_text
 from ._generation import Prompt
 from .callback import draw_completions, prepare_prompts

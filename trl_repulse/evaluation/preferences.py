@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..data._columns import UNFIT
 from ..data._prompts import messages_fault, prompt_fault
-from ..data._tables import read_json_lines
+from ..data._tables import UNFIT, read_json_lines
 from ._files import write_atomically
 from .records import load_samples
 

@@ -18,22 +18,14 @@ _EXPORTS = {
     "load_reward_function": "functions",
 }
 
-__all__ = [
-    "ChatReward",
-    "GuardReward",
-    "RemoteReward",
-    "RewardServer",
-    "SequencePairReward",
-    "ToxicityReward",
-    "load_reward_function",
-]
+__all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
-    from .classifiers import ChatReward, SequencePairReward, ToxicityReward
-    from .functions import load_reward_function
-    from .guard import GuardReward
-    from .remote import RemoteReward
-    from .server import RewardServer
+    from .classifiers import ChatReward, SequencePairReward, ToxicityReward  # noqa: F401
+    from .functions import load_reward_function  # noqa: F401
+    from .guard import GuardReward  # noqa: F401
+    from .remote import RemoteReward  # noqa: F401
+    from .server import RewardServer  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:
@@ -43,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-import math
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -16,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from typing_extensions import TypedDict
 
-from ._texts import as_number, as_values
+from ._texts import read_rewards
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class _Message(TypedDict):
 
 
 class _Payload(BaseModel):
-    """A request. Each query is its prompt followed by the completion."""
+    """A request."""
 
     query: list[str | list[_Message]]
     prompts: list[str | list[_Message]]
@@ -49,7 +48,7 @@ class _Payload(BaseModel):
 
 
 def build_app(
-    score: Callable[[dict[str, list[Any]]], list[float]],
+    score: Callable[[dict[str, list[Any]]], Any],
     name: str,
     scorer: Executor,
     host: str,
@@ -58,13 +57,8 @@ def build_app(
     allow_origins: Sequence[str],
     token: str | None,
 ) -> FastAPI:
-    """
-    The FastAPI app of a reward server.
-
-    `score` gives the rewards of a request's columns and runs in `scorer`, which has a single thread. `name` is the
-    reward's name, `host` the numeric address to listen at, and `token` the bearer token that requests for rewards
-    need.
-    """
+    """The FastAPI app of a reward server at the numeric address `host`; `score` gives the rewards of a request's columns
+    and runs in `scorer`, which has a single thread."""
     turn = asyncio.Lock()  # one request at a time uses the model
     everywhere, scoring = _build_checks(host, allow_origins, token)
     app = FastAPI(openapi_url=None, redirect_slashes=False, dependencies=everywhere)
@@ -86,15 +80,14 @@ def build_app(
                 if await request.is_disconnected():  # the client has stopped waiting
                     raise ClientDisconnect()
                 run = asyncio.get_running_loop().run_in_executor(scorer, _check_rewards, score, columns)
-                return {"rewards": await run}
+                try:
+                    return {"rewards": await run}
+                except Exception as error:
+                    logger.exception("The reward function %s failed", name)
+                    reason = f"{type(error).__name__}: {error}"
+                    raise HTTPException(500, f"The reward function `{name}` failed: {reason}") from error
         except ClientDisconnect:
             raise HTTPException(400, "The client has left.") from None  # which nobody reads
-        except _Failure as error:
-            logger.exception("The reward function %s failed", name)
-            cause = error.__cause__
-            raise HTTPException(
-                500, f"The reward function `{name}` failed: {type(cause).__name__}: {cause}"
-            ) from cause
 
     return app
 
@@ -103,31 +96,27 @@ def _build_checks(host: str, allow_origins: Sequence[str], token: str | None) ->
     """Checks of all requests, and further checks of requests for rewards."""
     names = {"localhost", "127.0.0.1", "[::1]", host} if ipaddress.ip_address(host).is_loopback else set()
 
-    async def check_host(request: Request) -> None:
+    async def check_sender(request: Request) -> None:
         # DNS rebinding: a web page's host name may point to this machine
         asked = re.sub(r":\d+$", "", request.headers.get("Host", "").lower())
         if names and asked not in names:
             raise HTTPException(
                 400, f"This server is reached as localhost alone; have a proxy send that, not {asked!r:.99}."
             )
-
-    async def check_origin(request: Request) -> None:
         # Browsers send the page's origin with every POST and cross-origin request
         origin = request.headers.get("Origin")
         if origin is not None and origin not in allow_origins:
             raise HTTPException(403, f"Pages of {origin!r:.100} may not send requests; see `allow_origins`.")
 
-    async def check_token(request: Request) -> None:
+    async def check_headers(request: Request) -> None:
         given = request.headers.get("Authorization", "").encode()
         if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise HTTPException(401, "The request lacks the server's bearer token.", {"WWW-Authenticate": "Bearer"})
-
-    async def check_type(request: Request) -> None:
         kind = request.headers.get("Content-Type", "none")
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, f"The `Content-Type` must be application/json, got {kind!r:.60}.")
 
-    return [Depends(check_host), Depends(check_origin)], [Depends(check_token), Depends(check_type)]
+    return [Depends(check_sender)], [Depends(check_headers)]
 
 
 async def _read_body(request: Request, most: int) -> bytes:
@@ -161,26 +150,12 @@ def _read_columns(body: bytes, max_batch_size: int) -> dict[str, list[Any]]:
     return {"prompts": payload.prompts, "completions": completions, "labels": labels}
 
 
-class _Failure(Exception):
-    """A reward function failed; its error is the cause."""
-
-
-def _check_rewards(score: Callable[[dict[str, list[Any]]], list[float]], columns: dict[str, list[Any]]) -> list[float]:
+def _check_rewards(score: Callable[[dict[str, list[Any]]], Any], columns: dict[str, list[Any]]) -> list[float]:
     """Rewards, checked to be one finite number a completion."""
     count = len(columns["prompts"])
     if count == 0:
         return []
-    try:
-        result = score(columns)
-        values = as_values(result)
-        if values is None:
-            raise ValueError(f"it returned {result!r:.60} instead of a list")
-        if len(values) != count:
-            raise ValueError(f"it returned {len(values)} rewards for {count} completions")
-        rewards = [as_number(value) for value in values]
-        for i, reward in enumerate(rewards):
-            if reward is None or not math.isfinite(reward):
-                raise ValueError(f"it returned {values[i]!r:.60} for completion {i} of {count}; send finite numbers")
-    except Exception as error:
-        raise _Failure() from error
+    rewards = read_rewards(score(columns), "it", count)
+    if None in rewards:
+        raise ValueError(f"it returned None for completion {rewards.index(None)} of {count}; send finite numbers")
     return rewards

@@ -91,3 +91,21 @@ def as_values(result: Any) -> list[Any] | None:
         return None
     # A zero-dimensional array is an `Iterable` that cannot be iterated
     return None if getattr(result, "shape", None) == () else list(result)
+
+
+def read_rewards(result: Any, where: str, count: int) -> list[float | None]:
+    """The numbers and `None` that a reward function returned. Raises `ValueError` about `where` if they are not one a
+    completion, or not finite."""
+    values = as_values(result)
+    if values is None:
+        raise ValueError(f"{where} returned {result!r:.60}; it must return a list, one number a completion.")
+    rewards = [as_number(value) for value in values]
+    for i, reward in enumerate(rewards):
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(
+                f"{where} returned {values[i]!r:.60} for completion {i} of {count}; return a finite number, or `None` to "
+                "leave the completion out."
+            )
+    if len(rewards) != count:
+        raise ValueError(f"{where} returned {len(rewards)} rewards for {count} completions; return one for each.")
+    return rewards

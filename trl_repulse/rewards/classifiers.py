@@ -11,15 +11,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from ..models._loading import count_labels
-from ._chat import ChatTemplate
 from ._texts import Messages, conversation_text, last_question, whole_text
-from .models import ModelReward, Row
+from .models import ConversationReward, ModelReward, Row
 
 
 @dataclass(eq=False, kw_only=True)
 class ClassifierReward(ModelReward):
     """
-    Base of the rewards that are a label's logit; not for use by itself.
+    Base of the rewards that are a label's logit, from a sequence-classification model; not for use by itself.
 
     Args:
         label (`int` or `str`, *optional*):
@@ -62,8 +61,7 @@ class ClassifierReward(ModelReward):
         return logits[:, self._label_index]
 
     def _tokenize(self, *texts: str, **options: Any) -> Row:
-        """Tokens of a text or a pair. An empty text becomes the end token; a BOS token from both text and tokenizer is
-        kept once."""
+        """Tokens of a text or a pair. An empty text becomes the end token; a BOS token that is there twice is kept once."""
         row = dict(self._tokenizer(*texts, **options))
         bos = self._tokenizer.bos_token_id
         if bos is not None and row["input_ids"][:2] == [bos, bos]:
@@ -92,29 +90,16 @@ class SequencePairReward(ClassifierReward):
     The answer is the completion. A plain prompt is the question.
 
     Args:
-        model (`str`): Path or Hub id of a sequence-classification model and its tokenizer.
         max_length (`int`, *optional*):
             Most tokens of question and answer; the longer of the two is cut first. Defaults to the limit of tokenizer
             or model.
         question (`str`, *optional*, defaults to `"last"`):
             Question of a conversation: the user's last message (`"last"`) or all messages, one a line, without roles
             (`"conversation"`).
-        label (`int` or `str`, *optional*): The label whose logit is the reward. Not needed for a model with one label.
-        batch_size, dtype, device, trust_remote_code, revision, name:
-            As for [`~trl_repulse.rewards.models.ModelReward`].
+        kwargs: As for [`ClassifierReward`].
 
     Raises:
-        `ValueError`: If an argument is invalid or the model lacks the label; when called, if a conversation has no
-            user's message or a reward is not finite.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import SequencePairReward
-
-    >>> reward = SequencePairReward("OpenAssistant/reward-model-deberta-v3-large-v2", max_length=512)
-    >>> reward(["What is the capital of France?"], ["Paris."])
-    ```
+        `ValueError`: As [`ClassifierReward`]; when called, if a conversation has no user's message.
     """
 
     max_length: int | None = None
@@ -132,45 +117,18 @@ class SequencePairReward(ClassifierReward):
 
 
 @dataclass(eq=False, kw_only=True)
-class ChatReward(ClassifierReward):
+class ChatReward(ConversationReward, ClassifierReward):
     """
     Reward of a classifier that reads a conversation in its own chat template, like Skywork's reward models.
 
     Plain prompts and completions become a user's and an assistant's message. If both template and tokenizer add a BOS
     token, one is kept.
 
-    Args:
-        model (`str`): Path or Hub id of a sequence-classification model and its tokenizer, which has a chat template.
-        chat_template_kwargs (`dict`, *optional*): Further variables of the template.
-        drop_system (`bool`, *optional*, defaults to `False`):
-            Whether to leave out system messages, which some templates refuse.
-        label (`int` or `str`, *optional*): The label whose logit is the reward. Not needed for a model with one label.
-        batch_size, dtype, device, trust_remote_code, revision, name:
-            As for [`~trl_repulse.rewards.models.ModelReward`].
-
-    Raises:
-        `ValueError`: If the tokenizer has no chat template or the model lacks the label; when called, if the template
-            refuses a conversation, one is longer than the model's context, or a reward is not finite.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import ChatReward
-
-    >>> reward = ChatReward("Skywork/Skywork-Reward-V2-Llama-3.2-1B", dtype="bfloat16")
-    >>> reward(["What is the capital of France?"], ["Paris."])
-    ```
+    Arguments and errors are those of [`ClassifierReward`] and [`~trl_repulse.rewards.models.ConversationReward`].
     """
 
-    chat_template_kwargs: dict[str, Any] | None = None
-    drop_system: bool = False
-
-    def _load(self) -> None:
-        super()._load()
-        self._template = ChatTemplate(self, self.drop_system, self.chat_template_kwargs)
-
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
-        row = self._tokenize(self._template.render(prompt, completion))
+        row = self._tokenize(self._render(prompt, completion))
         self._check_context(len(row["input_ids"]), prompt, completion)
         return row
 
@@ -183,9 +141,6 @@ class ToxicityReward(ClassifierReward):
     The text is prompt and completion; messages are joined by line breaks, without roles.
 
     Args:
-        model (`str`): Path or Hub id of a sequence-classification model and its tokenizer.
-        label (`int` or `str`, *optional*):
-            The label that the reward is read from. Not needed for a model with one label.
         output (`str`, *optional*, defaults to `"logit"`):
             `"logit"`: the label's logit, for models with one label or independent labels. `"log_odds"`: log P(label) −
             log P(any other), in nats, for labels whose probabilities sum to 1. `potential="class"` can use both.
@@ -194,21 +149,10 @@ class ToxicityReward(ClassifierReward):
         include_prompt (`bool`, *optional*, defaults to `True`): Whether the text begins with the prompt.
         max_length (`int`, *optional*):
             Most tokens of a text; most tokenizers cut its end. Defaults to the limit of tokenizer or model.
-        batch_size, dtype, device, trust_remote_code, revision, name:
-            As for [`~trl_repulse.rewards.models.ModelReward`].
+        kwargs: As for [`ClassifierReward`].
 
     Raises:
-        `ValueError`: If an argument is invalid, the model lacks the label, or has one label and log-odds are
-            requested; when called, if a reward is not finite.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import ToxicityReward
-
-    >>> reward = ToxicityReward("unitary/toxic-bert", label="toxic", negate=True, include_prompt=False)
-    >>> reward(["You are"], [" very kind."])
-    ```
+        `ValueError`: As [`ClassifierReward`], or if a model with one label is asked for log-odds.
     """
 
     output: Literal["logit", "log_odds"] = "logit"

@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import math
 import re
 import sys
 from pathlib import Path
@@ -11,26 +10,14 @@ from typing import Any
 
 import torch
 
-from ._texts import Messages, as_number, as_queries, as_values, pick_labels
+from ._texts import Messages, as_queries, pick_labels, read_rewards
 
 
 _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(queries, prompts, labels)`"
 
 
 class FunctionReward:
-    """
-    A function in a Python file as a reward; made by [`load_reward_function`]. Unpickling loads the file again.
-
-    Args:
-        path (`str` or `Path`): The Python file, which is run.
-        function (`str`): Name of the function, and of the reward in the metrics.
-        label_column (`str`, *optional*):
-            Column of the data set passed as `labels`. Without it, a function of queries gets empty texts, and any
-            other function the column of that name.
-
-    Raises:
-        `ValueError`: If the file is missing or fails, or the function is missing or has another signature.
-    """
+    """A function in a Python file as a reward; made by [`load_reward_function`]. Unpickling loads the file again."""
 
     def __init__(self, path: str | Path, function: str, label_column: str | None = None):
         self.path = Path(path).expanduser().resolve()
@@ -90,21 +77,8 @@ class FunctionReward:
         completion_ids: list[list[int]] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """
-        Rewards of completions, as TRL calls a reward function.
-
-        Args:
-            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
-            completion_ids (`list[list[int]]`, *optional*): The policy's tokens of the completions.
-            kwargs: Further columns of the data set. The function gets those it has parameters for.
-
-        Returns:
-            `list[float | None]`: One reward a completion, `None` where the function returned none.
-
-        Raises:
-            `ValueError`: If the data set lacks a column that the function needs, or the function does not return one
-                finite number or `None` a completion.
-        """
+        """Rewards of completions, as TRL calls a reward function. Raises `ValueError` if the data set lacks a column that
+        the function needs, or the function does not return one finite number or `None` a completion."""
         if self._queries:
             arguments = {
                 "queries": as_queries(prompts, completions),
@@ -115,38 +89,18 @@ class FunctionReward:
             arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
             if self.label_column is not None and (self._takes_all or "labels" in self._names):
                 arguments["labels"] = pick_labels(kwargs, self.label_column, len(prompts))
+        where = f"The reward function `{self.function}` of `{self.path}`"
         lacking = sorted(self._required - arguments.keys())
         if lacking:
-            raise ValueError(f"{self._where} needs `{lacking[0]}`, but the data set has no such column; add it.")
+            raise ValueError(f"{where} needs `{lacking[0]}`, but the data set has no such column; add it.")
         if self._queries or not self._takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
-        return self._read(self._call(**arguments), len(prompts))
-
-    @property
-    def _where(self) -> str:
-        return f"The reward function `{self.function}` of `{self.path}`"
-
-    def _read(self, result: Any, count: int) -> list[float | None]:
-        """One number or `None` a completion, from a list, a tensor, or a dictionary with `"rewards"`."""
+        result = self._call(**arguments)
         if isinstance(result, dict):
             result = result.get("rewards")
         if isinstance(result, torch.Tensor):
             result = result.detach().flatten().tolist()
-        values = as_values(result)
-        if values is None:
-            raise ValueError(f'{self._where} must return a list, a tensor, or {{"rewards": ...}}, got {result!r:.60}.')
-        rewards = [as_number(value) for value in values]
-        for i, reward in enumerate(rewards):
-            if reward is not None and not math.isfinite(reward):
-                raise ValueError(
-                    f"{self._where} gave {values[i]!r:.60} for completion {i} of {count}; return a finite number, "
-                    "or `None` to leave the completion out."
-                )
-        if len(rewards) != count:
-            raise ValueError(
-                f"{self._where} gave {len(rewards)} rewards for {count} completions; return one for each."
-            )
-        return rewards
+        return read_rewards(result, where, len(prompts))
 
 
 def load_reward_function(spec: str, label_column: str | None = None) -> FunctionReward:
@@ -160,7 +114,7 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
     - OpenRLHF's, `(queries, prompts, labels)`. A query is prompt and completion: text, or a list of messages.
 
     It returns one number a completion, or `None` to exclude one: as a list, a tensor, or the `"rewards"` of a
-    dictionary.
+    dictionary. The reward function can be pickled.
 
     Args:
         spec (`str`): File and function, `"path/to/file.py:function"`. The file is run.
@@ -168,20 +122,9 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
             Column of the data set passed as `labels`. Without it, a function of queries gets empty texts, and any
             other function the column of that name.
 
-    Returns:
-        [`~trl_repulse.rewards.functions.FunctionReward`]: The reward function, which can be pickled.
-
     Raises:
         `ValueError`: If `spec` has another form, the file is missing or fails, or the function is missing or has
             neither signature.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import load_reward_function
-
-    >>> reward = load_reward_function("my_rewards.py:short_answers")
-    ```
     """
     path, _, function = spec.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
@@ -190,7 +133,6 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
 
 
 def _run(path: Path) -> ModuleType:
-    """Runs the file as a new module."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a Python file with a reward function.")
     name = "_trl_repulse_reward_" + re.sub(r"\W", "_", str(path))

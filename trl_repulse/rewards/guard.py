@@ -6,18 +6,17 @@ model may write between the template and its verdict; L tokens of one.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from ._chat import ChatTemplate
 from ._texts import Messages
-from .models import ModelReward, Row
+from .models import ConversationReward, Row
 
 
 @dataclass(eq=False, kw_only=True)
-class GuardReward(ModelReward):
+class GuardReward(ConversationReward):
     """
     Reward of a safety classifier that is a language model, such as Llama Guard: log P(safe) − log P(unsafe), in nats.
 
@@ -26,38 +25,19 @@ class GuardReward(ModelReward):
     models write two line breaks first. Nothing is sampled.
 
     Args:
-        model (`str`): Path or Hub id of a causal language model and its tokenizer, which has a chat template.
         safe, unsafe (`str`, *optional*, defaults to `"safe"` and `"unsafe"`): The two verdicts.
         leads (`tuple[str, ...]`, *optional*, defaults to `("", " ", "\\n\\n")`):
             White space that may come before the verdict. One forward pass covers all leads that merge with the
             verdict, as a space mostly does, and one lead with tokens of its own; each further one takes another pass.
-        chat_template_kwargs (`dict`, *optional*):
-            Further variables of the template, such as a guideline, or `add_generation_prompt=True` if the template
-            would otherwise end before the model's turn.
-        drop_system (`bool`, *optional*, defaults to `False`):
-            Whether to leave out system messages, which some templates refuse.
-        batch_size, dtype, device, trust_remote_code, revision, name:
-            As for [`~trl_repulse.rewards.models.ModelReward`].
+        kwargs: As for [`~trl_repulse.rewards.models.ConversationReward`]; the model is a causal language model.
 
     Raises:
-        `ValueError`: If the tokenizer has no chat template, or the verdicts have the same first token; when called, if
-            the template refuses a conversation, one is longer than the model's context, or a reward is not finite.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import GuardReward
-
-    >>> reward = GuardReward("meta-llama/Llama-Guard-3-8B", dtype="bfloat16", drop_system=True)
-    >>> reward(["How do I kill a Python process?"], ["With kill and its number."])
-    ```
+        `ValueError`: As [`~trl_repulse.rewards.models.ConversationReward`], or if the verdicts have the same first token.
     """
 
     safe: str = "safe"
     unsafe: str = "unsafe"
     leads: tuple[str, ...] = ("", " ", "\n\n")
-    chat_template_kwargs: dict[str, Any] | None = None
-    drop_system: bool = False
 
     _auto_class: ClassVar[type] = AutoModelForCausalLM
     _padding_side: ClassVar[str] = "left"
@@ -72,7 +52,6 @@ class GuardReward(ModelReward):
 
     def _load(self) -> None:
         super()._load()
-        self._template = ChatTemplate(self, self.drop_system, self.chat_template_kwargs)
         self._verdicts = self._find_verdicts()
 
     def _ids(self, text: str) -> list[int]:
@@ -81,7 +60,7 @@ class GuardReward(ModelReward):
     def _find_verdicts(self) -> dict[tuple[int, ...], tuple[set[int], set[int]]]:
         """Tokens of a lead -> first tokens of "safe" and of "unsafe" after it. A lead that merges with the end of the
         template is left out, since the model never continues like that."""
-        text = self._template.render("a", "b")
+        text = self._render("a", "b")
         end = self._ids(text)
         verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
         for lead in self.leads:
@@ -90,13 +69,18 @@ class GuardReward(ModelReward):
                 continue
             safe, unsafe = (ids[len(end) :] for ids in both)
             common = next((i for i, pair in enumerate(zip(safe, unsafe, strict=False)) if pair[0] != pair[1]), None)
-            if common is None or self._tokenizer.decode(safe[:common]).strip():
-                self._refuse_words(lead)
-            sets = verdicts.setdefault(tuple(safe[:common]), (set(), set()))
-            sets[0].add(safe[common])
-            sets[1].add(unsafe[common])
-            if sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1]:
-                self._refuse_words(lead)
+            told = common is not None and not self._tokenizer.decode(safe[:common]).strip()
+            if told:
+                sets = verdicts.setdefault(tuple(safe[:common]), (set(), set()))
+                sets[0].add(safe[common])
+                sets[1].add(unsafe[common])
+                told = not (sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1])
+            if not told:
+                raise ValueError(
+                    f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the "
+                    "first token (it is the same, or unknown); choose other words with `safe` and `unsafe`, or other "
+                    "`leads`."
+                )
         if not verdicts:
             raise ValueError(
                 f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}: every "
@@ -104,14 +88,8 @@ class GuardReward(ModelReward):
             )
         return verdicts
 
-    def _refuse_words(self, lead: str) -> None:
-        raise ValueError(
-            f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the "
-            "first token (it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."
-        )
-
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
-        ids = self._ids(self._template.render(prompt, completion))
+        ids = self._ids(self._render(prompt, completion))
         self._check_context(len(ids) + max(map(len, self._verdicts)), prompt, completion)
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 

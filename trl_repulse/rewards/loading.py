@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from inspect import signature
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -29,10 +28,8 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
 
     Args:
         reward_type (`str`, *optional*):
-            `"sequence_pair"` ([`~trl_repulse.rewards.SequencePairReward`]), `"chat"`
-            ([`~trl_repulse.rewards.ChatReward`]), `"toxicity"` ([`~trl_repulse.rewards.ToxicityReward`]), `"guard"`
-            ([`~trl_repulse.rewards.GuardReward`]), `"remote"` ([`~trl_repulse.rewards.RemoteReward`]), or a function,
-            `"path/to/file.py:function"`. If `None`, TRL loads the reward model at `path`.
+            One of `REWARD_TYPES`, or a function, `"path/to/file.py:function"`. If `None`, TRL loads the reward model at
+            `path`.
         path (`str`, *optional*):
             Path or Hub id of the reward model; for `"remote"`, one or several addresses, separated by commas. Not for
             a function.
@@ -43,14 +40,6 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
 
     Raises:
         `ValueError`: If the type is unknown, or path or arguments do not fit it.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards.loading import load_reward
-
-    >>> reward = load_reward("sequence_pair", "OpenAssistant/reward-model-deberta-v3-large-v2", max_length=300)
-    ```
     """
     for name, value in (("reward_type", reward_type), ("reward_model_path", path)):
         if not isinstance(value, str | None):
@@ -73,8 +62,8 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
         if path is None:
             raise ValueError(f"`reward_type={reward_type!r}` needs `reward_model_path`; give a path, an id or a URL.")
         cls = REWARD_TYPES[reward_type]
-        _check_arguments(reward_type, {field.name for field in fields(cls) if field.kw_only}, kwargs)
-        _check_types(get_type_hints(cls), kwargs)
+        hints = get_type_hints(cls)
+        _check_arguments(reward_type, {each.name: hints[each.name] for each in fields(cls) if each.kw_only}, kwargs)
         return cls(path.split(",") if reward_type == "remote" else path, **kwargs)
     if ".py:" not in reward_type:
         raise ValueError(
@@ -83,23 +72,13 @@ def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any)
         )
     if path is not None:
         raise ValueError(f"`reward_model_path` has no effect with the function {reward_type!r}; leave it out.")
-    _check_arguments(reward_type, set(signature(load_reward_function).parameters) - {"spec"}, kwargs)
-    _check_types(get_type_hints(load_reward_function), kwargs)
+    _check_arguments(reward_type, {"label_column": get_type_hints(load_reward_function)["label_column"]}, kwargs)
     return load_reward_function(reward_type, **kwargs)
 
 
 def check_classifier(path: str, argument: str = "reward_model_path", revision: str | None = None) -> None:
-    """
-    Checks, from its configuration alone, that a reward model is no language model, whose head would be random.
-
-    Args:
-        path (`str`): Path or Hub id of a reward model; only local files are read.
-        argument (`str`, *optional*, defaults to `"reward_model_path"`): Name of the argument in the message.
-        revision (`str`, *optional*): Branch, tag or commit on the Hub.
-
-    Raises:
-        `ValueError`: If it is a language model.
-    """
+    """Raises `ValueError` if a reward model, by its configuration, is a language model, whose head would be random. Only
+    local files are read; `argument` is its name in the message."""
     try:
         # Raw, so that no code of the model runs
         config = PretrainedConfig.get_config_dict(path, local_files_only=True, revision=revision)[0]
@@ -113,18 +92,14 @@ def check_classifier(path: str, argument: str = "reward_model_path", revision: s
         )
 
 
-def _check_arguments(reward_type: str, known: set[str], kwargs: dict[str, Any]) -> None:
-    unknown = sorted(set(kwargs) - known)
-    if unknown:
-        raise ValueError(
-            f"`reward_kwargs` has `{unknown[0]}`, which `reward_type={reward_type!r}` does not take; it takes "
-            f"{', '.join(sorted(known))}."
-        )
-
-
-def _check_types(hints: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Refuses values of other types than the reward's, as JSON may hold."""
-    for name, value in kwargs.items():
+def _check_arguments(reward_type: str, hints: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments that the reward does not take, and values of other types than its own, as JSON may hold."""
+    for name, value in sorted(kwargs.items()):
+        if name not in hints:
+            raise ValueError(
+                f"`reward_kwargs` has `{name}`, which `reward_type={reward_type!r}` does not take; it takes "
+                f"{', '.join(sorted(hints))}."
+            )
         if not _fits(value, hints[name]):
             kind = hints[name].__name__ if isinstance(hints[name], type) else str(hints[name])
             raise ValueError(f"`reward_kwargs` has `{name}={value!r}`, which is no `{kind}`; give one.")

@@ -1,5 +1,5 @@
 """
-Base of the rewards from local models: loading, batches, padding, device, and the check of results.
+Base of the rewards from local models: loading, chat template, batches, padding, device, and the check of results.
 
 Axis letters: B texts of a batch, S tokens of the longest of them, K labels, V vocabulary.
 """
@@ -8,19 +8,17 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import jinja2
 import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data._prompts import check_template_variables, dated, warn_of_date
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_tokens
-from ._texts import Messages, whole_text
-
-
-if TYPE_CHECKING:
-    from ._chat import ChatTemplate
+from ._texts import Messages, as_messages, in_parts, whole_text
 
 
 # A tokenized text: model inputs by name
@@ -69,7 +67,7 @@ class ModelReward(ABC):
         self.model = str(self.model)
         self._module: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._template: ChatTemplate | None = None
+        self._rendering: dict[str, str] = {}  # what a chat template with a date writes
         if self.batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
         _check_dtype(self.dtype)
@@ -81,7 +79,7 @@ class ModelReward(ABC):
         return self.name or Path(self.model).name
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_module": None, "_tokenizer": None, "_template": None}
+        return self.__dict__ | {"_module": None, "_tokenizer": None}
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
@@ -107,19 +105,8 @@ class ModelReward(ABC):
         completion_ids: list[list[int]] | None = None,
         **kwargs: Any,
     ) -> list[float]:
-        """
-        Rewards of completions, as TRL calls a reward function.
-
-        Args:
-            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
-            completion_ids, kwargs: Unused; TRL passes the policy's tokens and further columns.
-
-        Returns:
-            `list[float]`: One reward a completion.
-
-        Raises:
-            `ValueError`: If the model cannot read a text, or a reward is not finite.
-        """
+        """Rewards of completions, as TRL calls a reward function. Raises `ValueError` if the model cannot read a text, or
+        a reward is not finite."""
         if self._module is None:
             self._load()
         self._module.to(self._resolve_device())
@@ -153,15 +140,6 @@ class ModelReward(ABC):
     def _score(self, rows: list[Row]) -> torch.Tensor:
         """Rewards of one batch, of shape (B,)."""
 
-    def _check_context(self, length: int, prompt: str | Messages, completion: str | Messages) -> None:
-        """Refuses a conversation that exceeds the model's context: cut, it would lose the end, where rewards are read."""
-        if self._context is not None and length > self._context:
-            raise ValueError(
-                f"{type(self).__name__} got a conversation of {length} tokens, more than the context of "
-                f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
-                f"{whole_text(prompt, completion)[:60]!r}."
-            )
-
     def _pad(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """The model's inputs, each of shape (B, S), on its device."""
         width = max(len(row["input_ids"]) for row in rows)
@@ -191,6 +169,88 @@ class ModelReward(ABC):
             if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
                 context = layer.num_embeddings - layer.padding_idx - 1
         return context
+
+
+@dataclass(eq=False, kw_only=True)
+class ConversationReward(ModelReward):
+    """
+    Base of the rewards that read a conversation in the chat template of their tokenizer, with content in parts if the
+    template reads no other; not for use by itself.
+
+    Args:
+        chat_template_kwargs (`dict`, *optional*):
+            Further variables of the template, such as a guideline, or `add_generation_prompt=True` if the template
+            would otherwise end before the model's turn.
+        drop_system (`bool`, *optional*, defaults to `False`):
+            Whether to leave out system messages, which some templates refuse.
+        kwargs: As for [`ModelReward`].
+
+    Raises:
+        `ValueError`: If there is no template, or it fails on or drops the assistant's message in both forms; when
+            called, if it refuses a conversation, or one is longer than the model's context.
+    """
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    drop_system: bool = False
+
+    _PROBES: ClassVar[tuple[str, str]] = ("Is this the question?", "This is the answer.")
+
+    def _load(self) -> None:
+        super()._load()
+        variables = self.chat_template_kwargs
+        check_template_variables(
+            variables, ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
+        )
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads "
+                "plain text (`SequencePairReward`, `ToxicityReward`)."
+            )
+        failures = []
+        for self._parts in (False, True):
+            try:
+                text = self._render(*self._PROBES)
+            except ValueError as error:
+                failures.append(error)
+                continue
+            if self._PROBES[1] in text:
+                messages = self._messages(*self._PROBES)
+                warn_of_date(self._tokenizer, messages, variables)
+                self._rendering = dated(self._tokenizer, messages, variables)
+                return
+        if failures:
+            raise failures[0]
+        raise ValueError(
+            f"The chat template of `{self.model}` leaves out what the assistant said: it is not made for judging "
+            "answers. Save another with the tokenizer."
+        )
+
+    def _messages(self, prompt: str | Messages, completion: str | Messages) -> Messages:
+        messages = as_messages(prompt, completion)
+        if self.drop_system:
+            messages = [message for message in messages if message["role"] != "system"]
+        return [in_parts(message) for message in messages] if self._parts else messages
+
+    def _render(self, prompt: str | Messages, completion: str | Messages) -> str:
+        """The conversation as text. Raises `ValueError` if the template refuses it."""
+        messages = self._messages(prompt, completion)
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, **(self.chat_template_kwargs or {}))
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(
+                f"The chat template of `{self.model}` refuses the roles {[message['role'] for message in messages]} "
+                f"of the conversation that begins {whole_text(prompt, completion)[:60]!r} ({error}); if it is for a "
+                "system message, use `drop_system=True`."
+            ) from error
+
+    def _check_context(self, length: int, prompt: str | Messages, completion: str | Messages) -> None:
+        """Refuses a conversation that exceeds the model's context: cut, it would lose the end, where rewards are read."""
+        if self._context is not None and length > self._context:
+            raise ValueError(
+                f"{type(self).__name__} got a conversation of {length} tokens, more than the context of "
+                f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
+                f"{whole_text(prompt, completion)[:60]!r}."
+            )
 
 
 def _check_dtype(dtype: str | torch.dtype) -> None:

@@ -1,37 +1,69 @@
 """Rewards from a server, over HTTP."""
 
 import asyncio
+import html
 import json
 import logging
 import os
+import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from huggingface_hub.utils import httpx
 
-from ._address import Address, hide, parse_address
 from ._texts import Messages, as_queries, pick_labels
 
 
 _LARGEST = 3.4e38  # TRL keeps rewards in single precision
 _TRY_AGAIN = (408, 425, 429)  # 4xx statuses that are worth a retry
 _MOST_BYTES = 2**24  # of an answer
-# Event loop by process id: a forked process needs its own
-_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
-_LOCKS: dict[int, threading.Lock] = {}
 _THREAD = "trl-repulse requests"
 
 
 def _not_of_a_reward(record: logging.LogRecord) -> bool:
-    return threading.current_thread().name != _THREAD
+    return not threading.current_thread().name.startswith(_THREAD)
 
 
 # The HTTP library logs addresses with their queries, and the headers of answers, which may repeat them
 for _name in (httpx.__name__, httpx.__name__.replace("httpx", "httpcore") + ".http11"):
     logging.getLogger(_name).addFilter(_not_of_a_reward)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server's address, whose user info and query are kept out of messages and logs."""
+
+    shown: str  # scheme, host, port and path
+    url: str = field(repr=False)  # with the query
+    auth: tuple[str, str] | None = field(repr=False)  # user and password
+    secrets: frozenset[str] = field(repr=False)  # what a server may repeat in an answer but nobody else may read
+
+
+def parse_address(url: str) -> Address:
+    """Parses a server's address. Raises `ValueError`, without secrets in the message, if it is not valid."""
+    url = url.strip()
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        port = "" if parts.port is None else f":{parts.port}"
+    except ValueError:  # an invalid port
+        valid, port = False, ""
+    if not valid or not (parts.path + parts.query).isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
+        # An address that cannot be parsed may hold a secret anywhere
+        given = repr(url) if not re.search("[@?#]", url) else "another (not shown: it may hold a key)"
+        raise ValueError(f"`url` must be like 'http://host:port/path', got {given}.")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    user = None
+    if parts.username is not None:
+        user = unquote(parts.username), unquote(parts.password or "")
+    said = {parts.username, parts.password, parts.query, *(user or ())}
+    said |= {value for _, value in parse_qsl(parts.query)}
+    shown = f"{parts.scheme}://{host}{port}{parts.path or '/'}"
+    url = shown + (f"?{parts.query}" if parts.query else "")
+    return Address(shown, url, user, frozenset(value for value in said if value))
 
 
 @dataclass(eq=False, repr=False)
@@ -41,7 +73,7 @@ class RemoteReward:
 
     A request is a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion; the answer is
     `{"rewards": [...]}`, one finite number each. A query is the prompt followed by its completion: text, or a list of
-    messages, to which the server can apply its own template.
+    messages, to which the server can apply its own template. The requests of a call share connections.
 
     Args:
         url (`str` or `list[str]`):
@@ -64,14 +96,6 @@ class RemoteReward:
         `ValueError`: If an argument is invalid or the variable is missing; when called, if the data set lacks the
             column of labels, or a server refuses a request or does not answer with its rewards.
         `ConnectionError`: When called, if a request fails after the last retry.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import RemoteReward
-
-    >>> reward = RemoteReward(["http://10.0.0.1:5000/get_reward", "http://10.0.0.2:5000/get_reward"], timeout=120)
-    ```
     """
 
     url: str | list[str]
@@ -87,12 +111,11 @@ class RemoteReward:
     def __post_init__(self):
         self._addresses = [parse_address(url) for url in ([self.url] if isinstance(self.url, str) else self.url)]
         self._sent = 0  # number of requests, which decides the next server
-        self._clients: dict[int, httpx.AsyncClient] = {}  # by process
         if not self._addresses:
             raise ValueError("`url` is empty; give the address of at least one server.")
-        for field, least in (("batch_size", 1), ("retries", 0), ("backoff", 0)):
-            if getattr(self, field) < least:
-                raise ValueError(f"`{field}` must be at least {least}, got {getattr(self, field)}.")
+        for option, least in (("batch_size", 1), ("retries", 0), ("backoff", 0)):
+            if getattr(self, option) < least:
+                raise ValueError(f"`{option}` must be at least {least}, got {getattr(self, option)}.")
         if self.timeout <= 0:
             raise ValueError(f"`timeout` must be positive, got {self.timeout}.")
         if self.token_variable is not None and any(address.auth for address in self._addresses):
@@ -107,9 +130,6 @@ class RemoteReward:
     def __repr__(self) -> str:
         return f"RemoteReward({self.shown_urls}, name={self.name!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_clients": {}}
-
     @property
     def __name__(self) -> str:
         return self.name
@@ -121,21 +141,7 @@ class RemoteReward:
         completion_ids: list[list[int]] | None = None,
         **kwargs: Any,
     ) -> list[float]:
-        """
-        Rewards of completions, as TRL calls a reward function.
-
-        Args:
-            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
-            completion_ids (`list[list[int]]`, *optional*): Unused.
-            kwargs: Further columns of the data set; `label_column` is sent.
-
-        Returns:
-            `list[float]`: One reward a completion.
-
-        Raises:
-            `ValueError`: If a server refuses a request or does not answer with its rewards.
-            `ConnectionError`: If a request fails after the last retry.
-        """
+        """Rewards of completions, as TRL calls a reward function; of `kwargs`, the column `label_column` is sent."""
         columns = {
             "query": as_queries(prompts, completions),
             "prompts": list(prompts),
@@ -145,90 +151,81 @@ class RemoteReward:
             {key: values[start : start + self.batch_size] for key, values in columns.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
+        # In a thread of its own, since this one may run an event loop, as in a notebook
+        with ThreadPoolExecutor(1, _THREAD) as pool:
+            return pool.submit(asyncio.run, self._ask(payloads, read_token(self.token_variable))).result()
+
+    async def _ask(self, payloads: list[dict[str, list[Any]]], token: str | None) -> list[float]:
+        """Rewards of all requests, of which as many are under way as there are servers."""
+        free = asyncio.Semaphore(len(self._addresses))
         turns = range(self._sent, self._sent + len(payloads))
         self._sent += len(payloads)
-        token = read_token(self.token_variable)
-        with ThreadPoolExecutor(len(self._addresses)) as pool:  # one request a server at a time
-            asked = pool.map(lambda *request: self._request(*request, token), payloads, turns)
-            return [reward for rewards in asked for reward in rewards]
+        async with httpx.AsyncClient(timeout=None) as client:
+            asked = [self._request(client, free, *request, token) for request in zip(payloads, turns, strict=True)]
+            return [reward for rewards in await asyncio.gather(*asked) for reward in rewards]
 
-    def _request(self, payload: dict[str, list[Any]], turn: int, token: str | None) -> list[float]:
+    async def _request(
+        self,
+        client: httpx.AsyncClient,
+        free: asyncio.Semaphore,
+        payload: dict[str, list[Any]],
+        turn: int,
+        token: str | None,
+    ) -> list[float]:
         """Rewards of one request, sent to the server whose turn it is and, after failures, to the next ones."""
         body, failures = json.dumps(payload).encode(), {}
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(self.backoff * 2 ** (attempt - 1))
-            address = self._addresses[(turn + attempt) % len(self._addresses)]
-            secrets = address.secrets | ({token} if token else set())
-            status, answer = self._post(address, body, token)
-            if status is not None and 200 <= status < 300:
-                return _read_rewards(answer, len(payload["query"]), address.shown, secrets)
-            said = hide(answer.decode(errors="replace"), secrets)
-            if status is not None:
-                said = f"status {status}, {said[:200]!r}"
-                if status < 500 and status not in _TRY_AGAIN:
-                    more = "; redirects are not followed" if status < 400 else ""
-                    raise ValueError(f"The reward server {address.shown} refused a request: {said}{more}.")
-            failures[address.shown] = said
+        async with free:
+            for attempt in range(self.retries + 1):
+                if attempt:
+                    await asyncio.sleep(self.backoff * 2 ** (attempt - 1))
+                address = self._addresses[(turn + attempt) % len(self._addresses)]
+                secrets = address.secrets | ({token} if token else set())
+                status, answer = await self._post(client, address, body, token)
+                if status is not None and 200 <= status < 300:
+                    return _read_rewards(answer, len(payload["query"]), address.shown, secrets)
+                said = _hide(answer.decode(errors="replace"), secrets)
+                if status is not None:
+                    said = f"status {status}, {said[:200]!r}"
+                    if status < 500 and status not in _TRY_AGAIN:
+                        more = "; redirects are not followed" if status < 400 else ""
+                        raise ValueError(f"The reward server {address.shown} refused a request: {said}{more}.")
+                failures[address.shown] = said
         raise ConnectionError(
             f"{self.retries + 1} requests for rewards failed: "
             + "; ".join(f"{url} ({said})" for url, said in failures.items())
             + ". See whether the server runs, or raise `timeout` or `retries`."
         )
 
-    def _post(self, address: Address, body: bytes, token: str | None) -> tuple[int | None, bytes]:
-        """
-        Status and answer of one request, or `None` and what went wrong.
-
-        No error of the HTTP library leaves this method, not even as a cause: it holds the request and its headers.
-        """
-        asked = asyncio.run_coroutine_threadsafe(self._send(address, body, token), _loop())
-        try:
-            return asked.result()
-        except TimeoutError:
-            return None, b"timed out"
-        except (httpx.HTTPError, OSError) as error:
-            return None, _reason(error).encode()
-        finally:
-            asked.cancel()  # if the wait was interrupted
-
-    async def _send(self, address: Address, body: bytes, token: str | None) -> tuple[int, bytes]:
-        client = self._clients.get(os.getpid())
-        if client is None:
-            limits = httpx.Limits(keepalive_expiry=30)  # keeps the connection until the next training step
-            client = self._clients[os.getpid()] = httpx.AsyncClient(timeout=None, limits=limits)
+    async def _post(
+        self, client: httpx.AsyncClient, address: Address, body: bytes, token: str | None
+    ) -> tuple[int | None, bytes]:
+        """Status and answer of one request, or `None` and what went wrong. No error of the HTTP library leaves this
+        method, not even as a cause: it holds the request and its headers."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         options = {"content": body, "headers": headers, "auth": address.auth}
-        answer = bytearray()
-        # httpx limits each read, which a server sending single bytes would never exceed
-        async with asyncio.timeout(self.timeout), client.stream("POST", address.url, **options) as response:
-            try:
+        status, answer = None, bytearray()
+        try:
+            # httpx limits each read, which a server sending single bytes would never exceed
+            async with asyncio.timeout(self.timeout), client.stream("POST", address.url, **options) as response:
+                status = response.status_code
                 async for chunk in response.aiter_bytes():
                     answer += chunk
                     if len(answer) > _MOST_BYTES:
-                        return response.status_code, bytes(answer[:_MOST_BYTES])
-            except httpx.HTTPError as error:
-                if response.is_success:
-                    raise
-                answer[:] = f"broken off ({type(error).__name__})".encode()
-        return response.status_code, bytes(answer)
+                        return status, bytes(answer[:_MOST_BYTES])
+        except TimeoutError:
+            return None, b"timed out"
+        except (httpx.HTTPError, OSError) as error:
+            if status is None or 200 <= status < 300:
+                return None, _reason(error).encode()
+            return status, f"broken off ({type(error).__name__})".encode()
+        return status, bytes(answer)
 
 
 def read_token(variable: str | None) -> str | None:
-    """
-    Reads a bearer token from the environment.
-
-    Args:
-        variable (`str`, *optional*): Name of the variable; if `None`, there is no token.
-
-    Returns:
-        `str` or `None`: The token, without white space around it.
-
-    Raises:
-        `ValueError`: If the variable is missing or empty, or its value, which is not shown, is no valid header.
-    """
+    """The bearer token in an environment variable, without white space around it. Raises `ValueError`, which does not
+    show it, if there is none or it is no valid header."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
@@ -239,16 +236,6 @@ def read_token(variable: str | None) -> str | None:
             f"The environment variable `{variable}` holds no bearer token: letters, digits and signs alone."
         )
     return token
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process's requests, in a thread of its own: open connections belong to one loop."""
-    process = os.getpid()
-    with _LOCKS.setdefault(process, threading.Lock()):
-        if process not in _LOOPS:
-            _LOOPS[process] = asyncio.new_event_loop()
-            threading.Thread(target=_LOOPS[process].run_forever, name=_THREAD, daemon=True).start()
-        return _LOOPS[process]
 
 
 def _reason(error: BaseException | None) -> str:
@@ -264,12 +251,14 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _read_rewards(body: bytes, count: int, url: str, secrets: frozenset[str]) -> list[float]:
-    """The rewards in a server's answer. Raises `ValueError`, without secrets, if they are not `count` finite
-    numbers."""
-    answer = _parse(body)
+    """The rewards in an answer. Raises `ValueError`, without secrets, if they are not `count` finite numbers."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
-        said = hide(body.decode(errors="replace"), secrets)[:100]
+        said = _hide(body.decode(errors="replace"), secrets)[:100]
         wrong = ", which is not JSON" if answer is None else ' instead of {"rewards": [...]}'
         raise ValueError(f"The reward server {url} answered {said!r}{wrong}.")
     if len(rewards) != count:
@@ -277,15 +266,15 @@ def _read_rewards(body: bytes, count: int, url: str, secrets: frozenset[str]) ->
     for i, reward in enumerate(rewards):
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= _LARGEST:
             raise ValueError(
-                f"The reward server {url} answered {hide(repr(reward), secrets):.60} for completion {i} of {count}; a "
+                f"The reward server {url} answered {_hide(repr(reward), secrets):.60} for completion {i} of {count}; a "
                 "reward must be a finite number."
             )
     return [float(reward) for reward in rewards]
 
 
-def _parse(body: bytes) -> Any:
-    """The answer's JSON; `None` if it is none or null."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
+def _hide(text: str, secrets: frozenset[str]) -> str:
+    """Replaces secrets in a text by `***`, also if they are URL- or HTML-encoded."""
+    written = {way(secret) for secret in secrets for way in (str, quote, html.escape, lambda s: quote(s, safe=""))}
+    for secret in sorted(written, key=len, reverse=True):  # longest first: one may contain another
+        text = text.replace(secret, "***")
+    return text

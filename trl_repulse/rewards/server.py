@@ -12,25 +12,17 @@ from urllib.parse import urlsplit
 from .remote import read_token
 
 
-_NOT_INSTALLED = 'Serving a reward needs FastAPI and uvicorn: pip install "trl-repulse[serve]".'
-
-
 class RewardServer:
     """
     Serves one reward function until it is closed. Needs the extra `serve`.
 
-    A request is a POST to `/get_reward` of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a
-    completion; the answer is `{"rewards": [...]}`. A query is the prompt followed by its completion: text, or a list
-    of messages. Labels are optional; the function gets them as the column `labels`, and no `completion_ids`. GET
-    `/health` answers `{"status": "ok", "reward": name}`.
+    A request is a POST to `/get_reward` of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion;
+    the answer is `{"rewards": [...]}`. A query is the prompt followed by its completion: text, or a list of messages. Labels
+    are optional; the function gets them as the column `labels`, and no `completion_ids`. GET `/health` answers
+    `{"status": "ok", "reward": name}`. Errors are answered by a status and `{"detail": message}`.
 
-    Errors are answered by `{"detail": message}`: status 400 for a malformed request, naming the field; 401 without the
-    token; 403 for web pages that are not in `allow_origins`; 404 and 405 for other addresses and methods; 413 for a
-    request over a limit; 415 for another type than `application/json`; 500 if the function fails or does not return
-    one finite number a completion.
-
-    Requests are read in parallel and scored one after another. There is no encryption and no limit on slow requests:
-    use a proxy with both to open the server to others.
+    Requests are read in parallel and scored one after another. There is no encryption and no limit on slow requests: use a
+    proxy with both to open the server to others.
 
     Args:
         reward (`Callable`): Reward function as a trainer takes it.
@@ -52,15 +44,6 @@ class RewardServer:
         `ValueError`: If a limit is not positive, an origin is invalid, or the variable holds no token.
         `OSError`: If the address cannot be used.
         `ImportError`: If FastAPI or uvicorn is not installed.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import RemoteReward, RewardServer, SequencePairReward
-
-    >>> with RewardServer(SequencePairReward("OpenAssistant/reward-model-deberta-v3-large-v2"), port=0) as server:
-    ...     RemoteReward(server.url)(["What is the capital of France?"], ["Paris."])
-    ```
     """
 
     def __init__(
@@ -80,13 +63,8 @@ class RewardServer:
 
         from ._serving import build_app
 
-        limits = {
-            "max_batch_size": max_batch_size,
-            "max_request_bytes": max_request_bytes,
-            "timeout": timeout,
-            "max_connections": max_connections,
-        }
-        for name, value in limits.items():
+        limits = {"max_batch_size": max_batch_size, "max_request_bytes": max_request_bytes}
+        for name, value in (limits | {"timeout": timeout, "max_connections": max_connections}).items():
             if value <= 0:
                 raise ValueError(f"`{name}` must be positive, got {value}.")
         for origin in allow_origins:
@@ -96,7 +74,7 @@ class RewardServer:
                     f"`allow_origins` has {origin!r}; an origin is like 'https://host' or 'http://host:port'."
                 )
         self._reward: Callable[..., Any] | None = reward
-        self._name = getattr(reward, "__name__", type(reward).__name__)
+        self.name = getattr(reward, "__name__", type(reward).__name__)
         token = read_token(token_variable)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
@@ -107,13 +85,8 @@ class RewardServer:
         config = uvicorn.Config(
             build_app(
                 lambda columns: self._reward(**columns, completion_ids=None),
-                self._name,
-                self._scorer,
-                self._address[0],
-                max_batch_size,
-                max_request_bytes,
-                allow_origins,
-                token,
+                *(self.name, self._scorer, self._address[0]),
+                *(max_batch_size, max_request_bytes, allow_origins, token),
             ),
             http="h11",
             ws="none",
@@ -129,11 +102,6 @@ class RewardServer:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
-
-    @property
-    def name(self) -> str:
-        """Name of the reward."""
-        return self._name
 
     @property
     def url(self) -> str:
@@ -159,4 +127,4 @@ class RewardServer:
 def check_installed() -> None:
     """Raises `ImportError`, with the command to install it, if the extra `serve` is missing."""
     if any(find_spec(name) is None for name in ("fastapi", "uvicorn")):
-        raise ImportError(_NOT_INSTALLED)
+        raise ImportError('Serving a reward needs FastAPI and uvicorn: pip install "trl-repulse[serve]".')

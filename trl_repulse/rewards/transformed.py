@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from ._texts import as_values
 from .transforms import exponential_transform, indicator_transform
 
 
+@dataclass(eq=False, repr=False)
 class TransformedReward:
     """
     A reward function whose rewards are transformed before the trainer gets them.
@@ -30,26 +32,16 @@ class TransformedReward:
     Raises:
         `ValueError`: If `reward` is not callable or asynchronous, an argument is invalid, or a parameter of the other
             transform is set; when called, if a transformed reward is infinite.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.rewards import SequencePairReward
-    >>> from trl_repulse.rewards.transformed import TransformedReward
-
-    >>> reward = SequencePairReward("OpenAssistant/reward-model-deberta-v3-large-v2")
-    >>> reward = TransformedReward(reward, "exponential", alpha=0.3, beta=-0.5)
-    ```
     """
 
-    def __init__(
-        self,
-        reward: Callable[..., list],
-        transform: Literal["exponential", "indicator"] = "exponential",
-        alpha: float = 1.0,
-        beta: float = -1.0,
-        threshold: float | None = None,
-    ):
+    reward: Callable[..., list]
+    transform: Literal["exponential", "indicator"] = "exponential"
+    alpha: float = 1.0
+    beta: float = -1.0
+    threshold: float | None = None
+
+    def __post_init__(self):
+        reward, transform = self.reward, self.transform
         if not callable(reward) or isinstance(reward, torch.nn.Module):
             raise ValueError(
                 f"A reward transform needs a reward function, got {reward!r:.60}; make one of a model's path, e.g. with "
@@ -62,19 +54,14 @@ class TransformedReward:
             )
         if transform not in ("exponential", "indicator"):
             raise ValueError(f"`reward_transform={transform!r}` must be 'exponential' or 'indicator'.")
-        if transform == "indicator" and threshold is None:
+        if transform == "indicator" and self.threshold is None:
             raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
-        other = {"exponential": ("threshold", threshold, None), "indicator": ("beta", beta, -1.0)}
+        other = {"exponential": ("threshold", self.threshold, None), "indicator": ("beta", self.beta, -1.0)}
         name, value, default = other[transform]
         if value != default:
             raise ValueError(
                 f"`reward_transform_{name}` has no effect with `reward_transform={transform!r}`; leave it at {default}."
             )
-        self.reward = reward
-        self.transform = transform
-        self.alpha = alpha
-        self.beta = beta
-        self.threshold = threshold
         self._apply(torch.zeros(1))  # refuses parameters out of range
 
     @property
@@ -93,20 +80,8 @@ class TransformedReward:
     def __call__(
         self, prompts: list, completions: list, completion_ids: list[list[int]] | None = None, **kwargs: Any
     ) -> list[float | None]:
-        """
-        Transformed rewards of completions, as TRL calls a reward function.
-
-        Args:
-            prompts, completions (`list`): Prompts and one completion each, plain text or messages.
-            completion_ids (`list[list[int]]`, *optional*): The policy's tokens of the completions.
-            kwargs: Further arguments from TRL, passed to the wrapped function.
-
-        Returns:
-            `list[float | None]`: One reward a completion, `None` where the wrapped function returned none.
-
-        Raises:
-            `ValueError`: If the wrapped function does not return a list, or a transformed reward is infinite.
-        """
+        """Transformed rewards of completions, as TRL calls a reward function; `None` where the wrapped function returned
+        it. Raises `ValueError` if that does not return a list, or a transformed reward is infinite."""
         result = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
         raw = as_values(result)
         if raw is None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "GCG": "engine",
     "GCGConfig": "config",
-    "GCGError": "scoring",
+    "GCGError": "engine",
     "GCGEvaluationConfig": "config",
     "GCGResult": "engine",
     "GCGRunArguments": "config",
-    "RefusalJudge": "judges",
-    "RewardJudge": "judges",
+    "RefusalJudge": "evaluator",
+    "RewardJudge": "evaluator",
     "evaluate_gcg": "evaluator",
     "format_report": "results",
     "merge_results": "results",
@@ -25,11 +25,9 @@ __all__ = sorted(_EXPORTS)
 
 if TYPE_CHECKING:
     from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments  # noqa: F401
-    from .engine import GCG, GCGResult, run_gcg  # noqa: F401
-    from .evaluator import evaluate_gcg  # noqa: F401
-    from .judges import RefusalJudge, RewardJudge  # noqa: F401
+    from .engine import GCG, GCGError, GCGResult, run_gcg  # noqa: F401
+    from .evaluator import RefusalJudge, RewardJudge, evaluate_gcg  # noqa: F401
     from .results import format_report, merge_results, read_results, summarize  # noqa: F401
-    from .scoring import GCGError  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

@@ -23,23 +23,20 @@ class GCGConfig:
         n_replace (`int`, *optional*, defaults to `1`):
             Positions that a candidate changes.
         buffer_size (`int`, *optional*, defaults to `0`):
-            Number of best suffixes kept; a step starts from the best of them. With 0, it starts from the best candidate of
-            the step before, even if that is worse than its predecessor.
+            Best suffixes kept; a step starts from the best of them, or with 0 from the last step's best, even if it is worse.
         mellowmax (`float`, *optional*):
-            Inverse temperature of the mellowmax (Asadi and Littman 2017) over the target tokens' negative log-probabilities.
-            If unset, the loss is their mean.
+            Inverse temperature of the loss, a mellowmax (Asadi and Littman 2017) over target tokens; if unset, it is their mean.
         suffix_init (`str`, *optional*, defaults to `" x x x x x x x x x x"`):
             Initial suffix. It follows the prompt directly; begin it with a separator.
         micro_batch_size (`int`, *optional*):
             Candidates of one forward pass, halved when memory runs out. If unset, 64 on CPU and `search_width` elsewhere.
         use_prefix_cache (`bool`, *optional*, defaults to `True`):
-            Whether to compute the keys and values before the suffix only once. Models whose cache does not allow it run
-            without.
+            Whether to compute the keys and values before the suffix only once, if the model's cache allows it.
         reuse_suffix_kv (`bool`, *optional*, defaults to `True`):
             Whether to also reuse those of a candidate's unchanged first tokens. Needs `use_prefix_cache`.
         filter_roundtrip (`str`, *optional*, defaults to `"context"`):
-            Drop candidates whose tokens the tokenizer does not give back from the text of the whole prompt (`"context"`) or
-            of the suffix alone (`"suffix"`, as nanogcg does), or keep all (`"off"`).
+            Text from which the tokenizer must give a candidate back: `"context"`, the whole prompt; `"suffix"`, as in nanogcg;
+            `"off"`, none.
         allow_non_ascii (`bool`, *optional*, defaults to `False`):
             Whether to draw tokens that are not printable ASCII.
         forbid_special (`bool`, *optional*, defaults to `True`):
@@ -49,7 +46,7 @@ class GCGConfig:
         stop_loss (`float`, *optional*):
             Loss, in nats, at which to stop.
         merge_swaps (`int`, *optional*, defaults to `0`):
-            Each step also tries the best 2, 3, ... up to this many candidates merged into one. Not in the published algorithm.
+            A step also tries the best 2, 3, ... up to this many candidates merged into one. Not in the published algorithm.
         screen_dtype (`str`, *optional*):
             `"bfloat16"` or `"float16"`: a copy of the model in this precision scores all candidates, and the model only
             those that may be the best. Results are the same up to rare outliers.
@@ -101,11 +98,11 @@ class GCGConfig:
     seed: int = field(default=0, metadata={"help": "Seed of the candidates."})
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"):
+        positive = "num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"
+        for name in (*positive, "micro_batch_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("buffer_size", "merge_swaps"):
             _at_least(name, getattr(self, name), 0)
-        _at_least("micro_batch_size", self.micro_batch_size, 1)
         if self.mellowmax is not None and not self.mellowmax > 0:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:
@@ -177,8 +174,8 @@ class GCGRunArguments:
         table (`str`, *optional*):
             CSV file with a header and the columns `goal` and `target`. Required.
         reward_type (`str`, *optional*):
-            The judge: `"refusal"` for [`RefusalJudge`], or a reward as in [`~trl_repulse.rewards.loading.load_reward`]. If
-            unset, the classifier `reward_model_path`, or `"refusal"` without one.
+            The judge: `"refusal"`, or a reward as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier
+            `reward_model_path`, or `"refusal"` without one.
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
         reward_kwargs (`dict` or `str`, *optional*):

@@ -1,10 +1,14 @@
 """
-The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1.
+The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1; then the losses of suffixes and
+their gradient, which reuse keys and values where the model's cache allows it.
 
-Axis letters: S tokens of the suffix, B candidates, K best tokens at a position, V vocabulary.
+Axis letters: S tokens of the suffix, A after it, T of the target; B candidates, K best tokens at a position, V vocabulary,
+H heads, D dimensions of a head.
 """
 
 import copy
+import inspect
+import logging
 import math
 import warnings
 from contextlib import ExitStack
@@ -13,16 +17,26 @@ from operator import itemgetter
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from scipy.stats import spearmanr
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
+from ...generation._cache import with_cache
 from ...models._adapters import in_mode
 from ...models._model_checks import check_causal, check_token_ids
 from .config import GCGConfig
 from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
-from .scoring import GCGError, SuffixScorer, check_context, finite
 
 
+logger = logging.getLogger(__name__)
+
+# Keys and values of each layer, (B, H, tokens, D)
+KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
+# Relative difference allowed between losses with and without a cache
+_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
 # Times that the candidates of a step are drawn if none survives the round trip
 _DRAWS = 10
 # Candidates that the model scores at a time after screening: at least 8, and one in 32
@@ -30,6 +44,26 @@ _LEAST, _SHARE = 8, 32
 # Distance of the rest from the best loss, in standard deviations of the half-precision error
 _MARGIN = 5.0
 StopReason = Literal["num_steps", "early_stop", "stop_loss"]
+
+
+class GCGError(RuntimeError):
+    """An attack that cannot go on: no candidate survives the round trip, a loss is not finite, or the prompt is too long."""
+
+
+def check_context(config: PretrainedConfig, prompt: int, more: int) -> None:
+    """Raises [`GCGError`] if a prompt of so many tokens, with as many more, exceeds the model's context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and prompt + more > context:
+        raise GCGError(
+            f"The prompt with its suffix has {prompt} tokens, which with {more} more exceed the model's context of {context}."
+        )
+
+
+def finite(losses: torch.Tensor) -> torch.Tensor:
+    """The same losses; raises [`GCGError`] if one is NaN or infinite."""
+    if not losses.isfinite().all():
+        raise GCGError(f"A loss is {losses[~losses.isfinite()][0].item()}; try the model in float32.")
+    return losses
 
 
 @dataclass(frozen=True)
@@ -40,23 +74,16 @@ class GCGResult:
     Args:
         suffix (`str`), suffix_ids (`list[int]`):
             Text and tokens of the best suffix; after an early stop, of the one that caused it.
-        prompt_ids, target_ids (`list[int]`):
-            Tokens of the whole prompt with the suffix, and of the target.
+        prompt_ids, target_ids (`list[int]`): Tokens of the whole prompt with the suffix, and of the target.
         loss (`float`):
             Loss of the suffix in nats: the mean negative log-probability of the target's tokens, or its mellowmax. The
             lowest of all steps, except after an early stop.
-        initial_loss (`float`):
-            Loss of the suffix that the attack began with.
-        losses (`list[float]`):
-            Lowest loss of each step's candidates.
-        suffixes (`list[str]`):
-            Suffix after each step.
-        stop_reason (`str`):
-            `"num_steps"`, `"early_stop"` or `"stop_loss"`.
-        exact_match (`bool`):
-            Whether greedy decoding gives the target.
-        round_trip (`bool`):
-            Whether the prompt's text with the suffix is tokenized to `prompt_ids`.
+        initial_loss (`float`): Loss of the suffix that the attack began with.
+        losses (`list[float]`): Lowest loss of each step's candidates.
+        suffixes (`list[str]`): Suffix after each step.
+        stop_reason (`str`): `"num_steps"`, `"early_stop"` or `"stop_loss"`.
+        exact_match (`bool`): Whether greedy decoding gives the target.
+        round_trip (`bool`): Whether the prompt's text with the suffix is tokenized to `prompt_ids`.
     """
 
     suffix: str
@@ -70,6 +97,169 @@ class GCGResult:
     stop_reason: StopReason
     exact_match: bool
     round_trip: bool
+
+
+class SuffixScorer:
+    """
+    Losses of suffixes in one prompt, under a model in evaluation mode, `micro_batch_size` of them in one forward pass. That is
+    halved for good when memory runs out. With `mellowmax`, the loss is the mellowmax over target tokens instead of their mean.
+
+    Keys and values of the tokens before the suffix are computed once. Those of a candidate's unchanged first tokens come from
+    the last observed suffix: candidates are sorted by the first changed position, and a micro-batch starts at its lowest one.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, prompt: AttackPrompt, micro_batch_size: int, mellowmax: float | None = None
+    ):
+        self.model, self.prompt, self.micro_batch_size = model, prompt, micro_batch_size
+        self._mellowmax, self._reuse = mellowmax, False
+        self._embedding: Any = model.get_input_embeddings()
+        self._before, self._after, self._target = (
+            torch.tensor([ids], dtype=torch.long, device=model.device)
+            for ids in (prompt.before_ids, prompt.after_ids, prompt.target_ids)
+        )
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._keep = {"logits_to_keep": len(prompt.target_ids)} if "logits_to_keep" in parameters or takes_all else {}
+        # Keys and values of the prefix, and of the whole prompt with the suffix observed last
+        self._prefix: KeyValues | None = None
+        self._observed: tuple[torch.Tensor, KeyValues] | None = None
+
+    def enable_cache(self, ids: torch.Tensor, reuse_suffix_kv: bool) -> None:
+        """Turns the cache on if losses with and without it agree for a suffix `ids` (S,), and warns otherwise. With
+        `reuse_suffix_kv`, the suffix's keys and values are kept too."""
+        pair = torch.stack([ids, ids])
+        pair[1, -1] = (ids[-1] + 1) % self._embedding.weight.shape[0]
+        plain = torch.cat([self.losses(row[None]) for row in pair])  # one by one, as a cache can mix rows
+        tolerance = _TOLERANCE.get(self.model.dtype, 1e-3)
+        try:
+            # Without the configuration: sliding windows are masked, not cut, and views stay valid
+            cache = DynamicCache()
+            if self._before.shape[1]:
+                with torch.no_grad():
+                    self.model(input_ids=self._before, **with_cache(self.model, cache))
+            self._reuse, self._prefix = reuse_suffix_kv, _as_key_values(cache)
+            self.observe(ids)
+            cached = self.losses(pair)
+            if torch.allclose(cached, plain, rtol=tolerance, atol=tolerance):
+                return
+            reason = f"losses {cached.tolist()} with it, {plain.tolist()} without"
+        except Exception as error:  # caches of other kinds fail in many ways
+            if should_reduce_batch_size(error):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+        self._prefix = self._observed = None
+        logger.warning(
+            "The cache of %s cannot be used for the attack (%s); everything is computed anew for every candidate.",
+            type(self.model).__name__,
+            reason,
+        )
+
+    @torch.no_grad()
+    def observe(self, ids: torch.Tensor) -> None:
+        """Keeps the keys and values of a suffix (S,), for candidates made from it. [`gradient`] does so too."""
+        if self._prefix is not None and self._reuse:
+            self._forward(ids[None], keep=True)
+
+    def gradient(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Gradient (S, V) of the loss with respect to the one-hot tokens of a suffix (S,), on the model's device,
+        taken at the output of the embedding, and whether greedy decoding after the suffix gives the target."""
+        leaves: list[torch.Tensor] = []
+
+        def cut(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[-1]
+
+        handle = self._embedding.register_forward_hook(cut)
+        try:
+            with torch.enable_grad():
+                logits = self._forward(ids[None], keep=True)
+                loss = self._loss(logits)[0]
+        finally:
+            handle.remove()
+        start = 0 if self._prefix is not None else len(self.prompt.before_ids)
+        with torch.no_grad():
+            (gradient,) = torch.autograd.grad(loss, leaves)
+            table = self._embedding.weight  # (V, features)
+            if type(self._embedding) is not nn.Embedding:  # some models scale the weights
+                table = self._embedding(torch.arange(len(table), device=self.model.device))
+            gradient = gradient[0, start : start + len(ids)] @ table.T
+        return gradient, self._matches(logits)
+
+    @torch.no_grad()
+    def matches(self, ids: torch.Tensor) -> bool:
+        """Whether greedy decoding after a suffix (S,) gives the target."""
+        return self._matches(self._forward(ids[None]))
+
+    @torch.no_grad()
+    def losses(self, candidates: torch.Tensor) -> torch.Tensor:
+        """Losses (B,) of suffixes (B, S) in nats, float32, on the CPU."""
+        starts = torch.zeros(len(candidates), dtype=torch.long)
+        if self._observed is not None:
+            # First changed position, but the token before the target must be computed for its logits
+            last = candidates.shape[1] + len(self.prompt.after_ids) - 1
+            starts = (candidates == self._observed[0]).long().cumprod(dim=1).sum(dim=1).clamp(max=last)
+        order = starts.argsort(stable=True)
+        losses = torch.empty(len(candidates))
+        done = 0
+        while done < len(order):
+            chosen = order[done : done + self.micro_batch_size]
+            try:
+                losses[chosen] = self._loss(self._forward(candidates[chosen], int(starts[chosen[0]]))).cpu()
+            except RuntimeError as error:
+                if len(chosen) == 1 or not should_reduce_batch_size(error):
+                    raise
+                self.micro_batch_size = len(chosen) // 2
+                clear_device_cache(garbage_collection=True)
+                continue
+            done += len(chosen)
+        return losses
+
+    def _matches(self, logits: torch.Tensor) -> bool:
+        return bool((logits[0].argmax(-1) == self._target[0]).all())
+
+    def _forward(self, suffixes: torch.Tensor, start: int = 0, keep: bool = False) -> torch.Tensor:
+        """Logits that predict the target, (B, T, V), float32. Tokens before `start` come from the observed suffix.
+        `keep` makes the suffix, one row, the observed one."""
+        count = len(suffixes)
+        tail = torch.cat([self._after, self._target[:, :-1]], dim=1).expand(count, -1)
+        ids = torch.cat([suffixes.to(tail.device), tail], dim=1)[:, start:]
+        past = self._prefix
+        if start > 0 and self._observed is not None:
+            end = len(self.prompt.before_ids) + start
+            past = [(keys[:, :, :end], values[:, :, :end]) for keys, values in self._observed[1]]
+        cache = None
+        if past is None:
+            ids = torch.cat([self._before.expand(count, -1), ids], dim=1)
+        else:
+            cache = _as_cache(past, count)
+        outputs = self.model(input_ids=ids, **with_cache(self.model, cache), **self._keep)
+        if keep and cache is not None and self._reuse:
+            self._observed = (suffixes[0].cpu(), _as_key_values(cache))
+        return outputs.logits[:, -self._target.shape[1] :].float()
+
+    def _loss(self, logits: torch.Tensor) -> torch.Tensor:
+        """Losses of shape (B,) from logits of shape (B, T, V)."""
+        targets = self._target.expand(len(logits), -1)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        if self._mellowmax is None:
+            return losses.mean(dim=1)
+        return ((self._mellowmax * losses).logsumexp(dim=1) - math.log(losses.shape[1])) / self._mellowmax
+
+
+def _as_key_values(cache: Any) -> KeyValues:
+    return [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
+
+
+def _as_cache(past: KeyValues, count: int) -> DynamicCache:
+    """A cache for `count` rows made of views; what the model appends is copied."""
+    cache = DynamicCache()
+    for keys, values in past:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = (x.expand(count, -1, -1, -1) for x in (keys, values))
+        cache.layers.append(layer)
+    return cache
 
 
 def run_gcg(
@@ -88,10 +278,8 @@ def run_gcg(
             Causal language model to attack, and its tokenizer. The weights get no gradient.
         messages (`str` or `list[dict]`):
             The prompt: text, which becomes a message of the user, or a conversation. The suffix follows the last message.
-        target (`str`):
-            Beginning of the answer to provoke.
-        config ([`GCGConfig`], *optional*):
-            Settings of the attack.
+        target (`str`): Beginning of the answer to provoke.
+        config ([`GCGConfig`], *optional*): Settings of the attack.
         draft_model ([`~transformers.PreTrainedModel`], *optional*):
             A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
             candidates, and the model only the most promising ones. Faster, but not exact.
@@ -103,15 +291,6 @@ def run_gcg(
         `ValueError`: If the target is empty, a model is not causal, there is no chat template, or the settings do not fit the
             tokenizer or a draft model.
         [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
-
-    Example:
-
-    ```python
-    >>> from trl_repulse.evaluation.gcg import GCGConfig, run_gcg
-
-    >>> result = run_gcg(model, tokenizer, "Tell me a secret.", "Sure, here is", GCGConfig(num_steps=100))
-    >>> result.suffix, result.loss
-    ```
     """
     return GCG(model, tokenizer, config or GCGConfig(), draft_model).run(messages, target)
 
@@ -299,10 +478,8 @@ def _embeddings(model: Any) -> int:
 
 
 def merge_candidates(ids: torch.Tensor, candidates: torch.Tensor, losses: torch.Tensor, limit: int) -> torch.Tensor:
-    """
-    The best 2, 3, ... up to `limit` candidates (B, S) of the suffix `ids` (S,), by losses (B,), merged: (M, S), M < `limit`.
-    A candidate that changes a position already changed is skipped.
-    """
+    """The best 2, 3, ... up to `limit` candidates (B, S) of the suffix `ids` (S,), by losses (B,), merged: (M, S), M <
+    `limit`. A candidate that changes a position already changed is skipped."""
     merged, taken, rows = ids.clone(), torch.zeros_like(ids, dtype=torch.bool), []
     for index in losses.argsort(stable=True).tolist():
         changed = candidates[index] != ids
@@ -323,8 +500,7 @@ def screened_losses(
     Losses (B,) in nats of the best candidates (B, S), infinite for the others.
 
     A half-precision copy of the model (`screen`) ranks all candidates. The model scores them in this order until the best
-    loss is below the copy's next one by five standard deviations of the copy's errors so far. Where the copy overflows, the
-    model scores all.
+    loss is below the copy's next one by five standard deviations of the copy's errors so far, or all where the copy overflows.
     """
     screen.observe(ids)
     guesses = screen.losses(candidates)

@@ -31,12 +31,10 @@ class AttackPrompt:
     target_ids: list[int]
     add_special_tokens: bool  # a chat template writes them itself
     suffix_ids: list[int]  # of the initial suffix, as in the prompt
-    anchor: list[
-        int
-    ]  # decoded together with the suffix, since some tokenizers drop the space at the beginning of a text
-    trims: tuple[
-        bool, bool
-    ]  # whether the chat template drops white space at the beginning and at the end of the suffix
+    # Decoded together with the suffix, since some tokenizers drop the space at the beginning of a text
+    anchor: list[int]
+    # Whether the chat template drops white space at the beginning and at the end of the suffix
+    trims: tuple[bool, bool]
     blanks: int  # white space that it drops at the end of the message if there is no suffix
 
     def encode(self, suffixes: list[str]) -> list[list[int]]:
@@ -60,10 +58,8 @@ class AttackPrompt:
         return [*self.before_ids, *suffix_ids, *self.after_ids]
 
     def survives(self, suffixes: torch.Tensor, scope: Literal["context", "suffix", "off"]) -> torch.Tensor:
-        """
-        Which suffixes (B, S) the tokenizer gives back, (B,): from the text of the whole prompt (`"context"`) or of the suffix
-        alone (`"suffix"`), or all (`"off"`).
-        """
+        """Which suffixes (B, S) the tokenizer gives back, (B,): from the text of the whole prompt (`"context"`) or of the suffix
+        alone (`"suffix"`), or all (`"off"`)."""
         rows = suffixes.tolist()
         if scope == "off" or not rows:
             return torch.ones(len(rows), dtype=torch.bool)
@@ -120,10 +116,7 @@ def build_prompt(
 def allowed_tokens(
     tokenizer: PreTrainedTokenizerBase, num_embeddings: int, allow_non_ascii: bool, forbid_special: bool
 ) -> torch.Tensor:
-    """
-    Mask (V,) of the tokens that a suffix may contain, for an embedding of `num_embeddings` rows. Raises `ValueError` if there
-    is none.
-    """
+    """Mask (V,) of the tokens that a suffix may contain, for V rows of an embedding. Raises `ValueError` without any."""
     allowed = torch.zeros(num_embeddings, dtype=torch.bool)
     known = min(len(tokenizer), num_embeddings)
     texts = _decode(tokenizer, [[i] for i in range(known)])
