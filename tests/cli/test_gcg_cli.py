@@ -85,9 +85,8 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
         tmp_path / "r.json",
         "--figure",
         tmp_path / "f.png",
-        "--card",
-        folder / "model",
     ]
+    report += ["--card", folder / "model"]
     assert run("gcg-report", *parts, *report) == 0
     printed = capsys.readouterr().out
     card = ModelCard.load(folder / "model" / "README.md")
@@ -226,19 +225,11 @@ def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
     assert "KeyError: 'x'. Raised by the reward function 'broken'. In " in error and "r.py, line 2" in error
 
 
-def test_a_file_with_other_names_is_refused(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text("steps: 3\n")
-    assert run("gcg", "--config", tmp_path / "config.yaml") == 1
-    assert "has `steps`, which is no argument" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
         ("scenario: other\n", "has `scenario: other`, which must be one of behaviors, strings"),
-        ("a: [\n", "is not valid YAML, correct it"),
-        ("- a\n", "must hold arguments by name"),
         ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
     ],
 )
@@ -259,33 +250,41 @@ def test_a_file_reads_as_flags_do(folder, tmp_path):
     assert GCGRunArguments(model_name_or_path="m", table="t", threshold=0.5).threshold == [0.5]
 
 
-# The published command: flag -> (name, value), or None for what concerns training alone
+# The published command: flag -> name, or None for what concerns training alone
 RULES = {
-    "pretrain": lambda value: ("model_name_or_path", value),
-    "file_path": lambda value: ("table", value),
-    "atk_success_criteria": lambda value: ("reward_type", {"reward": "sequence_pair"}[value]),
-    "reward_pretrain": lambda value: ("reward_model_path", value),
-    "reward_threshold": lambda value: ("threshold", [value]),
-    "rm_exclude_adv_suffix": lambda value: ("include_suffix", not value),
-    "zero_stage": lambda value: None,
-    "gradient_checkpointing": lambda value: None,
-    "parameterization": lambda value: None,
-    "max_targets": lambda value: ("max_targets", value),
-    "max_new_tokens": lambda value: ("max_new_tokens", value),
-    "scenario": lambda value: ("scenario", value),
-    "gcg_steps": lambda value: ("num_steps", value),
-    "gcg_search_width": lambda value: ("search_width", value),
-    "gcg_topk": lambda value: ("topk", value),
-    "gcg_batch_size": lambda value: ("micro_batch_size", value),
-    "gcg_n_replace": lambda value: ("n_replace", value),
-    "gcg_buffer_size": lambda value: ("buffer_size", value),
-    "gcg_use_prefix_cache": lambda value: ("use_prefix_cache", value),
-    "gcg_filter_ids": lambda value: ("filter_roundtrip", {True: "suffix", False: "off"}[value]),
+    "pretrain": "model_name_or_path",
+    "file_path": "table",
+    "atk_success_criteria": "reward_type",
+    "reward_pretrain": "reward_model_path",
+    "reward_threshold": "threshold",
+    "rm_exclude_adv_suffix": "include_suffix",
+    "zero_stage": None,
+    "gradient_checkpointing": None,
+    "parameterization": None,
+    "max_targets": "max_targets",
+    "max_new_tokens": "max_new_tokens",
+    "scenario": "scenario",
+    "gcg_steps": "num_steps",
+    "gcg_search_width": "search_width",
+    "gcg_topk": "topk",
+    "gcg_batch_size": "micro_batch_size",
+    "gcg_n_replace": "n_replace",
+    "gcg_buffer_size": "buffer_size",
+    "gcg_use_prefix_cache": "use_prefix_cache",
+    "gcg_filter_ids": "filter_roundtrip",
+}
+# Flags whose values have other words here
+VALUES = {
+    "atk_success_criteria": {"reward": "sequence_pair"}.__getitem__,
+    "reward_threshold": lambda value: [value],
+    "rm_exclude_adv_suffix": lambda value: not value,
+    "gcg_filter_ids": {True: "suffix", False: "off"}.__getitem__,
 }
 
 
 def test_the_published_command_has_its_file():
-    expected = dict(filter(None, (RULES[flag](value) for flag, value in COMMAND["flags"].items())))
+    flags = COMMAND["flags"].items()
+    expected = {RULES[flag]: VALUES.get(flag, lambda value: value)(value) for flag, value in flags if RULES[flag]}
     found = yaml.safe_load(PUBLISHED.read_text())
     assert {name: value for name, value in found.items() if name != "output"} == expected
     run_arguments, config = parse("--config", str(PUBLISHED))

@@ -14,7 +14,10 @@ from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.cli import train as train_command
-from trl_repulse.cli._suggestion import (
+from trl_repulse.cli.arguments import ARGUMENTS, parse
+from trl_repulse.cli.main import main
+from trl_repulse.cli.methods import train
+from trl_repulse.cli.suggest import (
     ALPHA,
     KL_COEFFICIENT,
     SPREAD,
@@ -25,9 +28,6 @@ from trl_repulse.cli._suggestion import (
     Measured,
     suggest_settings,
 )
-from trl_repulse.cli.arguments import ARGUMENTS, parse
-from trl_repulse.cli.main import main
-from trl_repulse.cli.methods import train
 
 from ..conftest import build_model, build_tokenizer
 from ..reward_models import build_tokenizer as build_reward_tokenizer

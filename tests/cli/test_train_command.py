@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse.cli import train
-from trl_repulse.cli.arguments import ARGUMENTS, TrainingParser
+from trl_repulse.cli.arguments import _RARE, ARGUMENTS, TrainingParser
 from trl_repulse.cli.main import TRAINING, main
 
 
@@ -108,14 +108,40 @@ def test_the_help_has_the_defaults_of_an_own_model_or_of_the_file(capsys, tmp_pa
     assert found["max_completion_length"].endswith("(7)")
 
 
+@pytest.mark.parametrize(
+    ("command", "file", "expected"),
+    [
+        ("repulse", "", {"alpha": "1.0", "potential": "indicator", "alpha_normalization": "none"}),
+        ("repulse", "proposal: learned", {"alpha": "0.1", "potential": "tilted", "alpha_normalization": "samples"}),
+        ("repulse-ppo", "alpha: 0.3", {"alpha": "0.3", "target_dist_beta": "-10.0", "num_generations": "4"}),
+        ("repulse-grpo", "", {"alpha": "0.1", "alpha_normalization": "samples", "logprob_reduction": "mean"}),
+        ("repulse-grpo", "loss_type: cispo\nepsilon: 2e-1", {"alpha": "0.1"}),  # text, of which nothing is computed
+        ("repulse", "", {"proposal_learning_rate": "as learning_rate", "proposal_temperature": "the run chooses"}),
+        (
+            "reinforce",
+            "",
+            {"learning_rate": "by the model's size", "cvar_level": "unset", "baseline": "leave_one_out"},
+        ),
+    ],
+)
+def test_the_help_shows_the_values_that_will_apply(capsys, tmp_path, command, file, expected):
+    (tmp_path / "own.yaml").write_text(file)
+    found = listed(command, capsys, "--config", str(tmp_path / "own.yaml"))
+    assert {name: found[name].rpartition(" (")[2] for name in expected} == {k: f"{v})" for k, v in expected.items()}
+    shown = {name: line.rpartition(" (")[2] for name, line in found.items()}
+    assert not [name for name, value in shown.items() if value == "None)"]
+
+
 @pytest.mark.parametrize("command", TRAINING)
 def test_the_help_fits_a_screen_or_two(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 100 and max(map(len, lines)) <= 80
+    assert len(lines) <= 80 and max(map(len, lines)) <= 80
     script, config = ARGUMENTS[command]
-    own = {each.name for each in (*fields(script), *fields(config))} - {each.name for each in fields(GRPOConfig)}
+    own = (
+        {each.name for each in (*fields(script), *fields(config))} - {each.name for each in fields(GRPOConfig)} - _RARE
+    )
     listed = [match[1] for line in lines if (match := re.match(r"  --(\w+) +\S", line))]
     assert own <= set(listed) and {"output_dir", "learning_rate", "beta"} <= set(listed)
     assert len(listed) == len(set(listed)) and any("`--help-all`" in line for line in lines)

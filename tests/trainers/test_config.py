@@ -9,7 +9,7 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
 from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig, _checks
-from trl_repulse.configs.engine_config import without_secrets
+from trl_repulse.configs.shared_config import without_secrets
 
 
 ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
@@ -53,42 +53,62 @@ def test_configurations_without_a_second_model(make, kwargs):
 
 
 HOT = {"proposal": "hot_policy", "proposal_temperature": 1.5, "bad_reward_threshold": 0.0}
-REFUSED = [
-    ("target_dist_beta", {"target_dist_beta": 1.0}),
-    ("target_dist_beta", {"target_dist_beta": 0.0}),
-    ("target_dist_beta", {"target_dist_beta": float("nan")}),
+# Values that are refused by themselves
+REFUSED_ALONE = {
+    "target_dist_beta": [1.0, 0.0, float("nan")],
+    "temperature": [0.7],
+    "top_p": [0.9],
+    "top_k": [50],
+    "min_p": [0.1],
+    "repetition_penalty": [1.1],
+    "vllm_structured_outputs_regex": ["a+"],
+    "neftune_noise_alpha": [5.0],
+    "max_completion_length": [None],
+    "report_to": [["flyte"]],
+    "disable_dropout": [False],
+    "mask_truncated_completions": [True],
+    "alpha": [-0.1, float("nan"), float("inf")],
+    "alpha_start": [-1.0, 0.0],
+    "target_dist_beta_start": [5.0],
+    "num_proposal_generations": [1],
+    "proposal_temperature": [1.5],
+    "proposal_updates_per_step": [0],
+    "proposal_learning_rate": [-1.0],
+    "proposal_loss": ["kl"],
+    "proposal_update_order": ["during"],
+    "proposal": ["best"],
+    "vllm_sleep_level": [3, 1],
+    "vllm_logp_difference_threshold": [0.0],
+    "potential": ["linear"],
+    "target_class": [2],
+    "negative_loss": ["other"],
+    "negative_baseline": ["policy"],
+    "baseline": ["mean"],
+    "baseline_constant": [1.0],
+    "cvar_level": [0.0, 1.5, float("nan")],
+    "constraint_learning_rate": [0.1],
+    "cvar_over": ["prompt"],
+    "cvar_schedule_ratio": [0.2],
+    "logprob_reduction": ["max"],
+    "alpha_normalization": ["tokens"],
+    "reward_transform": ["log"],
+    "reward_transform_alpha": [2.0],
+}
+REFUSED = [(name, {name: value}) for name, values in REFUSED_ALONE.items() for value in values]
+REFUSED += [
     ("target_dist_beta", {"potential": "class"}),
-    ("temperature", {"temperature": 0.7}),
-    ("top_p", {"top_p": 0.9}),
-    ("top_k", {"top_k": 50}),
-    ("min_p", {"min_p": 0.1}),
-    ("repetition_penalty", {"repetition_penalty": 1.1}),
-    ("vllm_structured_outputs_regex", {"vllm_structured_outputs_regex": "a+"}),
-    ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
     ("lr_scheduler_type", {"lr_scheduler_type": "reduce_lr_on_plateau", "do_eval": True, "eval_strategy": "steps"}),
-    ("max_completion_length", {"max_completion_length": None}),
-    ("report_to", {"report_to": ["flyte"]}),
     ("generation_kwargs", {"generation_kwargs": {"suppress_tokens": [1]}}),
-    ("disable_dropout", {"disable_dropout": False}),
-    ("mask_truncated_completions", {"mask_truncated_completions": True}),
-    ("alpha", {"alpha": -0.1}),
-    ("alpha", {"alpha": float("nan")}),
-    ("alpha", {"alpha": float("inf")}),
-    ("alpha_start", {"alpha_start": -1.0}),
-    ("alpha_start", {"alpha_start": 0.0}),
-    ("target_dist_beta_start", {"target_dist_beta_start": 5.0}),
     (
         "target_dist_beta_start",
         {"potential": "indicator", "bad_reward_threshold": 0.0, "target_dist_beta_start": -1.0},
     ),
-    ("num_proposal_generations", {"num_proposal_generations": 1}),
     ("num_proposal_generations", {"proposal": "policy", "num_proposal_generations": 4}),
     ("num_proposal_generations", HOT | {"num_proposal_generations": 1}),
     (
         "num_proposal_generations",
         HOT | {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
     ),
-    ("proposal_temperature", {"proposal_temperature": 1.5}),
     ("proposal_temperature", HOT | {"proposal_temperature": 0.9}),
     ("proposal_temperature", HOT | {"proposal_temperature": 2.5, "use_vllm": True}),
     ("proposal_temperature", HOT | {"proposal_temperature": float("nan")}),
@@ -97,7 +117,6 @@ REFUSED = [
         "num_proposal_generations",
         {"num_proposal_generations": 4, "per_device_train_batch_size": 1, "num_generations": 8},
     ),
-    ("proposal_updates_per_step", {"proposal_updates_per_step": 0}),
     ("proposal_updates_per_step", {"proposal": "policy", "proposal_updates_per_step": 2}),
     (
         "proposal_updates_per_step",
@@ -105,26 +124,15 @@ REFUSED = [
     ),
     (
         "proposal_updates_per_step",
-        {
-            "proposal_updates_per_step": 2,
-            "proposal_update_order": "after",
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 3,
-        },
+        {"proposal_updates_per_step": 2, "proposal_update_order": "after", "gradient_accumulation_steps": 2}
+        | {"steps_per_generation": 3},
     ),
-    ("proposal_learning_rate", {"proposal_learning_rate": -1.0}),
     ("proposal_vllm_group_port", {"proposal": "policy", "proposal_vllm_group_port": 51218}),
-    ("proposal_loss", {"proposal_loss": "kl"}),
     ("proposal_loss", {"proposal_loss": "dpg", "per_device_train_batch_size": 1, "num_generations": 8}),
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "sixo"}),
     ("proposal_parameterization", {"proposal_parameterization": "prefix", "proposal_loss": "vargrad"}),
     ("num_proposal_generations", {"proposal_loss": "vargrad", "num_proposal_generations": 1}),
-    ("proposal_update_order", {"proposal_update_order": "during"}),
     ("target_dist_beta", {"proposal": "hot_policy", "bad_reward_threshold": 0.0, "target_dist_beta": -1.0}),
-    ("proposal", {"proposal": "best"}),
-    ("vllm_sleep_level", {"vllm_sleep_level": 3}),
-    ("vllm_sleep_level", {"vllm_sleep_level": 1}),
-    ("vllm_logp_difference_threshold", {"vllm_logp_difference_threshold": 0.0}),
     ("proposal_vllm_server_base_url", {"proposal_vllm_server_base_url": "http://localhost:8001"}),
     (
         "proposal_vllm_group_port",
@@ -135,39 +143,23 @@ REFUSED = [
             "proposal_vllm_group_port": 51216,
         },
     ),
-    ("potential", {"potential": "linear"}),
-    ("target_class", {"target_class": 2}),
     ("bad_reward_threshold", {"potential": "indicator"}),
     ("bad_reward_threshold", {"save_negatives": True}),
     ("reward_cap", {"reward_cap": 1.0, "potential": "class", "target_dist_beta": 1.0}),
-    ("negative_loss", {"negative_loss": "other"}),
-    ("negative_baseline", {"negative_baseline": "policy"}),
-    ("baseline", {"baseline": "mean"}),
-    ("baseline_constant", {"baseline_constant": 1.0}),
     ("baseline_constant", {"baseline_constant": 1.0, "baseline": "group_mean"}),
     ("baseline", {"baseline": "constant", "baseline_constant": 1.0, "normalize_advantages": True}),
-    ("cvar_level", {"cvar_level": 0.0}),
-    ("cvar_level", {"cvar_level": 1.5}),
-    ("cvar_level", {"cvar_level": float("nan")}),
     ("cvar_level", {"cvar_level": 0.02, "per_device_train_batch_size": 8}),
     ("cvar_level", {"cvar_level": 0.2, "cvar_over": "prompt"}),
     ("max_bad_probability", {"max_bad_probability": 0.0, "bad_reward_threshold": -1.0}),
     ("max_bad_probability", {"max_bad_probability": 1.0, "bad_reward_threshold": -1.0}),
     ("bad_reward_threshold", {"max_bad_probability": 0.1}),
-    ("constraint_learning_rate", {"constraint_learning_rate": 0.1}),
     (
         "constraint_learning_rate",
         {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0, "constraint_learning_rate": 0.0},
     ),
     ("alpha_start", {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0, "alpha_start": 0.01}),
-    ("cvar_over", {"cvar_over": "prompt"}),
     ("cvar_over", {"cvar_level": 0.5, "cvar_over": "token"}),
-    ("cvar_schedule_ratio", {"cvar_schedule_ratio": 0.2}),
     ("cvar_schedule_ratio", {"cvar_level": 0.5, "cvar_schedule_ratio": 1.5}),
-    ("logprob_reduction", {"logprob_reduction": "max"}),
-    ("alpha_normalization", {"alpha_normalization": "tokens"}),
-    ("reward_transform", {"reward_transform": "log"}),
-    ("reward_transform_alpha", {"reward_transform_alpha": 2.0}),
     ("reward_transform_alpha", {"reward_transform": "exponential", "reward_transform_alpha": -1.0}),
     ("reward_transform_beta", {"reward_transform": "exponential", "reward_transform_beta": 1.0}),
     ("reward_transform_threshold", {"reward_transform": "indicator"}),
@@ -228,18 +220,6 @@ def test_a_schedule_may_stay_where_alpha_is_0(make):
     assert make(alpha=0.0, alpha_start=0.05).alpha == 0
 
 
-@pytest.mark.parametrize(("name", "kwargs"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)])
-def test_refused_values_name_the_field_in_one_line(make, name, kwargs):
-    kwargs = {"num_generations": 4, **kwargs}
-    if "per_device_train_batch_size" in kwargs:
-        kwargs["gradient_accumulation_steps"] = kwargs["num_generations"]
-    with pytest.raises(ValueError) as error:
-        make(**kwargs)
-    message = str(error.value)
-    assert message.startswith(f"`{name}=")
-    assert "\n" not in message
-
-
 @pytest.mark.parametrize("config_cls", ALL)
 def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
     size = {"per_device_train_batch_size": 30}
@@ -289,43 +269,45 @@ def test_one_generation_is_enough_for_ppo_with_hot_samples(make):
     assert config.num_generations == 1
 
 
-PPO_REFUSED = [
-    ("gamma", {"gamma": 1.1}),
-    ("gamma", {"gamma": -0.1}),
+# Values that are refused by themselves
+PPO_REFUSED_ALONE = {
+    "gamma": [1.1, -0.1],
+    "max_completion_length": [None],
+    "gae_lambda": [1.5, float("nan")],
+    "value_learning_rate": [-1.0, float("inf")],
+    "value_clip": [0.0, float("nan")],
+    "value_warmup_steps": [-1],
+    "beta": [-0.1],
+    "num_generations": [0, None],
+    "num_iterations": [0],
+    "epsilon": [0.0],
+    "epsilon_high": [-0.2],
+    "loss_type": ["bnpo", "cispo"],
+    "scale_rewards": ["group"],
+    "multi_objective_aggregation": ["normalize_then_sum"],
+    "importance_sampling_level": ["sequence"],
+    "off_policy_mask_threshold": [0.1],
+    "reward_transform": ["log"],
+}
+PPO_REFUSED = [(name, {name: value}) for name, values in PPO_REFUSED_ALONE.items() for value in values]
+PPO_REFUSED += [
     ("lr_scheduler_type", {"lr_scheduler_type": "reduce_lr_on_plateau", "do_eval": True, "eval_strategy": "steps"}),
-    ("max_completion_length", {"max_completion_length": None}),
-    ("gae_lambda", {"gae_lambda": 1.5}),
-    ("gae_lambda", {"gae_lambda": float("nan")}),
-    ("value_learning_rate", {"value_learning_rate": -1.0}),
-    ("value_learning_rate", {"value_learning_rate": float("inf")}),
-    ("value_clip", {"value_clip": 0.0}),
-    ("value_clip", {"value_clip": float("nan")}),
-    ("value_warmup_steps", {"value_warmup_steps": -1}),
     ("value_warmup_steps", {"value_warmup_steps": 1, "fp16": True, "max_grad_norm": 0.0}),
-    ("beta", {"beta": -0.1}),
-    ("num_generations", {"num_generations": 0}),
-    ("num_generations", {"num_generations": None}),
-    ("num_iterations", {"num_iterations": 0}),
-    ("epsilon", {"epsilon": 0.0}),
-    ("epsilon_high", {"epsilon_high": -0.2}),
-    ("loss_type", {"loss_type": "bnpo"}),
-    ("loss_type", {"loss_type": "cispo"}),
-    ("scale_rewards", {"scale_rewards": "group"}),
-    ("multi_objective_aggregation", {"multi_objective_aggregation": "normalize_then_sum"}),
-    ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
-    ("off_policy_mask_threshold", {"off_policy_mask_threshold": 0.1}),
     ("bad_reward_threshold", {"save_negatives": True}),
-    ("reward_transform", {"reward_transform": "log"}),
     ("reward_transform_threshold", {"reward_transform": "indicator"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"), PPO_REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PPO_REFUSED)]
+    ("config_cls", "name", "kwargs"),
+    [(RePULSeConfig, name, {"num_generations": 4} | kwargs) for name, kwargs in REFUSED]
+    + [(PPOConfig, *case) for case in PPO_REFUSED],
 )
-def test_values_that_ppo_refuses_name_the_field_in_one_line(make, name, kwargs):
+def test_refused_values_name_the_field_in_one_line(make, config_cls, name, kwargs):
+    if config_cls is RePULSeConfig and "per_device_train_batch_size" in kwargs:
+        kwargs["gradient_accumulation_steps"] = kwargs["num_generations"]
     with pytest.raises(ValueError) as error:
-        make(PPOConfig, **kwargs)
+        make(config_cls, **kwargs)
     message = str(error.value)
     assert message.startswith(f"`{name}=")
     assert "\n" not in message

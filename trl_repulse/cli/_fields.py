@@ -1,9 +1,11 @@
-"""The parser of all commands, and arguments that several commands have."""
+"""The parser of all commands, arguments that several commands have, and streams that do not end a command."""
 
 import argparse
+import io
 import json
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -151,6 +153,13 @@ def add_prompts(group: Any, required: bool) -> None:
     )
 
 
+def named_prompts(args: argparse.Namespace) -> Any:
+    """Loads the prompts that the arguments of [`add_prompts`] name."""
+    from ..data.loading import load_prompts
+
+    return load_prompts(args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template)
+
+
 def add_reward(group: Any) -> None:
     """Declares the arguments that name a reward."""
     group.add_argument("--reward_model_path", help="path or Hub id of the reward model, or a server's address")
@@ -158,6 +167,12 @@ def add_reward(group: Any) -> None:
     group.add_argument(
         "--reward_kwargs", metavar="JSON", type=parse_object, default={}, help="further arguments of the reward"
     )
+
+
+def add_options(group: Any, *names: str, **options: Any) -> None:
+    """Declares arguments that several commands have, by name. `options` are for all of them."""
+    for name in names:
+        group.add_argument(f"--{name}", **_SHARED[name] | options)
 
 
 def parse_boolean(value: str) -> bool:
@@ -207,3 +222,44 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
             raise ValueError("`--config` needs the path of a YAML file behind it.")
         path = Path(value)
     return path, rest
+
+
+# Arguments of several commands
+_SHARED: dict[str, dict[str, Any]] = {
+    "batch_size": {"type": int, "help": "completions of one pass (%(default)s)"},
+    "chat_template_kwargs": {
+        "metavar": "JSON",
+        "type": parse_object,
+        "help": """further variables of the chat template, such as '{"enable_thinking": false}'""",
+    },
+    "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
+    "seed": {"type": int, "default": 0, "help": "seed of the draws (0)"},
+    "trust_remote_code": {"action": "store_true", "help": "run Python code that comes with models"},
+}
+
+
+class _Stream(io.FileIO):
+    """A standard stream that drops what nobody reads, as after a pipe to `head`."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def keep_writing() -> None:
+    """
+    Makes output safe: readers may leave, the shell may have closed a stream, and letters that the locale lacks are escaped.
+    Streams with which a caller has replaced Python's stay.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = _Stream(stream.fileno(), "w", closefd=False)
+            whole = raw if stream.write_through else io.BufferedWriter(raw)
+            options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(whole, stream.encoding, "backslashreplace", **options))

@@ -1,6 +1,7 @@
 """Arguments of the training commands: their dataclasses, their parser and its help."""
 
 import argparse
+import contextlib
 import inspect
 import json
 import re
@@ -8,21 +9,25 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any, Literal, NoReturn, get_type_hints
 
 import torch
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from .. import embedded
-from ..configs import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from ..configs import (
+    NegativeTermConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RePULSeConfig,
+    RePULSeGRPOConfig,
+    RePULSePPOConfig,
+)
 from ..configs._checks import own_precision
-from ..configs._fields import WholePrompts
+from ..configs.shared_config import WholePrompts, option
 from ._fields import Parser, split_config
-
-
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -36,14 +41,13 @@ class TrainingScriptArguments(ScriptArguments):
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
         reward_type (`str`, *optional*):
-            Kind of reward, as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, TRL's own treatment of sequence
-            classifiers.
+            Kind of reward, as in [`~trl_repulse.rewards.loading.load_reward`].
         reward_kwargs (`dict` or `str`, *optional*):
             Further arguments of the reward; on the command line as JSON.
         prompt_column (`str`, *optional*, defaults to `"prompt"`):
             Column of the data set that holds the prompts.
         apply_chat_template (`bool`, *optional*, defaults to `False`):
-            Whether to make plain prompts messages of a user, so that the tokenizer's chat template is applied.
+            Whether to make plain prompts messages of a user, in the chat template.
         single_prompt (`str`, *optional*):
             The one prompt to train on, instead of the rows of `dataset_name`.
         max_prompt_length (`int`, *optional*):
@@ -51,10 +55,9 @@ class TrainingScriptArguments(ScriptArguments):
         eval_dataset_name (`str`, *optional*):
             Held-out prompts, evaluated by sampling after training: a file, or the `dataset_test_split` of a data set.
         eval_prompt_column (`str`, *optional*):
-            Column of `eval_dataset_name` that holds the prompts. If unset, `prompt_column`.
+            Their column. If unset, `prompt_column`.
         train_batch_size (`int`, *optional*):
-            Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`, so that an
-            update is the same on any number of devices.
+            Completions of one update, over all processes, on any number of devices: determines `gradient_accumulation_steps`.
         lr_decay_ratio (`float`, *optional*):
             Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lowers the learning
             rate to 0, linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
@@ -64,48 +67,46 @@ class TrainingScriptArguments(ScriptArguments):
         bad_token_ids (`list[int]`, *optional*):
             Tokens that make a completion bad. If set, the exact log P(bad) is tracked; for completions of one or two tokens.
         exact_tracking (`bool`, *optional*, defaults to `False`):
-            Whether to track the expected reward of a reward model and KL exactly too, by enumeration of all completions; for tiny
-            vocabularies.
+            Whether to track expected reward and KL exactly too, by enumeration of all completions; for tiny vocabularies.
         tracking_every (`int`, *optional*, defaults to `10`):
             Updates between two exact evaluations.
         num_table_completions (`int`, *optional*, defaults to `10`):
-            Completions in the table of completions before and after training; 0 for no table.
+            Completions in the table of before and after training; 0 for no table.
         print_all_metrics (`bool`, *optional*, defaults to `False`):
-            Whether to print all metrics at each log, as [`~transformers.Trainer`] does, instead of a line with the main
-            ones. Trackers always get all.
+            Whether to print all metrics at each log, instead of a line with the main ones. Trackers always get all.
     """
 
-    reward_model_path: str | None = _field(None, "Reward model: a path, a Hub id, or a server's address.")
-    reward_type: str | None = _field(
+    reward_model_path: str | None = option(None, "Reward model: a path, a Hub id, or a server's address.")
+    reward_type: str | None = option(
         None,
         "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. If unset, TRL's own "
         "treatment of sequence classifiers.",
     )
-    reward_kwargs: dict | str | None = _field(None, 'Further arguments of the reward, e.g. `{"max_length": 300}`.')
-    prompt_column: str = _field("prompt", "Column of the data set that holds the prompts.")
-    apply_chat_template: bool = _field(
+    reward_kwargs: dict | str | None = option(None, 'Further arguments of the reward, e.g. `{"max_length": 300}`.')
+    prompt_column: str = option("prompt", "Column of the data set that holds the prompts.")
+    apply_chat_template: bool = option(
         False, "Whether to make plain prompts messages of a user, in the chat template."
     )
-    single_prompt: str | None = _field(None, "The one prompt to train on, in place of the rows of `dataset_name`.")
-    max_prompt_length: int | None = _field(None, "Prompts of more tokens are left out.")
-    eval_dataset_name: str | None = _field(None, "Held-out prompts, evaluated by sampling after training.")
-    eval_prompt_column: str | None = _field(None, "Column of the held-out prompts. If unset, `prompt_column`.")
-    train_batch_size: int | None = _field(
+    single_prompt: str | None = option(None, "The one prompt to train on, in place of the rows of `dataset_name`.")
+    max_prompt_length: int | None = option(None, "Prompts of more tokens are left out.")
+    eval_dataset_name: str | None = option(None, "Held-out prompts, evaluated by sampling after training.")
+    eval_prompt_column: str | None = option(None, "Column of the held-out prompts. If unset, `prompt_column`.")
+    train_batch_size: int | None = option(
         None, "Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`."
     )
-    lr_decay_ratio: float | None = _field(
+    lr_decay_ratio: float | None = option(
         None, "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."
     )
-    num_final_samples: int = _field(
+    num_final_samples: int = option(
         0, "Completions of each held-out prompt that estimate P(bad) at the end. 0: no estimate."
     )
-    bad_token_ids: list[int] | None = _field(None, "Tokens that make a completion bad: tracks the exact log P(bad).")
-    exact_tracking: bool = _field(
+    bad_token_ids: list[int] | None = option(None, "Tokens that make a completion bad: tracks the exact log P(bad).")
+    exact_tracking: bool = option(
         False, "Whether to track the reward of a reward model and KL exactly too, for tiny vocabularies."
     )
-    tracking_every: int = _field(10, "Updates between two exact evaluations.")
-    num_table_completions: int = _field(10, "Completions in the table of before and after training. 0: no table.")
-    print_all_metrics: bool = _field(False, "Whether to print all metrics at each log, not a line with the main ones.")
+    tracking_every: int = option(10, "Updates between two exact evaluations.")
+    num_table_completions: int = option(10, "Completions in the table of before and after training. 0: no table.")
+    print_all_metrics: bool = option(False, "Whether to print all metrics at each log, not a line with the main ones.")
 
     def __post_init__(self):
         if self.num_table_completions < 0:
@@ -131,7 +132,7 @@ class PPOScriptArguments(TrainingScriptArguments):
             Initial value model: a path or a Hub id, for example of the reward model. If unset, the policy.
     """
 
-    value_model_path: str | None = _field(
+    value_model_path: str | None = option(
         None, "Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy."
     )
 
@@ -152,12 +153,12 @@ class GRPOScriptArguments(TrainingScriptArguments):
             The indicator transform's threshold, in units of reward.
     """
 
-    reward_transform: Literal["exponential", "indicator"] | None = _field(
+    reward_transform: Literal["exponential", "indicator"] | None = option(
         None, "`exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r < threshold])."
     )
-    reward_transform_alpha: float = _field(1.0, "The transform's a, at least 0.")
-    reward_transform_beta: float = _field(-1.0, "The exponential transform's b, below 0.")
-    reward_transform_threshold: float | None = _field(None, "The indicator transform's threshold, in units of reward.")
+    reward_transform_alpha: float = option(1.0, "The transform's a, at least 0.")
+    reward_transform_beta: float = option(-1.0, "The exponential transform's b, below 0.")
+    reward_transform_threshold: float | None = option(None, "The indicator transform's threshold, in units of reward.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -188,15 +189,7 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
 
 
 class FieldsParser(Parser, TrlParser):
-    """
-    [`~trl.TrlParser`] that raises mistakes as one line each, and reads a YAML file as it reads flags.
-
-    Args:
-        dataclass_types (`Iterable[type]`):
-            Dataclasses to fill in.
-        kwargs:
-            Further arguments of [`~trl.TrlParser`].
-    """
+    """[`~trl.TrlParser`] that raises mistakes as one line each, and reads a YAML file as it reads flags."""
 
     def __init__(self, dataclass_types: Iterable[type], **kwargs: Any):
         super().__init__(dataclass_types, **kwargs)
@@ -208,19 +201,8 @@ class FieldsParser(Parser, TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
         """
-        Reads the command line, and the YAML file that `--config` names. Flags win over the file.
-
-        Args:
-            args (`Iterable[str]`, *optional*):
-                Command line without the name of the script. If `None`, that of the process.
-            kwargs:
-                Further arguments of [`~transformers.HfArgumentParser.parse_args_into_dataclasses`].
-
-        Returns:
-            `tuple`: An instance of each dataclass.
-
-        Raises:
-            `ValueError`: If a name is unknown, or a value cannot be read or is refused by its dataclass.
+        Reads the command line, and the YAML file that `--config` names, into an instance of each dataclass. Flags win over the file.
+        Raises a `ValueError` if a name is unknown, or a value cannot be read or is refused by its dataclass.
         """
         path, argv = split_config(sys.argv[1:] if args is None else list(args))
         if path is not None:
@@ -228,6 +210,15 @@ class FieldsParser(Parser, TrlParser):
         return self.parse_args_into_dataclasses(argv, **kwargs)
 
 
+# Own fields that `--help` leaves to `--help-all`
+_RARE = set(
+    """
+    target_class reward_cap negative_baseline proposal_parameterization push_proposal_to_hub hub_proposal_model_id
+    proposal_vllm_server_base_url proposal_vllm_group_port baseline_constant cvar_over cvar_schedule_ratio vllm_sleep_level
+    vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers bad_token_ids exact_tracking
+    tracking_every lr_decay_ratio num_table_completions print_all_metrics eval_prompt_column
+    """.split()
+)
 # Fields of TRL and transformers that `--help` lists
 _COMMON = """
     model_name_or_path output_dir max_steps learning_rate per_device_train_batch_size num_generations max_completion_length
@@ -247,21 +238,15 @@ class TrainingParser(FieldsParser):
     """
     [`FieldsParser`] of a training command. `--help` lists the method's flags and the common ones, `--help-all` all flags.
 
-    Args:
-        classes (`tuple`):
-            Dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
-            [`~trl.ModelConfig`] is added.
-        default_config (`str`):
-            Settings file of a run without `--config` and `--model_name_or_path`, which the help names.
-        kwargs:
-            Further arguments of [`~trl.TrlParser`].
+    `classes` are the dataclasses of the command's own arguments and of the trainer's configuration, to which [`~trl.ModelConfig`] is
+    added. The help names `default_config`, the settings file of a run without `--config` and `--model_name_or_path`.
     """
 
     def __init__(self, classes: tuple[type, type], default_config: str, **kwargs: Any):
         description = (
-            "Every flag is also a key of the YAML file that --config names; flags win over the file. The defaults below "
-            "are those for a model of your own, and those of the file where --config is given too. Without --config and "
-            f"--model_name_or_path the command trains in the embedded world, with the settings of {default_config}."
+            "Every flag is also a key of the YAML file that --config names; flags win over the file. In parentheses is the "
+            "value that will apply, or what decides it, for a model of your own, and with the file where --config is given too; "
+            f"flags may change values that others depend on. Without --config and --model_name_or_path the command trains in the embedded world, with the settings of {default_config}."
         )
         usage = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
         super().__init__((*classes, ModelConfig), **{"usage": usage, "description": description} | kwargs)
@@ -277,31 +262,44 @@ class TrainingParser(FieldsParser):
         shared = {each.name for each in fields(GRPOConfig)}
         # What a subclass adds comes first
         own = {cls: [n for base in cls.__mro__ for n in inspect.get_annotations(base)] for cls in (config, script)}
+        values = self._effective(config)
         sections = {
-            f"{config.__name__}: the method": [name for name in own[config] if name not in shared],
-            "reward, prompts and tracking": own[script],
+            f"{config.__name__}: the method": [name for name in own[config] if name not in shared | _RARE],
+            "reward, prompts and tracking": [name for name in own[script] if name not in _RARE],
             "common fields (`--help-all` lists all, in full)": _COMMON,
         }
         actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`
         width = max(shutil.get_terminal_size().columns, 80) - 2
         description, *epilog = (textwrap.fill(text, width) for text in (self.description, self.epilog) if text)
         listed = [
-            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], width)
+            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], values, width)
             for title, names in sections.items()
             if names
         ]
         return "\n\n".join([self.format_usage().rstrip(), description, *listed, *epilog]) + "\n"
 
+    def _effective(self, config: type) -> dict[str, Any]:
+        """The flags' defaults, and what the configuration makes of those that are unset."""
+        values = SimpleNamespace(**{action.dest: action.default for action in self._actions})
+        if issubclass(config, NegativeTermConfig):
+            with contextlib.suppress(TypeError):  # PyYAML reads a number such as 1e-3 as text
+                config.fill_in(values)
+        return vars(values)
 
-def _in_lines(title: str, actions: list[argparse.Action], width: int) -> str:
-    """A section of the short help. Each flag has a line: the first sentence of its help, and its default if there is one."""
+
+def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any], width: int) -> str:
+    """A section of the short help. Each flag has a line: the first sentence of its help, and the value that will apply."""
     column, lines = 4 + max(len(action.dest) for action in actions), [f"{title}:"]
     for action in actions:
-        short = textwrap.shorten(str(action.default), 20, placeholder="...")
-        default = "" if action.default is None else f" ({short})"
-        sentence = re.split(r"[.:;] (?=[A-Z])|\.$", action.help.replace("%%", "%"))[0]
-        room = width - column - 2 - len(default)
-        lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')}{default}")
+        text = action.help.replace("%%", "%")
+        value = str(values[action.dest])
+        if values[action.dest] is None:  # then the help says what decides, if anything does
+            decides = re.search(r"If (?:unset|`None`), (.+?)(?:[.;,] |\.$)", text)
+            value = re.sub(r"^`(\w+)`$", r"as \1", decides[1]) if decides else "unset"
+        value = textwrap.shorten(value, 26, placeholder="...")
+        sentence = re.split(r"[.:;] (?=[A-Z])|\.$", text)[0]
+        room = width - column - 5 - len(value)
+        lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')} ({value})")
     return "\n".join(lines)
 
 
@@ -311,21 +309,10 @@ def parse(
     """
     Reads the arguments of a training command, from the command line and the YAML file that `--config` names. Flags win.
 
-    Args:
-        argv (`list[str]`):
-            Command line without the name of the script.
-        classes (`tuple`):
-            Dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration.
-        default_config (`str`):
-            File to read if neither `--config` nor `--model_name_or_path` is given.
-        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
-            Names of the launcher's arguments, which the file may have too.
-
-    Returns:
-        The two dataclasses and [`~trl.ModelConfig`], filled in. Without a model, with the paths of the embedded world.
-
-    Raises:
-        `ValueError`: If arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
+    Without `--config` and `--model_name_or_path` it reads `default_config` and gives the paths of the embedded world. `classes` are
+    the dataclasses of the command's own arguments (a [`TrainingScriptArguments`]) and of the trainer's configuration, which
+    are returned filled in, with [`~trl.ModelConfig`]. The file may have `launcher_keys`, the launcher's arguments, too. Raises a
+    `ValueError` if arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
     """
     flags = {word.partition("=")[0].replace("-", "_") for word in argv}
     if not flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}:

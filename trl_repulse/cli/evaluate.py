@@ -8,7 +8,7 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_prompts, add_reward, check_output, parse_object
+from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
 
 
 FIGURES = (".png", ".pdf", ".svg")
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--engine_kwargs", metavar="JSON", type=parse_object, help="further arguments of vLLM's engine"
     )
-    sampling.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with models")
+    add_options(sampling, "trust_remote_code")
     for name, options in SETTINGS.items():
         sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
     reading = parser.add_argument_group("report")
@@ -136,7 +136,6 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
 
 
 def _sample(args: argparse.Namespace) -> None:
-    from ..data.loading import load_prompts
     from ..evaluation.negatives import check_negatives
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
@@ -156,9 +155,7 @@ def _sample(args: argparse.Namespace) -> None:
         given["reward_weights"] = tuple(given["reward_weights"])
     settings = SamplingSettings(**given)
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
-    prompts = load_prompts(
-        args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
-    )
+    prompts = named_prompts(args)
     rewards = _load_rewards(args)
     _check_column(args.column, rewards, settings.reward_transform is not None, args.reference is not None)
     sample_completions(

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from .. import __version__
 from .._errors import describe_error, did_you_mean, from_reward
-from ._fields import Parser, split_config
-from ._streams import keep_writing
+from ._fields import Parser, keep_writing, split_config
 
 
 # Training command -> what it does in one line
@@ -43,19 +42,8 @@ COMMANDS = {
 
 def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
     """
-    Builds the parser of the console command.
-
-    Args:
-        command (`str`, *optional*):
-            Sub-command whose arguments are declared. The modules of the others are not imported.
-        config (`Path`, *optional*):
-            YAML file with arguments of the sub-command. Flags win over it.
-
-    Returns:
-        `argparse.ArgumentParser`: The parser.
-
-    Raises:
-        `ValueError`: If the file cannot be used.
+    Builds the parser of the console command, with the arguments of one sub-command; the modules of the others are not imported.
+    `config` is a YAML file with arguments of it, over which flags win. Raises a `ValueError` if the file cannot be used.
     """
     parser = Parser("trl-repulse", description="RePULSe for TRL: training, and tools around it.")
     parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
@@ -76,14 +64,8 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
 
 def main(argv: list[str] | None = None) -> int:
     """
-    Runs the console command. Mistakes of the user, and errors of a reward function, end it with one line.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments. If `None`, those of the process.
-
-    Returns:
-        `int`: Exit status. Wrong arguments exit with status 2 instead.
+    Runs the console command and returns its exit status. Mistakes of the user, and errors of a reward function, end it with one
+    line. Wrong arguments exit with status 2.
     """
     keep_writing()
     argv = sys.argv[1:] if argv is None else argv

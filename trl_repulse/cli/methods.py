@@ -15,19 +15,10 @@ from .scripts import make_reward, run
 
 def train(command: str, argv: list[str] | None = None, launcher_keys: Collection[str] = ()) -> None:
     """
-    Runs a training command, from its flags to the report at the end.
+    Runs a training command, such as `"repulse"`, from its flags (those of the process if `argv` is `None`) to the report at the end.
 
-    Args:
-        command (`str`):
-            Training command: `"repulse"`, `"reinforce"`, `"ppo"`, `"grpo"`, `"repulse-ppo"` or `"repulse-grpo"`.
-        argv (`list[str]`, *optional*):
-            Its flags. If `None`, those of the process.
-        launcher_keys (`Collection[str]`, *optional*, defaults to `()`):
-            Names of the launcher's arguments, which the file of `--config` may have too.
-
-    Raises:
-        `ValueError`: If arguments are unknown, out of range, missing, or contradict one another.
-        `OSError`: If a model or a file cannot be loaded.
+    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. Raises a `ValueError` if arguments are unknown, out
+    of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv = sys.argv[1:] if argv is None else argv
     script_args, args, model_args = parse(argv, ARGUMENTS[command], embedded.settings_path(command), launcher_keys)
@@ -70,10 +61,5 @@ def _transformed_reward(script_args: GRPOScriptArguments) -> Any:
     reward = make_reward(script_args)
     if script_args.reward_transform is None:
         return reward
-    return TransformedReward(
-        reward,
-        script_args.reward_transform,
-        alpha=script_args.reward_transform_alpha,
-        beta=script_args.reward_transform_beta,
-        threshold=script_args.reward_transform_threshold,
-    )
+    options = {name: getattr(script_args, f"reward_transform_{name}") for name in ("alpha", "beta", "threshold")}
+    return TransformedReward(reward, script_args.reward_transform, **options)

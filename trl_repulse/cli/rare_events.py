@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation._files import write_report
-from ._fields import add_prompts, add_reward, check_output, parse_object
+from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,17 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="proposals, of one or several runs; none: plain sampling",
     )
-    models.add_argument("--dtype", default="auto", help="precision of the weights (that of each checkpoint)")
-    models.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the models")
+    add_options(models, "dtype", "trust_remote_code")
     add_reward(parser.add_argument_group("reward"))
     drawing = parser.add_argument_group("completions")
     add_prompts(drawing, required=True)
-    drawing.add_argument(
-        "--chat_template_kwargs",
-        metavar="JSON",
-        type=parse_object,
-        help="""further variables of the chat template, such as '{"enable_thinking": false}'""",
-    )
+    add_options(drawing, "chat_template_kwargs", "seed")
+    add_options(drawing, "batch_size", default=64)
     drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
     drawing.add_argument("--num_samples", type=int, default=1000, help="completions a prompt from the policy (1000)")
     drawing.add_argument(
@@ -42,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="each proposal draws as many again at the temperature that takes it so far from itself; 0: none (2)",
     )
-    drawing.add_argument("--batch_size", type=int, default=64, help="completions of one pass (64)")
-    drawing.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
     estimates = parser.add_argument_group("estimates")
     estimates.add_argument(
         "--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad"
@@ -130,7 +123,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from ..data.loading import load_prompts
     from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
@@ -139,9 +131,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..rewards.loading import load_reward
 
     device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
-    prompts = load_prompts(
-        args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template
-    )
+    prompts = named_prompts(args)
     template = args.chat_template_kwargs
     check_template_kwargs(prompts[:1]["prompt"], template)
     tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]

@@ -23,7 +23,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from .. import embedded
 from .._errors import describe_error, from_reward
 from .._numbers import format_logs, kl_per_completion, with_unit
-from ..configs.engine_config import without_secrets
+from ..configs.shared_config import without_secrets
 from ..data._checks import check_eval_batch, check_output_dir
 from ..data._prompts import as_templates_read, check_template_variables
 from ..data.loading import drop_long_prompts, load_prompts
@@ -47,7 +47,7 @@ from ..evaluation.unseen import estimate_prob_bad, format_unseen
 from ..models._deepspeed import gathered
 from ..models._loading import load_model, load_tokenizer
 from ..rewards.loading import load_reward
-from ._streams import keep_writing
+from ._fields import keep_writing
 from .arguments import TrainingScriptArguments
 
 
@@ -63,21 +63,9 @@ def load_data(
     script_args: TrainingScriptArguments, args: Any, model_name: str
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
     """
-    Loads the prompts to train on, and the held-out ones.
+    Loads the prompts to train on, and the held-out ones, which may be `None` if `args.eval_strategy` is "no".
 
-    Args:
-        script_args ([`TrainingScriptArguments`]):
-            Names the data.
-        args ([`~trl.GRPOConfig`]):
-            The trainer's configuration. Held-out prompts are needed unless its `eval_strategy` is "no".
-        model_name (`str`):
-            The policy, whose tokenizer counts the tokens of prompts.
-
-    Returns:
-        The prompts to train on, and the held-out ones or `None`.
-
-    Raises:
-        `ValueError`: If prompts cannot be loaded or used.
+    `model_name` is the policy, whose tokenizer counts the tokens of prompts. Raises a `ValueError` if prompts cannot be used.
     """
     check_template_variables(args.chat_template_kwargs)  # of TRL's own configurations too
     options = (script_args.dataset_config, script_args.dataset_streaming)
@@ -119,23 +107,8 @@ def make_tracking(
     trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, model_name: str
 ) -> TrackingCallback:
     """
-    Makes the callback that tracks a run: by exact evaluations if they are possible, else by the run's costs alone.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer to track.
-        script_args ([`TrainingScriptArguments`]):
-            Names the bad tokens, what to track exactly, and how often.
-        prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            The training prompts, each once.
-        model_name (`str`):
-            The initial policy.
-
-    Returns:
-        [`~trl_repulse.evaluation.tracking.TrackingCallback`]
-
-    Raises:
-        `ValueError`: If bad tokens are given, but the completions of the prompts are too many to enumerate.
+    Makes the callback that tracks a run: by exact evaluations of the training prompts if `script_args` names bad tokens, else by
+    the run's costs alone. Raises a `ValueError` if bad tokens are given, and the prompts are too many to enumerate completions.
     """
     bad, every = script_args.bad_token_ids, script_args.tracking_every
     if not bad:
@@ -293,16 +266,7 @@ def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None 
 
 
 def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
-    """
-    Loads the reward that the arguments name.
-
-    Args:
-        script_args ([`TrainingScriptArguments`]):
-            Names the reward.
-
-    Returns:
-        `Callable` or `str`: as [`~trl_repulse.rewards.loading.load_reward`].
-    """
+    """Loads the reward that the arguments name, by [`~trl_repulse.rewards.loading.load_reward`]."""
     return load_reward(script_args.reward_type, script_args.reward_model_path, **(script_args.reward_kwargs or {}))
 
 
@@ -314,19 +278,10 @@ def report(
     others: Mapping[str, Mapping[str, float]],
 ) -> None:
     """
-    Writes `results.json` and a figure to `output_dir`, and prints a table.
+    Writes `results.json` and a figure to the `output_dir` of a trainer that has finished, and prints a table.
 
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer that has finished.
-        tracking ([`~trl_repulse.evaluation.tracking.TrackingCallback`]):
-            Callback that tracked it.
-        method (`str`):
-            Name of the method.
-        unseen (`Mapping[str, float]`):
-            What [`estimate_unseen`] returned, or nothing.
-        others (`Mapping[str, Mapping[str, float]]`):
-            By name, what is known of other policies on the same held-out prompts.
+    `unseen` is what [`estimate_unseen`] returned, or nothing; `others` has, by name, what is known of other policies on the same
+    held-out prompts.
     """
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     history = list(reversed(trainer.state.log_history))
@@ -345,12 +300,8 @@ def report(
             own["kl"] = values["eval_kl"]
         table = format_unseen({**others, method: own}, ["(the other columns are stored results)"] if others else [])
     exact = tracking.history[-1]["policy"] if tracking.history else {}
-    sampled = (
-        {}
-        if "expected_reward" in exact
-        else {name: value for name, value in values.items() if "proposal/" not in name}
-    )
-    trainer.measured = exact | sampled
+    sampled = {name: value for name, value in values.items() if "proposal/" not in name}
+    trainer.measured = exact if "expected_reward" in exact else exact | sampled
     if tracking.history:
         first = tracking.history[0]["update"]
         start = f"at update {first}, where training was resumed," if first else "at the start"
@@ -371,14 +322,7 @@ def report(
 def main_or_exit(main: Callable[[], None]) -> None:
     """
     Runs a script's main function. A mistake of the user, an error of a reward function or Ctrl-C ends it with one line and exit
-    status 1.
-
-    Args:
-        main (`Callable`):
-            The function.
-
-    Raises:
-        `Exception`: Any other error of the function.
+    status 1; other errors are raised.
     """
     keep_writing()
     try:

@@ -1,14 +1,9 @@
-"""Configurations, one file a trainer."""
+"""Configurations of the trainers."""
 
-from .engine_config import EngineConfig
-from .negative_term_config import NegativeTermConfig
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
-from .repulse_config import RePULSeConfig
-from .repulse_grpo_config import RePULSeGRPOConfig
-from .repulse_ppo_config import RePULSePPOConfig
-from .reward_config import RewardConfig
-from .scoring_config import ScoringConfig
+from .repulse_config import NegativeTermConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
+from .shared_config import EngineConfig, RewardConfig, ScoringConfig
 
 
 __all__ = [

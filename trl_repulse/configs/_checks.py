@@ -1,11 +1,12 @@
 """Checks of the configurations. All raise `ValueError` with the field and the remedy."""
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from accelerate.logging import get_logger
 from accelerate.utils import patch_environment
@@ -43,9 +44,17 @@ def require_defaults(args: Any, defaults: dict[str, Any], remedy: str) -> None:
         require(args, getattr(args, name) == default, name, remedy.format(default))
 
 
-def require_choice(args: Any, name: str, choices: tuple) -> None:
-    """Raises `ValueError` unless the field holds one of the choices."""
-    require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
+def check_choices(args: Any) -> None:
+    """Raises `ValueError` for a value of one of this package's fields that its type, a `Literal`, does not list."""
+    for cls in type(args).__mro__:
+        if not cls.__module__.startswith("trl_repulse."):
+            continue
+        for name, hint in inspect.get_annotations(cls).items():
+            kinds = [hint, *get_args(hint)]
+            choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+            if choices and name != "share_prompts":  # which takes words of a command line too
+                choices += [None] * (type(None) in kinds)
+                require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
 
 
 @contextlib.contextmanager
@@ -68,7 +77,6 @@ def own_precision(args: Any) -> Iterator[None]:
 
 def _check_reward(args: Any) -> None:
     """Checks the fields of [`RewardConfig`]."""
-    require_choice(args, "reward_transform", ("exponential", "indicator", None))
     for name in ("reward_transform_alpha", "reward_transform_beta"):
         require(args, math.isfinite(getattr(args, name)), name, "must be a finite number")
     for name in ("reward_transform_threshold", "bad_reward_threshold"):
@@ -78,39 +86,18 @@ def _check_reward(args: Any) -> None:
         unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
         require_defaults(args, unset, "has no effect; set `reward_transform` to 'exponential' or 'indicator'")
     require(args, args.reward_transform_alpha >= 0, "reward_transform_alpha", "must be at least 0")
-    unused = {"exponential": {"reward_transform_threshold": None}, "indicator": {"reward_transform_beta": -1.0}}
-    remedy = f"has no effect with `reward_transform='{args.reward_transform}'`; leave it at {{}}"
-    require_defaults(args, unused.get(args.reward_transform, {}), remedy)
+    unused = f"has no effect with `reward_transform='{args.reward_transform}'`; leave it at {{}}"
     if args.reward_transform == "exponential":
+        require_defaults(args, {"reward_transform_threshold": None}, unused)
         remedy = "must be below 0: the exponential transform takes the most from the lowest rewards"
         require(args, args.reward_transform_beta < 0, "reward_transform_beta", remedy)
     if args.reward_transform == "indicator":
+        require_defaults(args, {"reward_transform_beta": -1.0}, unused)
         remedy = "is needed by `reward_transform='indicator'`; set the reward under which a completion is penalised"
         require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
     if args.save_negatives:
         remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
-
-
-def _check_scoring(args: Any) -> None:
-    """Checks the fields of [`ScoringConfig`]; `"true"` and `"false"` from a command line become booleans."""
-    if isinstance(args.share_prompts, str):
-        args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
-    fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"
-    require(args, fits, "share_prompts", "is not one of 'auto', True, False")
-
-
-def _check_engine(args: Any) -> None:
-    """Checks the fields of [`EngineConfig`], and that completions have a maximum length."""
-    remedy = "must be a number of tokens, at least 1"
-    require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
-    require_choice(args, "vllm_sleep_level", (1, 2, None))
-    if args.vllm_sleep_level is not None:
-        remedy = "has no effect; set `use_vllm=True`, `vllm_mode='colocate'` and `vllm_enable_sleep_mode=True`"
-        sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
-        require(args, sleeps, "vllm_sleep_level", remedy)
-    remedy = "must be a number above 0, in nats"
-    require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
 
 
 def check_compared(args: Any) -> None:
@@ -120,10 +107,21 @@ def check_compared(args: Any) -> None:
 
 
 def check_shared(args: Any) -> None:
-    """Checks the fields that all trainers share, including TRL's."""
+    """Checks the fields that all trainers share, including TRL's, and the choices of all."""
+    check_choices(args)
     _check_reward(args)
-    _check_engine(args)
-    _check_scoring(args)
+    remedy = "must be a number of tokens, at least 1"
+    require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
+    if args.vllm_sleep_level is not None:
+        remedy = "has no effect; set `use_vllm=True`, `vllm_mode='colocate'` and `vllm_enable_sleep_mode=True`"
+        sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
+        require(args, sleeps, "vllm_sleep_level", remedy)
+    remedy = "must be a number above 0, in nats"
+    require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
+    if isinstance(args.share_prompts, str):  # of a command line
+        args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
+    fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"
+    require(args, fits, "share_prompts", "is not one of 'auto', True, False")
     check_template_variables(args.chat_template_kwargs)
     remedy = (
         "must be at least 0 (0 is no KL penalty): it is the KL coefficient. The β of the paper's target distribution is "
@@ -165,27 +163,26 @@ def check_target_is_used(args: Any) -> None:
 
 def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     """Checks the fields of [`NegativeTermConfig`]; `in_rows` if completions are batched one by one."""
-    require_choice(args, "potential", ("tilted", "indicator", "class"))
-    require_choice(args, "target_class", (0, 1))
-    require_choice(args, "alpha_normalization", ("samples", "none"))
-    require_choice(args, "negative_loss", ("push_down", "reinforce"))
-    require_choice(args, "negative_baseline", ("none", "proposal", "policy"))
-    require_choice(args, "proposal", ("hot_policy", "learned", "policy"))
-    require_choice(args, "proposal_loss", ("ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"))
-    require_choice(args, "proposal_parameterization", ("token", "prefix"))
-    require_choice(args, "proposal_update_order", ("before", "after"))
     require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 leaves the negative term out)")
     _check_target(args)
     if args.alpha == 0:
         return  # alpha=0 alone turns the term off; fields of the proposal may stay in a configuration file
-    _check_schedules(args)
+    for name in ("alpha", "target_dist_beta"):
+        start, end = getattr(args, f"{name}_start"), getattr(args, name)
+        if start is not None:
+            remedy = f"must be finite, not 0 and of the sign of `{name}={end}`: a geometric schedule cannot cross 0"
+            require(args, math.isfinite(start) and start * end > 0, f"{name}_start", remedy)
     if args.proposal != "hot_policy":
         remedy = "is the hot policy's; set `proposal='hot_policy'`, or leave it unset"
         require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)
     _check_sampling(args)
-    _check_negative_term(args)
+    if args.negative_loss != "reinforce":
+        require_defaults(args, {"negative_baseline": "none"}, "has no effect; set `negative_loss='reinforce'`")
     if in_rows:
         _check_rows(args)
+    if args.draws_twice:
+        remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
+        require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
     if args.has_proposal:
         _check_proposal(args)
     else:
@@ -208,19 +205,11 @@ def _check_target(args: Any) -> None:
         remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
         known = args.alpha == 0 or args.draws_hot or args.bad_reward_threshold is not None
         require(args, known, "bad_reward_threshold", remedy)
-        unset = {"target_dist_beta_start": None}
-        require_defaults(args, unset, "has no effect on the indicator potential; leave it unset")
+        remedy = "has no effect on the indicator potential; leave it unset"
+        require_defaults(args, {"target_dist_beta_start": None}, remedy)
     if args.reward_cap is not None:
         require(args, math.isfinite(args.reward_cap), "reward_cap", "must be a finite number, or left unset")
         require(args, args.potential == "tilted", "reward_cap", "acts on the tilted potential only; leave it unset")
-
-
-def _check_schedules(args: Any) -> None:
-    for name in ("alpha", "target_dist_beta"):
-        start, end = getattr(args, f"{name}_start"), getattr(args, name)
-        if start is not None:
-            remedy = f"must be finite, not 0 and of the sign of `{name}={end}`: a geometric schedule cannot cross 0"
-            require(args, math.isfinite(start) and start * end > 0, f"{name}_start", remedy)
 
 
 def _check_sampling(args: Any) -> None:
@@ -230,9 +219,8 @@ def _check_sampling(args: Any) -> None:
         "top_k": (0, None),
         "min_p": (None, 0.0),
         "repetition_penalty": (1.0,),
-        "vllm_structured_outputs_regex": (None,),
     }
-    for name, accepted in exact.items():
+    for name, accepted in (exact | {"vllm_structured_outputs_regex": (None,)}).items():
         remedy = f"would make the importance weights wrong: samples must follow the models; leave it at {accepted[0]}"
         require(args, getattr(args, name) in accepted, name, remedy)
     if isinstance(args.generation_kwargs, dict):
@@ -250,12 +238,6 @@ def _check_sampling(args: Any) -> None:
     require(args, not args.mask_truncated_completions, "mask_truncated_completions", remedy)
 
 
-def _check_negative_term(args: Any) -> None:
-    if args.negative_loss != "reinforce":
-        remedy = "has no effect; set `negative_loss='reinforce'`"
-        require(args, args.negative_baseline == "none", "negative_baseline", remedy)
-
-
 def _check_rows(args: Any) -> None:
     """Refuses what needs all samples of a prompt in one micro-batch: GRPO batches single completions."""
     drawn = args.num_proposal_generations or args.num_generations
@@ -268,15 +250,10 @@ def _check_rows(args: Any) -> None:
             "is too few for the policy as its own proposal, whose weights compare a prompt's samples; set at least 2"
         )
         require(args, args.num_generations >= 2, "num_generations", remedy)
-    unset = {
-        "negative_loss": "push_down",
-        "proposal_updates_per_step": 1,
-        "proposal_update_order": "before",
-    }
+    unset = {"negative_loss": "push_down", "proposal_updates_per_step": 1, "proposal_update_order": "before"}
     require_defaults(args, unset, "is for `RePULSeTrainer` alone; leave it at {!r}")
     remedy = "is for `RePULSeTrainer` alone; choose 'ctl', 'ctl_no_second_term', 'sixo' or 'vargrad'"
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
-    require_choice(args, "logprob_reduction", ("mean", "sum"))
 
 
 def check_second_schedule(args: Any) -> None:
@@ -287,7 +264,6 @@ def check_second_schedule(args: Any) -> None:
 def _check_proposal(args: Any) -> None:
     check_uploads(args)
     check_second_schedule(args)
-    _check_number_of_proposals(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
     if args.proposal_updates_per_step > 1:
         # Otherwise a step would use a gradient that is still being accumulated
@@ -313,11 +289,6 @@ def _check_proposal(args: Any) -> None:
         require(args, args.proposal_vllm_group_port != args.vllm_group_port, "proposal_vllm_group_port", remedy)
 
 
-def _check_number_of_proposals(args: Any) -> None:
-    remedy = "must be at least 2: weights are normalised over a prompt's proposal samples"
-    require(args, (args.num_proposal_generations or 2) >= 2, "num_proposal_generations", remedy)
-
-
 def _check_cut_prompts(args: Any) -> None:
     """Refuses what needs all samples of a prompt in one micro-batch if they are in several."""
     remedy = (
@@ -326,8 +297,7 @@ def _check_cut_prompts(args: Any) -> None:
     )
     same = args.num_proposal_generations in (None, args.num_generations)
     require(args, same, "num_proposal_generations", remedy)
-    require(args, args.proposal_updates_per_step == 1, "proposal_updates_per_step", remedy)
-    require(args, args.proposal_update_order == "before", "proposal_update_order", remedy)
+    require_defaults(args, {"proposal_updates_per_step": 1, "proposal_update_order": "before"}, remedy)
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
 
 
@@ -349,20 +319,16 @@ def _check_no_proposal(args: Any) -> None:
             "asks for samples beside the policy's own; set `proposal` to 'hot_policy' or 'learned', or leave it unset"
         )
         require(args, args.num_proposal_generations is None, "num_proposal_generations", remedy)
-    else:
-        _check_hot_policy(args)
-
-
-def _check_hot_policy(args: Any) -> None:
+        return
     if args.proposal_temperature is not None:
         remedy = "must be above 1: hot samples find what the policy hardly ever draws at temperature 1"
         require(args, 1 < args.proposal_temperature < math.inf, "proposal_temperature", remedy)
         fits = not args.use_vllm or args.proposal_temperature <= 2.0
         remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
         require(args, fits, "proposal_temperature", remedy)
-    remedy = "does not go with `proposal='hot_policy'`; leave it at "
-    require(args, args.negative_loss == "push_down", "negative_loss", f"{remedy}'push_down'")
-    _check_number_of_proposals(args)
+    require_defaults(
+        args, {"negative_loss": "push_down"}, "does not go with `proposal='hot_policy'`; leave it at {!r}"
+    )
 
 
 def check_uploads(args: Any, pushing: bool = False) -> None:
@@ -373,19 +339,13 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
     says that the policy is being pushed, which is possible without `push_to_hub=True`. Raises `ValueError`.
     """
     if args.push_proposal_to_hub:
-        if not args.push_to_hub:
-            raise ValueError(
-                "`push_proposal_to_hub=True` pushes the proposal whenever the policy is; set `push_to_hub=True`."
-            )
-        if args.hub_proposal_model_id == (args.hub_model_id or Path(args.output_dir).absolute().name):
-            raise ValueError(
-                f"`hub_proposal_model_id={args.hub_proposal_model_id!r}` is the policy's repository; name another, or "
-                "leave it unset."
-            )
-    elif args.hub_proposal_model_id is not None:
-        raise ValueError(
-            f"`hub_proposal_model_id={args.hub_proposal_model_id!r}` has no effect; set `push_proposal_to_hub=True`."
-        )
+        remedy = "pushes the proposal whenever the policy is; set `push_to_hub=True`"
+        require(args, args.push_to_hub, "push_proposal_to_hub", remedy)
+        policy = args.hub_model_id or Path(args.output_dir).absolute().name
+        remedy = "is the policy's repository; name another, or leave it unset"
+        require(args, args.hub_proposal_model_id != policy, "hub_proposal_model_id", remedy)
+    else:
+        require_defaults(args, {"hub_proposal_model_id": None}, "has no effect; set `push_proposal_to_hub=True`")
     report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # set by hand
     if "all" in report_to:
         from transformers.integrations import get_available_reporting_integrations  # slow import

@@ -1,14 +1,12 @@
 """Configuration of [`~trl_repulse.PPOTrainer`]."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import GRPOConfig
 
 from ._checks import check_second_schedule, check_shared, own_precision, require
-from .engine_config import EngineConfig
-from .reward_config import RewardConfig
-from .scoring_config import ScoringConfig
+from .shared_config import EngineConfig, RewardConfig, ScoringConfig, option
 
 
 class _Single(int):
@@ -71,51 +69,30 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     >   differ from pass to pass. The value model never has dropout.
     """
 
-    learning_rate: float | None = field(  # type: ignore[assignment]  # set with the model
-        default=None,
-        metadata={
-            "help": "Peak learning rate. If unset, a rule of thumb for the model's size, as in `trl-repulse suggest`."
-        },
+    learning_rate: float | None = option(
+        None, "Peak learning rate. If unset, by the model's size, with the rule of thumb of `trl-repulse suggest`."
     )
-    disable_dropout: bool = field(
-        default=True,
-        metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},
+    disable_dropout: bool = option(
+        True, "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."
     )
-    beta: float = field(
-        default=0.05, metadata={"help": "Coefficient of the KL penalty, which is part of the token rewards."}
-    )
-    num_generations: int | None = field(
-        default=1, metadata={"help": "Number of completions a prompt, at least 1. PPO does not compare them."}
-    )
-    scale_rewards: str = field(
-        default="none", metadata={"help": "Must stay 'none': there are no group advantages to scale."}
-    )
+    beta: float = option(0.05, "Coefficient of the KL penalty, which is part of the token rewards.")
+    num_generations: int | None = option(1, "Number of completions a prompt, at least 1. PPO does not compare them.")
+    scale_rewards: str = option("none", "Must stay 'none': there are no group advantages to scale.")
 
     # Parameters that control the value model
-    value_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Peak learning rate of the value model. If `None`, the policy's."},
+    value_learning_rate: float | None = option(None, "Peak learning rate of the value model. If `None`, the policy's.")
+    value_clip: float | None = option(
+        0.2,
+        "How far a value may move from the one at sampling time before the value loss stops following it, in "
+        "units of reward. If `None`, the value loss is not clipped.",
     )
-    value_clip: float | None = field(
-        default=0.2,
-        metadata={
-            "help": "How far a value may move from the one at sampling time before the value loss stops following it, "
-            "in units of reward. If `None`, the value loss is not clipped."
-        },
-    )
-    value_warmup_steps: int = field(
-        default=0,
-        metadata={"help": "Number of first updates in which the value model learns alone."},
-    )
+    value_warmup_steps: int = option(0, "Number of first updates in which the value model learns alone.")
 
     # Parameters that control the advantages
-    gae_lambda: float = field(
-        default=0.95, metadata={"help": "Lambda of generalized advantage estimation, from 0 to 1."}
-    )
-    gamma: float = field(default=1.0, metadata={"help": "Discount of a token's delay, from 0 to 1."})
-    whiten_advantages: bool = field(
-        default=True,
-        metadata={"help": "Whether to scale advantages to mean 0 and variance 1 over a generation batch."},
+    gae_lambda: float = option(0.95, "Lambda of generalized advantage estimation, from 0 to 1.")
+    gamma: float = option(1.0, "Discount of a token's delay, from 0 to 1.")
+    whiten_advantages: bool = option(
+        True, "Whether to scale advantages to mean 0 and variance 1 over a generation batch."
     )
 
     def __post_init__(self):

@@ -1,15 +1,13 @@
 """Configuration of [`~trl_repulse.ReinforceTrainer`]."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, check_shared, own_precision, require, require_choice, require_defaults
-from .engine_config import EngineConfig
-from .reward_config import RewardConfig
-from .scoring_config import ScoringConfig
+from ._checks import check_compared, check_shared, own_precision, require, require_defaults
+from .shared_config import EngineConfig, RewardConfig, ScoringConfig, option
 
 
 # GRPO's fields that REINFORCE does not use, by remedy
@@ -98,79 +96,52 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     >   differ from pass to pass.
     """
 
-    learning_rate: float | None = field(  # type: ignore[assignment]  # set with the model
-        default=None,
-        metadata={
-            "help": "Peak learning rate. If unset, a rule of thumb for the model's size, as in `trl-repulse suggest`."
-        },
+    learning_rate: float | None = option(
+        None, "Peak learning rate. If unset, by the model's size, with the rule of thumb of `trl-repulse suggest`."
     )
-    beta: float = field(default=0.05, metadata={"help": "Coefficient of the KL penalty, which is part of the return."})
-    num_generations: int | None = field(
-        default=2, metadata={"help": "Number of completions a prompt, at least 2, whose returns are compared."}
-    )
-    vllm_importance_sampling_correction: bool = field(
-        default=False, metadata={"help": "Must stay False: samples count as the policy's own."}
-    )
-    disable_dropout: bool = field(
-        default=True,
-        metadata={"help": "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."},
+    beta: float = option(0.05, "Coefficient of the KL penalty, which is part of the return.")
+    num_generations: int | None = option(2, "Number of completions a prompt, at least 2, whose returns are compared.")
+    vllm_importance_sampling_correction: bool = option(False, "Must stay False: samples count as the policy's own.")
+    disable_dropout: bool = option(
+        True, "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."
     )
 
     # Parameters that control the policy loss
-    baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = field(
-        default="leave_one_out",
-        metadata={
-            "help": "What is subtracted from a return: the mean of the prompt's other samples (`leave_one_out`) or of "
-            "all of them (`group_mean`), `baseline_constant` (`constant`), or nothing (`none`)."
-        },
+    baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = option(
+        "leave_one_out",
+        "What is subtracted from a return: the mean of the prompt's other samples (`leave_one_out`) or of all of "
+        "them (`group_mean`), `baseline_constant` (`constant`), or nothing (`none`).",
     )
-    baseline_constant: float = field(
-        default=0.0, metadata={"help": "Constant subtracted from each return when `baseline='constant'`."}
+    baseline_constant: float = option(0.0, "Constant subtracted from each return when `baseline='constant'`.")
+    normalize_advantages: bool = option(
+        False, "Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch."
     )
-    normalize_advantages: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch."
-        },
+    cvar_level: float | None = option(
+        None,
+        "If set, the policy maximises the mean of the worst share `cvar_level` of its rewards (CVaR), above 0 and"
+        " at most 1.",
     )
-    cvar_level: float | None = field(
-        default=None,
-        metadata={
-            "help": "If set, the policy maximises the mean of the worst share `cvar_level` of its rewards (CVaR), above 0 and "
-            "at most 1."
-        },
+    cvar_over: Literal["batch", "prompt"] = option(
+        "batch", "Which rewards `cvar_level` is a share of: a generation `batch`'s or each `prompt`'s."
     )
-    cvar_over: Literal["batch", "prompt"] = field(
-        default="batch",
-        metadata={"help": "Which rewards `cvar_level` is a share of: a generation `batch`'s or each `prompt`'s."},
+    cvar_schedule_ratio: float = option(
+        0.5, "Share of all updates in which the level of CVaR falls from 1 to `cvar_level`. 0: none."
     )
-    cvar_schedule_ratio: float = field(
-        default=0.5,
-        metadata={"help": "Share of all updates in which the level of CVaR falls from 1 to `cvar_level`. 0: none."},
+    max_bad_probability: float | None = option(
+        None,
+        "If set, a dual variable holds the probability of a reward under `bad_reward_threshold` to this: what a "
+        "bad completion costs, or `alpha` in RePULSe.",
     )
-    max_bad_probability: float | None = field(
-        default=None,
-        metadata={
-            "help": "If set, a dual variable holds the probability of a reward under `bad_reward_threshold` to this: what a bad "
-            "completion costs, or `alpha` in RePULSe."
-        },
+    constraint_learning_rate: float = option(
+        0.02, "How far the logarithm of that dual variable moves at most, in nats, where there are no bad completions."
     )
-    constraint_learning_rate: float = field(
-        default=0.02,
-        metadata={
-            "help": "How far the logarithm of that dual variable moves at most, in nats, where there are no bad completions."
-        },
+    reward_clip_range: list[float] | None = option(
+        None, "Lowest and highest reward the policy sees, as (min, max). If unset, no limits."
     )
-    reward_clip_range: list[float] | None = field(
-        default=None,
-        metadata={"help": "Lowest and highest reward the policy sees, as (min, max). If `None`, it is not clipped."},
-    )
-    logprob_reduction: Literal["mean", "sum"] = field(
-        default="mean",
-        metadata={
-            "help": "How token log-probabilities enter the policy loss: `mean` over the completion's tokens (the "
-            "convention the published hyper-parameters belong to) or their `sum`."
-        },
+    logprob_reduction: Literal["mean", "sum"] = option(
+        "mean",
+        "How token log-probabilities enter the policy loss: `mean` over the completion's tokens (the convention "
+        "the published hyper-parameters belong to) or their `sum`.",
     )
 
     def __post_init__(self):
@@ -187,13 +158,11 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             ordered = len(limits) == 2 and limits[0] < limits[1]
             require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
             self.reward_clip_range = limits
-        require_choice(self, "baseline", ("leave_one_out", "group_mean", "constant", "none"))
-        require_choice(self, "logprob_reduction", ("mean", "sum"))
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
         self._check_cvar()
         self._check_constraint()
         if self.baseline != "constant":
-            require(self, self.baseline_constant == 0, "baseline_constant", "has no effect; set `baseline='constant'`")
+            require_defaults(self, {"baseline_constant": 0}, "has no effect; set `baseline='constant'`")
         else:
             remedy = (
                 "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
@@ -201,7 +170,6 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             require(self, not self.normalize_advantages, "baseline", remedy)
 
     def _check_cvar(self) -> None:
-        require_choice(self, "cvar_over", ("batch", "prompt"))
         if self.cvar_level is None:
             unset = {"cvar_over": "batch", "cvar_schedule_ratio": 0.5}
             return require_defaults(self, unset, "has no effect; set `cvar_level`")
@@ -221,9 +189,8 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     def _check_constraint(self) -> None:
         if self.max_bad_probability is None:
-            remedy = "has no effect; set `max_bad_probability`"
-            require(self, self.constraint_learning_rate == 0.02, "constraint_learning_rate", remedy)
-            return
+            unset = {"constraint_learning_rate": 0.02}
+            return require_defaults(self, unset, "has no effect; set `max_bad_probability`")
         remedy = "must be above 0 and below 1: the probability of a bad completion that the policy is held to"
         require(self, 0 < self.max_bad_probability < 1, "max_bad_probability", remedy)
         remedy = "is needed by `max_bad_probability`; set the reward under which a completion counts as bad"

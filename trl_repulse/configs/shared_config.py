@@ -1,0 +1,152 @@
+"""What the configurations of all trainers share: their options for rewards, scoring and vLLM, and how fields are declared."""
+
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .._errors import did_you_mean
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with a default and a text for the command line."""
+    return field(default=default, metadata={"help": help})
+
+
+class KnownFields:
+    """Mixin of dataclasses whose error about an unknown field names the nearest one."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        known = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())  # a subclass with its own arguments
+        for name in kwargs:
+            if name not in known and not takes_any:
+                raise TypeError(f"{cls.__name__} has no field `{name}`.{did_you_mean(name, known)}")
+        return super().__new__(cls)
+
+
+@dataclass
+class WholePrompts:
+    """Mixin before [`~trl.GRPOConfig`] whose default evaluation batch does not split a prompt's completions."""
+
+    per_device_eval_batch_size: int | None = option(
+        None, "Completions of one pass of evaluation. If unset, 8, rounded up to whole prompts."
+    )
+
+    def __post_init__(self):
+        if self.per_device_eval_batch_size is None:
+            drawn = max(self.num_generations_eval or self.num_generations or 1, 1)
+            self.per_device_eval_batch_size = -(-8 // drawn) * drawn
+        super().__post_init__()
+
+
+@dataclass
+class ScoringConfig(WholePrompts):
+    r"""
+    Options for scoring completions that all trainers share; not a configuration by itself.
+
+    Parameters:
+        share_prompts (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether completions of a prompt share rows in scoring and training, so that the prompt is read once.
+            `"auto"`: if a check at set-up finds that the models support it, else with a warning not. `True`: an error
+            if they do not. `False`: never. The number of completions in a row is chosen to make the pass cheapest.
+        per_device_eval_batch_size (`int`, *optional*):
+            Completions of one evaluation pass on each device. If `None`, 8, rounded up to whole prompts: a multiple of
+            `num_generations_eval`, or of `num_generations`.
+    """
+
+    share_prompts: Literal["auto", True, False, "true", "false"] = option(
+        "auto",
+        "Whether completions of a prompt are scored in common rows, which read it once: `auto` where a check at "
+        "set-up finds that the models can, `True` or an error, or `False`.",
+    )
+
+
+@dataclass
+class RewardConfig(KnownFields):
+    r"""
+    Options for rewards that all trainers share; not a configuration by itself.
+
+    Parameters:
+        reward_transform (`str`, *optional*):
+            Transform of the reward that the policy maximises: `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r −
+            a·1[r < threshold]). If `None`, none. It acts before the KL penalty; the target distribution, the logged
+            `reward` and evaluations use the raw reward.
+        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
+            The transform's a, at least 0.
+        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
+            The exponential transform's b, below 0.
+        reward_transform_threshold (`float`, *optional*):
+            The indicator transform's threshold, in units of reward.
+        bad_reward_threshold (`float`, *optional*):
+            Reward below which a completion is bad, for the logged shares of bad samples, the negative data and the
+            indicator potential. If `None`, the hot policy of RePULSe takes about the 2 % quantile of the first 500
+            rewards (of a tenth of all, but at least 50, if a run draws fewer than 5,000), and pushes nothing down
+            until then.
+        save_negatives (`bool`, *optional*, defaults to `False`):
+            Whether to append sampled completions with a reward below `bad_reward_threshold` to
+            `output_dir/negatives.jsonl`.
+    """
+
+    reward_transform: Literal["exponential", "indicator"] | None = option(
+        None,
+        "Transform of the reward the policy maximises: `exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r <"
+        " threshold]). Never seen by the target distribution or the evaluation.",
+    )
+    reward_transform_alpha: float = option(1.0, "The reward transform's a, at least 0.")
+    reward_transform_beta: float = option(-1.0, "The exponential reward transform's b, below 0.")
+    reward_transform_threshold: float | None = option(
+        None, "The indicator reward transform's threshold, in units of reward."
+    )
+    bad_reward_threshold: float | None = option(
+        None,
+        "Reward under which a completion counts as bad, for logging, the negative data and the indicator "
+        "potential. If unset, the hot policy measures it.",
+    )
+    save_negatives: bool = option(
+        False,
+        "Whether to append each sampled completion with a reward under `bad_reward_threshold` to "
+        "`output_dir/negatives.jsonl`.",
+    )
+
+
+def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run (from `to_dict`) for files and trackers: without the token in `model_init_kwargs`, and without
+    user info and query in server addresses. transformers' `to_dict` (5.23) hides only fields that are tokens."""
+    shown = dict(settings)
+    if (shown.get("model_init_kwargs") or {}).get("token"):
+        shown["model_init_kwargs"] = shown["model_init_kwargs"] | {"token": "<TOKEN>"}
+    for name in ("vllm_server_base_url", "proposal_vllm_server_base_url"):
+        if shown.get(name):
+            shown[name] = re.sub(r"(?<=//)[^/?#]*@|[?#].*", "", shown[name])
+    return shown
+
+
+@dataclass
+class EngineConfig:
+    r"""
+    Options for sampling with vLLM (`use_vllm=True`) that all trainers share; not a configuration by itself.
+
+    Parameters:
+        vllm_sleep_level (`int`, *optional*):
+            What the engine does between samplings with `vllm_enable_sleep_mode=True`: keep its weights in main memory
+            (1) or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
+        vllm_logp_difference_threshold (`float`, *optional*, defaults to `0.1`):
+            Mean difference, in nats a token, between the log-probabilities of engine and trainer above which a warning
+            is given. Importance weights use only the trainer's.
+    """
+
+    vllm_sleep_level: Literal[1, 2] | None = option(
+        None,
+        "With `vllm_enable_sleep_mode`, what the engine does between samplings: keep its weights in main memory "
+        "(1) or drop them (2). If `None`, 1 where adapters are pushed and 2 elsewhere.",
+    )
+    vllm_logp_difference_threshold: float = option(
+        0.1,
+        "Mean distance (nats a token) between vLLM's log-probabilities and the trainer's own, from which on a "
+        "warning is given.",
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Like [`~transformers.TrainingArguments.to_dict`], which files and trackers get, but without secrets."""
+        return without_secrets(super().to_dict())
