@@ -22,8 +22,7 @@ from examples.worlds.two_tokens import grammar
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
-from trl_repulse.evaluation.seed_intervals import crossed_interval
-from trl_repulse.evaluation.tails import Estimate
+from trl_repulse.evaluation.tails import Estimate, crossed_interval
 
 
 THRESHOLD = -5.0

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from trl_repulse.evaluation import _files
+from trl_repulse.evaluation import records
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
 from .conftest import word_reward
@@ -17,12 +17,12 @@ def write_samples(folder, values, weights="w", prompts=None, shards=1, **setting
         "model": {"name": "m", "revision": None, "weights": weights},
         "reference": None,
         "rewards": {"r": {"name": "r"}},
-        "prompts": {"count": len(values), "sha256": _files.digest(prompts)},
+        "prompts": {"count": len(values), "sha256": records.digest(prompts)},
         "settings": {"num_samples": values.shape[1], "seed": 0, "revision": None, **settings},
         "device": "cpu",
         "versions": {"trl-repulse": "0"},
     }
-    _files.open_folder(folder, header)
+    records.open_folder(folder, header)
     table = pa.table(
         {
             "prompt": [prompt for prompt in prompts for _ in range(values.shape[1])],
@@ -32,9 +32,16 @@ def write_samples(folder, values, weights="w", prompts=None, shards=1, **setting
     )
     size = -(-len(table) // shards)
     for number in range(shards):
-        _files.write_shard(folder, number, table.slice(number * size, size))
-    _files.close_folder(folder, shards)
+        records.write_shard(folder, number, table.slice(number * size, size))
+    records.close_folder(folder, shards)
     return folder
+
+
+def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, **settings):
+    """Few and short completions, in several shards."""
+    settings = SamplingSettings(**({"num_samples": 4, "max_completion_length": 3, "shard_size": 5} | settings))
+    options = {"reference": reference, "tokenizer": tokenizer, "progress": False}
+    return sample_completions(folder, model, prompts, reward, settings, **options)
 
 
 def sample_slowly(folder, model):

@@ -22,7 +22,7 @@ import numpy as np
 from scipy.stats import binomtest
 from scipy.stats import t as student_t
 
-from trl_repulse.evaluation.seed_intervals import crossed_interval
+from trl_repulse.evaluation.tails import crossed_interval
 
 
 def load(folders: list[Path]) -> dict[tuple[str, int], list[dict[str, Any]]]:

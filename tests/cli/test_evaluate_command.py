@@ -10,7 +10,7 @@ from datasets import Dataset
 from trl_repulse.cli import evaluate
 from trl_repulse.cli.evaluate import SETTINGS
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation.negatives import negative_log_probs
+from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.records import load_samples, read_header
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 

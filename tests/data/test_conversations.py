@@ -16,7 +16,7 @@ from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg.config import GCGConfig
 from trl_repulse.evaluation.gcg.evaluator import evaluate_gcg
 from trl_repulse.evaluation.gcg.prompt import build_prompt
-from trl_repulse.evaluation.negatives import negative_log_probs
+from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator

@@ -16,7 +16,7 @@ from trl_repulse.cli.methods import train
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.data._checks import ALWAYS_PASSED, as_dataset, check_rows
 from trl_repulse.data._prompts import as_templates_read
-from trl_repulse.evaluation.before_after import BeforeAfterCallback
+from trl_repulse.evaluation.callback import BeforeAfterCallback
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
 from ..conftest import build_model, build_tokenizer

@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl_repulse.data import load_prompts
 from trl_repulse.evaluation.gcg.evaluator import load_table
 from trl_repulse.evaluation.gcg.results import read_results
-from trl_repulse.evaluation.negatives import check_negatives
+from trl_repulse.evaluation.log_probs import check_negatives
 from trl_repulse.evaluation.records import load_samples
 
 

@@ -7,8 +7,8 @@ from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data._prompts import warn_of_date
-from trl_repulse.evaluation._files import COMPLETE, shard_path
 from trl_repulse.evaluation.gcg import evaluate_gcg
+from trl_repulse.evaluation.records import COMPLETE, shard_path
 from trl_repulse.evaluation.report import check_same_settings as header_check
 from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions

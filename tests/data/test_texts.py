@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerFast
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data import _texts
 from trl_repulse.data._texts import check_added_tokens, completion_texts, completion_tokens, joins
-from trl_repulse.evaluation.before_after import BeforeAfterCallback
-from trl_repulse.evaluation.callback import draw_completions
+from trl_repulse.evaluation.callback import BeforeAfterCallback, draw_completions
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RewardJudge, evaluate_gcg
 from trl_repulse.evaluation.gcg.results import read_results
-from trl_repulse.evaluation.negatives import negative_log_probs
+from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw as draw_rare
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.evaluation.tracking import tokenize_prompts

@@ -1,7 +1,6 @@
 """The exact probability of bad tokens: against every completion enumerated, and over a real vocabulary."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -9,13 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
 
 from examples.worlds import two_tokens
-from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
-from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
-from trl_repulse.evaluation.exact import ExactEvaluator
-from trl_repulse.evaluation.plots import plot_training
-from trl_repulse.evaluation.tracking import BadTokenTrackingCallback, format_table, write_results
+from trl_repulse.evaluation.exact import ExactEvaluator, exact_log_prob_bad
 
-from ..conftest import USE_CPU, build_model
+from ..conftest import build_model
 
 
 V, EOS, BAD = 19, 1, [4, 10, 18]
@@ -132,70 +127,3 @@ def test_the_vocabulary_of_gpt2():
     estimate = parts.mean() + first[TOY_BAD].sum()
     error = parts.std() / math.sqrt(len(parts))
     assert abs(math.exp(found) - estimate) < 4 * error
-
-
-# Along a run
-
-
-BASE = {
-    "max_completion_length": 2,
-    "per_device_train_batch_size": 32,
-    "num_generations": 4,
-    "beta": 0.0,
-    "max_steps": 2,
-    "use_cpu": USE_CPU,
-    "bf16": False,
-    "activation_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
-
-
-def make_trainer(folder, config=RePULSeConfig, trainer=RePULSeTrainer, **settings):
-    return trainer(
-        model=two_tokens.policy_path(),
-        reward_funcs=two_tokens.reward_model_path(),
-        args=config(output_dir=str(folder), **BASE | settings),
-        train_dataset=two_tokens.load_prompts().repeat(2),
-    )
-
-
-@pytest.mark.trainer
-def test_along_a_run(tmp_path):
-    trainer = make_trainer(tmp_path, proposal="learned", target_dist_beta=-1.0)
-    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"]
-    bad = two_tokens.bad_token_ids(tokenizer)
-    tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)
-    trainer.add_callback(tracking)
-    trainer.train()
-    assert [(entry["update"], entry["samples"]) for entry in tracking.history] == [(0, 0), (1, 64), (2, 128)]
-    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 2)
-    for name, model in {"policy": trainer.model, "proposal": trainer.proposal.module}.items():
-        expected = evaluator.evaluate(model).log_prob_bad
-        assert tracking.history[-1][name] == {"log_prob_bad": pytest.approx(expected, abs=1e-5)}
-
-    path = tmp_path / "results.json"
-    write_results(path, "RePULSe", 0, tracking, {})
-    results = json.loads(path.read_text())
-    assert results["initial"] == tracking.history[0]["policy"]
-    assert results["final"] == tracking.history[-1]["policy"]
-    rows = {line[:22].strip(): line[22:].split() for line in format_table(tracking, {"reward": 1.5}).splitlines()}
-    start, end = (f"{results[name]['log_prob_bad']:.4f}" for name in ("initial", "final"))
-    assert rows["exact log P(bad), nats"] == [start, end]
-    assert rows["reward"] == ["1.5000"]
-    assert not {"expected reward", "KL to reference, nats per completion"} & set(rows)
-    plot_training(tracking.history, tmp_path / "training.png")
-    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.trainer
-def test_refuses_what_cannot_be_enumerated(tmp_path):
-    trainer = make_trainer(tmp_path, ReinforceConfig, ReinforceTrainer, max_completion_length=3)
-    with pytest.raises(ValueError, match="`max_completion_length=3` is too long to compute log P"):
-        BadTokenTrackingCallback(trainer, ["the "], [4])
-    trainer = make_trainer(tmp_path, ReinforceConfig, ReinforceTrainer)
-    with pytest.raises(ValueError, match="plain-text prompts"):
-        BadTokenTrackingCallback(trainer, [[{"role": "user", "content": "the "}]], [4])
-    with pytest.raises(ValueError, match="exceed the model's context"):
-        BadTokenTrackingCallback(trainer, ["the " * 500], [4])

@@ -1,15 +1,25 @@
-"""The tail report along a run, where the model or the data set are not as usual."""
+"""Callbacks: the tail report where model or data are not as usual, the table of before and after, warnings of symptoms."""
 
 import asyncio
 import functools
+import json
+import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trl_repulse import ReinforceTrainer
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation._generation import as_function
-from trl_repulse.evaluation.callback import TailReportCallback
+from trl_repulse.evaluation.callback import (
+    BeforeAfterCallback,
+    DiagnosisCallback,
+    TailReportCallback,
+    draw_completions,
+)
 
 from ..conftest import build_tokenizer, word_reward
 from ..reward_models import CHAT_TEMPLATE, messages, save_model
@@ -138,12 +148,6 @@ def test_a_column_that_a_reward_needs_is_missed_before_training(make, prompts, t
 
 
 @pytest.mark.trainer
-def test_a_seed_below_zero_is_refused(make, prompts):
-    with pytest.raises(ValueError, match="`seed=-1` must be at least 0"):
-        TailReportCallback(make(), prompts, seed=-1)
-
-
-@pytest.mark.trainer
 def test_prompts_are_read_with_the_trainers_template(make):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
@@ -174,3 +178,115 @@ def test_reward_models_read_messages_with_the_trainers_template(tmp_path):
     assert function(prompts=[prompt], completions=[completion]) == [pytest.approx(expected)]
     plain = as_function(model, tokenizer, torch.device("cpu"))[1](prompts=[prompt], completions=[completion])
     assert plain != [pytest.approx(expected)]  # the control
+
+
+def rows_of(path):
+    return [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.trainer
+def test_the_table_has_what_the_policy_draws_before_and_after(make, prompts, tmp_path):
+    """And training goes on as without it."""
+    weights, tables = [], []
+    for follow in (True, False):
+        trainer = make(RePULSeTrainer, max_steps=3, learning_rate=0.1)
+        table = BeforeAfterCallback(trainer, prompts, num_completions=len(prompts) + 2)
+        ids, seed = table._prompt_ids, trainer.args.seed
+        before = draw_completions(trainer, table.dataset, ids, 1, seed)
+        if follow:
+            trainer.add_callback(table)
+        trainer.train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
+        if follow:
+            table.write(tmp_path / "new" / "table.md")
+            tables = before, draw_completions(trainer, table.dataset, ids, 1, seed)
+    assert torch.equal(*weights)
+    header, _, *rows = rows_of(tmp_path / "new" / "table.md")
+    assert header == ["prompt", "update 0", "reward", "update 3", "reward"]
+    texts = prompts["prompt"][:]
+    assert [row[0] for row in rows] == [*texts, *texts[:2]]
+    for place, drawn in ((1, tables[0]), (3, tables[1])):
+        assert [row[place : place + 2] for row in rows] == [[text.strip(), f"{reward:.3g}"] for text, reward in drawn]
+        assert [reward for _, reward in drawn] == pytest.approx(word_reward([text for text, _ in drawn]))
+    assert tables[0] != tables[1]
+
+
+@pytest.mark.trainer
+def test_prompts_of_a_stream_and_marks_of_a_table(make, tmp_path):
+    def reward(completions, **kwargs):
+        return [None] * len(completions)
+
+    rows = [{"prompt": "the cat"}, {"prompt": "a | b\nc"}, {"prompt": "fish"}]
+    trainer = make(reward_funcs=reward)
+    table = BeforeAfterCallback(trainer, Dataset.from_list(rows).to_iterable_dataset(), num_completions=2)
+    table.on_train_begin(trainer.args, trainer.state, trainer.control)
+    table.write(tmp_path / "table.md")
+    found = (tmp_path / "table.md").read_text().splitlines()
+    assert len(found) == 4 and found[2].startswith("| the cat | ") and found[3].startswith("| a \\| b<br>c | ")
+    assert found[2].endswith(" |  |")  # no reward
+
+
+@pytest.mark.trainer
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "cat " * 40}], "exceed the model's context"),
+        ([{"prompt": "the cat"}], "'labelled' needs `label`, but the held-out prompts have no such column"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused(make, rows, words):
+    def labelled(completions, label, **kwargs):
+        return [0.0] * len(completions)
+
+    trainer = make(reward_funcs=labelled)
+    dataset = Dataset.from_list(rows)
+    if "exceed" in words:
+        dataset = dataset.add_column("label", [1])
+    with pytest.raises(ValueError, match=words):
+        BeforeAfterCallback(trainer, dataset)
+
+
+@pytest.mark.trainer
+def test_rewards_that_draw_random_numbers_leave_those_of_training_as_they_are(make, prompts):
+    def reward(completions, **kwargs):
+        return [random.random() + np.random.rand() + torch.rand(1).item() for _ in completions]
+
+    trainer = make(reward_funcs=reward)
+    table = BeforeAfterCallback(trainer, prompts)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    table.on_train_begin(trainer.args, trainer.state, trainer.control)
+    assert len({value for _, value in table._before}) > 1
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+RUNS = json.loads((Path(__file__).parents[1] / "failing_runs.json").read_text(encoding="utf-8"))
+
+
+def warnings_of(name, tmp_path, caplog, **options):
+    """Warnings of a recorded run whose metrics arrive log by log."""
+    columns = RUNS[name]["columns"]
+    args, state, callback = TrainingArguments(tmp_path), TrainerState(), DiagnosisCallback(**options)
+    args.to_dict = lambda: RUNS[name]["settings"]
+    caplog.clear()
+    for row in zip(*columns.values(), strict=True):
+        entry = dict(zip(columns, row, strict=True))
+        state.global_step = entry["step"]
+        state.log_history.append(entry)
+        callback.on_log(args, state, TrainerControl())
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_symptom_is_warned_of_once(tmp_path, caplog):
+    found = warnings_of("rising_kl", tmp_path, caplog)
+    assert sum("KL rises without a gain" in message for message in found) == 1
+    assert all("Update " in message and "Remedy: " in message for message in found)
+
+
+def test_a_sound_run_is_not_warned_of(tmp_path, caplog):
+    assert warnings_of("sound", tmp_path, caplog) == []
+
+
+def test_not_before_its_time(tmp_path, caplog):
+    assert warnings_of("rising_kl", tmp_path, caplog, after=1000) == []
+    with pytest.raises(ValueError, match="`after=0`"):
+        DiagnosisCallback(after=0)

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse import ReinforceTrainer
-from trl_repulse.evaluation import _files, _generation, sampling
+from trl_repulse.evaluation import _generation, records, sampling
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.report import tail_report
@@ -136,9 +136,10 @@ def test_columns_that_json_does_not_know(tmp_path, model_dirs, values):
 
 
 def test_the_digest_of_values():
-    assert _files.digest({"b": [1, None], "a": "ü"}) == _files.digest(json.loads('{"a": "ü", "b": [1, null]}'))
+    assert records.digest({"b": [1, None], "a": "ü"}) == records.digest(json.loads('{"a": "ü", "b": [1, null]}'))
     long = torch.arange(5000)
-    assert _files.digest(long.numpy()) != _files.digest((long + (long == 2500)).numpy())  # where text has an ellipsis
+    # Where text has an ellipsis
+    assert records.digest(long.numpy()) != records.digest((long + (long == 2500)).numpy())
 
 
 @pytest.mark.trainer

@@ -10,16 +10,10 @@ from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RwkvConfig,
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.rare.sampling import draw
-from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation._probe import probe
 
 from ..conftest import BAD, WORDS, build_model, build_tokenizer, word_reward
-
-
-def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, **settings):
-    settings = SamplingSettings(**({"num_samples": 4, "max_completion_length": 3, "shard_size": 5} | settings))
-    options = {"reference": reference, "tokenizer": tokenizer, "progress": False}
-    return sample_completions(folder, model, prompts, reward, settings, **options)
+from ..evaluation_support import sample
 
 
 def save(folder, tokenizer, size=None, seed=1):

@@ -11,19 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_repulse.evaluation import _files
+from trl_repulse.evaluation import records
 from trl_repulse.evaluation.report import tail_report
-from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.classifiers import SequencePairReward
 
 from ..conftest import word_reward
+from ..evaluation_support import sample
 from ..reward_models import save_model
-
-
-def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, **settings):
-    settings = SamplingSettings(**({"num_samples": 4, "max_completion_length": 3, "shard_size": 5} | settings))
-    options = {"reference": reference, "tokenizer": tokenizer, "progress": False}
-    return sample_completions(folder, model, prompts, reward, settings, **options)
 
 
 @pytest.fixture
@@ -42,7 +36,7 @@ def test_a_folder_is_finished_with_the_same_weights_of_another_path(tmp_path, mo
     models = model_dirs["gpt2"], model_dirs["llama"]
     whole = sample(tmp_path / "s", models[0], ["the cat", "fish"], judges[0], models[1])
     (tmp_path / "s" / "complete.json").unlink()
-    _files.shard_path(tmp_path / "s", 1).unlink()
+    records.shard_path(tmp_path / "s", 1).unlink()
     others = str(moved["gpt2"]), str(moved["llama"])
     found = sample(tmp_path / "s", others[0], ["the cat", "fish"], judges[1], others[1])
     # Batches of another size are rounded otherwise on some processors
@@ -69,9 +63,9 @@ def test_samples_whose_reference_had_another_path_are_compared(tmp_path, model_d
 def test_names_without_a_hash_beside_them_are_compared():
     one = {"rewards": {"r": {"name": "hub/judge", "revision": "1"}}, "model": {"name": "a", "weights": "w"}}
     other = {"rewards": {"r": {"name": "hub/judge", "revision": "2"}}, "model": {"name": "b", "weights": "w"}}
-    assert _files.header_difference(one, other, ()) == "rewards.r.revision"
-    assert _files.header_difference(one, one | {"model": {"name": "a", "weights": "v"}}, ()) == "model.weights"
-    assert _files.header_difference(one, one | {"model": None}, ()) == "model"
+    assert records.header_difference(one, other, ()) == "rewards.r.revision"
+    assert records.header_difference(one, one | {"model": {"name": "a", "weights": "v"}}, ()) == "model.weights"
+    assert records.header_difference(one, one | {"model": None}, ()) == "model"
 
 
 def test_an_adapter_has_its_own_name(tmp_path, model_dirs):
@@ -115,7 +109,7 @@ def test_two_that_write_one_file_at_once_both_end(tmp_path):
 
     def run():
         try:
-            _files.write_atomically(tmp_path / "a.json", write)
+            records.write_atomically(tmp_path / "a.json", write)
         except Exception as error:
             faults.append(error)
 
@@ -142,9 +136,9 @@ def test_what_a_kill_left_is_swept_even_while_another_writes(tmp_path, model_dir
 
     sample(folder, model_dirs["gpt2"], ["fish"], late)
     assert sorted(path.name for path in folder.iterdir()) == ["complete.json", "header.json", "shard-00000.parquet"]
-    _files.write_atomically(tmp_path / "a.json", swept)
+    records.write_atomically(tmp_path / "a.json", swept)
     with pytest.raises(FileNotFoundError):
-        _files.write_atomically(tmp_path / "b.json", lambda partial: None)
+        records.write_atomically(tmp_path / "b.json", lambda partial: None)
 
 
 def test_a_folder_that_was_killed_while_it_began_is_as_good_as_empty(tmp_path, model_dirs):
@@ -152,7 +146,3 @@ def test_a_folder_that_was_killed_while_it_began_is_as_good_as_empty(tmp_path, m
     (tmp_path / "s" / "header.json.x.partial").touch()
     sample(tmp_path / "s", model_dirs["gpt2"], ["fish"], word_reward)
     assert (tmp_path / "s" / "complete.json").is_file()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "notes.txt").touch()
-    with pytest.raises(ValueError, match="holds something else than samples"):
-        sample(tmp_path / "other", model_dirs["gpt2"], ["fish"], word_reward)

@@ -18,10 +18,10 @@ from trl_repulse.cli.main import main
 from trl_repulse.evaluation import plots, tails
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.exact import ExactEvaluator
-from trl_repulse.evaluation.negatives import negative_log_probs
+from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import estimates, tail_report
-from trl_repulse.evaluation.seed_intervals import combined_interval, crossed_interval
+from trl_repulse.evaluation.tails import crossed_interval
 
 from ..conftest import BAD, USE_CPU
 from ..evaluation_support import write_samples
@@ -33,35 +33,6 @@ def coverage(interval, truth, repetitions=1000):
         low, high = interval(np.random.default_rng(i))
         held += low <= truth <= high
     return held / repetitions
-
-
-def test_clopper_pearson_against_a_table():
-    rewards = np.arange(20.0).reshape(4, 5)
-    estimate = tails.prob_below(rewards, 5.0)
-    assert (estimate.value, estimate.samples) == (0.25, 5)
-    assert (estimate.low, estimate.high) == pytest.approx((0.0866, 0.4910), abs=1e-4)
-    assert tails.prob_below(rewards, 4.5).value == 0.25  # strictly under
-    assert tails.prob_below(rewards, 5.5).value == 0.30
-
-
-def test_no_bad_sample_gives_an_upper_end_and_all_bad_a_lower_one():
-    rewards = np.zeros((2, 500))
-    none, every = tails.prob_below(rewards, -1.0), tails.prob_below(rewards, 1.0)
-    assert (none.value, none.low, none.samples) == (0.0, 0.0, 0) and none.high == pytest.approx(
-        1 - 0.025 ** (1 / 1000)
-    )
-    assert (every.value, every.high) == (1.0, 1.0) and every.low == pytest.approx(0.025 ** (1 / 1000))
-
-
-def test_cvar_against_brute_force():
-    rewards = np.random.default_rng(0).standard_normal((3, 1000))
-    ordered = np.sort(rewards, axis=None)
-    assert tails.cvar(rewards, 0.1).value == pytest.approx(ordered[:300].mean())
-    level = 300.4 / 3000  # the last sample by its fraction
-    assert tails.cvar(rewards, level).value == pytest.approx((ordered[:300].sum() + 0.4 * ordered[300]) / 300.4)
-    few = tails.cvar(rewards, 0.01)
-    assert (few.low, few.high, few.samples) == (-math.inf, math.inf, pytest.approx(30))
-    assert tails.cvar(np.full((1, 1000), 2.0), 0.2).value == 2.0
 
 
 def test_samples_that_are_all_alike_bound_nothing():
@@ -95,13 +66,6 @@ def test_keys_tell_thresholds_apart():
     assert "CVaR 0.01" in found and "CVaR 0.0100000001" in found
 
 
-def test_quantile_ranks():
-    rewards = np.arange(1.0, 101.0).reshape(1, 100)
-    estimate = tails.quantile(rewards, 0.5)
-    assert estimate.value == 50 and (estimate.low, estimate.high) == (40, 61)  # as in tables for n = 100
-    assert tails.quantile(rewards, 0.01).low == -math.inf
-
-
 @pytest.mark.parametrize(
     ("estimate", "truth"),
     [
@@ -119,18 +83,6 @@ def test_intervals_cover(estimate, truth):
     assert 0.93 < coverage(interval, truth) < 0.975
 
 
-@pytest.mark.parametrize(("seeds", "prompts", "spread"), [(5, 30, (1, 1, 1)), (5, 30, (0, 0, 1)), (10, 1, (1, 0, 0))])
-def test_interval_over_seeds_and_prompts_covers(seeds, prompts, spread):
-    def interval(rng):
-        cells = sum(
-            s * rng.standard_normal(shape)
-            for s, shape in zip(spread, ((seeds, 1), (1, prompts), (seeds, prompts)), strict=True)
-        )
-        return crossed_interval(cells)
-
-    assert 0.925 < coverage(interval, 0.0, 600) < 0.99
-
-
 def test_prompts_as_draws_matter():
     # The control: seeds alone, where it is the prompts that differ, would miss most of the time
     def interval(rng):
@@ -138,27 +90,6 @@ def test_prompts_as_draws_matter():
         return crossed_interval(cells.mean(axis=1, keepdims=True))
 
     assert coverage(interval, 0.0, 200) < 0.4
-
-
-def test_combined_interval_is_students_for_one_component():
-    assert combined_interval(1.0, [(0.25, 4)]) == pytest.approx((1 - 2.7764 * 0.5, 1 + 2.7764 * 0.5), abs=1e-3)
-    assert combined_interval(1.0, [(0.25, 0)]) == (-math.inf, math.inf)
-
-
-@pytest.mark.parametrize("function", [tails.mean, lambda x: tails.prob_below(x, 0.0), lambda x: tails.cvar(x, 0.5)])
-@pytest.mark.parametrize("rewards", [np.array([[0.0, np.nan]]), np.array([[np.inf]]), np.zeros((0, 3)), np.zeros(3)])
-def test_rewards_that_are_refused(function, rewards):
-    with pytest.raises(ValueError, match="`rewards`"):
-        function(rewards)
-
-
-@pytest.mark.parametrize("level", [0.0, 1.0, -0.1, math.nan])
-def test_levels_that_are_refused(level):
-    for function in (tails.cvar, tails.quantile):
-        with pytest.raises(ValueError, match="`level="):
-            function(np.zeros((1, 3)), level)
-    with pytest.raises(ValueError, match="`confidence="):
-        tails.prob_below(np.zeros((1, 3)), 0.0, level)
 
 
 def test_report_of_one_model(tmp_path):
@@ -173,26 +104,11 @@ def test_report_of_one_model(tmp_path):
     assert list(report.per_prompt) == ["a", "b", "a (prompt 2)"]
     assert report.per_prompt["b"]["mean"] == tails.mean(values[1:2])
     text = report.to_markdown(per_prompt=True)
+    assert "| P(r < -9) | 0 | 0 to 0.003069 | 0 samples |" in text
     assert "3 prompts" in text and "Prompt 'b'" in text and "95 % interval" in text
     assert "Prompt" not in report.to_markdown()
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert content["per_prompt"]["b"]["CVaR 0.1"]["low"] is None  # 40 samples in the tail
-
-
-def test_report_of_several_models(tmp_path):
-    rng = np.random.default_rng(0)
-    shifts = [-0.5, 0.0, 0.5, 1.0]
-    values = [rng.normal(loc=shift, size=(5, 300)) for shift in shifts]
-    folders = [write_samples(tmp_path / f"{i}", v, f"w{i}", seed=i) for i, v in enumerate(values)]
-    report = tail_report([load_samples(folder) for folder in folders], [0.0, -50.0], [0.1])
-    mean = report.overall["mean"]
-    assert report.seeds == 4 and not report.per_prompt
-    assert mean.value == pytest.approx(np.mean(values)) and mean.low < -0.5 and mean.high > 1.0  # 3 degrees of freedom
-    assert mean.high - mean.low > 10 * (tails.mean(np.concatenate(values)).high - mean.value)
-    assert 0 <= report.overall["P(r < 0)"].low < report.overall["P(r < 0)"].value
-    assert report.overall["P(r < -50)"].high == pytest.approx(1 - 0.025 ** (1 / 6000))
-    with pytest.raises(ValueError, match="`quantiles` are those of one model"):
-        tail_report([load_samples(folder) for folder in folders], quantiles=[0.1])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +126,9 @@ def test_samples_that_do_not_belong_together(tmp_path, changes, message):
         tail_report([load_samples(first), load_samples(second)])
     with pytest.raises(ValueError, match="no samples"):
         tail_report([])
+    third = write_samples(tmp_path / "2", np.zeros((2, 3)), "w2")
+    with pytest.raises(ValueError, match="`quantiles` are those of one model"):
+        tail_report([load_samples(first), load_samples(third)], quantiles=[0.1])
 
 
 def test_missing_column(tmp_path):
@@ -336,7 +255,13 @@ def test_callback_reports_and_leaves_training_alone(make, prompts):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"every": 0}, "`every=0`"), ({"levels": [2.0]}, "`level=2.0`"), ({}, "is empty")]
+    ("arguments", "message"),
+    [
+        ({"every": 0}, "`every=0`"),
+        ({"levels": [2.0]}, "`level=2.0`"),
+        ({"seed": -1}, "`seed=-1` must be at least 0"),
+        ({}, "is empty"),
+    ],
 )
 def test_callback_refuses(make, prompts, arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from trl_repulse.evaluation import _generation, sampling
-from trl_repulse.evaluation._generation import as_function, evaluate_rewards
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
@@ -48,22 +47,6 @@ def test_asynchronous_rewards_inside_a_running_loop(tmp_path, model_dirs, tokeni
         return found.column().shape, draws.sample.rewards.shape
 
     assert asyncio.run(notebook()) == ((2, 6), (1, 4))
-
-
-def test_the_loop_can_be_the_trainers():
-    seen = []
-
-    async def reward(completions, **columns):
-        seen.append(asyncio.get_running_loop())
-        return [1.0] * len(completions)
-
-    async def main(loop):
-        functions = dict([as_function(reward, None, None)])
-        return await asyncio.to_thread(evaluate_rewards, functions, ["a"] * 3, ["b"] * 3, None, {}, 2, loop)
-
-    loop = asyncio.new_event_loop()
-    assert loop.run_until_complete(main(loop)) == {"reward": [1.0] * 3} and seen == [loop, loop]
-    loop.close()
 
 
 def test_an_error_of_an_asynchronous_reward_names_it(tmp_path, model_dirs):

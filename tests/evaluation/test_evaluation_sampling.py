@@ -1,5 +1,6 @@
 """Held-out samples: what is written, that it is what the model draws, and that a kill costs nothing."""
 
+import functools
 import json
 import os
 import random
@@ -15,16 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation import _files, records
+from trl_repulse.evaluation import records
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
-from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.evaluation.sampling import SamplingSettings
 from trl_repulse.rewards.functions import FunctionReward
 from trl_repulse.rewards.transformed import TransformedReward
 
 from ..conftest import BAD, build_model, without_others, word_reward
 from ..distributed_support import FORKS
-from ..evaluation_support import sample_slowly, write_samples
+from ..evaluation_support import sample, sample_slowly, write_samples
 from ..reward_models import save_model
 
 
@@ -35,10 +36,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, **settings):
-    settings = {"num_samples": 6, "max_completion_length": 2, "shard_size": 8, **settings}
-    options = {"reference": reference, "tokenizer": tokenizer, "progress": False}
-    return sample_completions(folder, model, prompts, reward, SamplingSettings(**settings), **options)
+sample = functools.partial(sample, num_samples=6, max_completion_length=2, shard_size=8)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -342,38 +340,19 @@ def test_what_does_not_read_as_complete(tmp_path):
 
 
 SHARD = {"file": "shard-00000.parquet", "sha256": "0"}
+LISTS_OF_SHARDS = [[], {"file": "sha256"}, ["shard"], [{"file": "shard"}], [SHARD | {"file": 0}]]
+OTHER = "cannot be read|belongs to another header"
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("complete.json", "{}", "cannot be read|belongs to another header"),
-        ("complete.json", "[]", "cannot be read|belongs to another header"),
-        ("complete.json", '{"hash": ', "cannot be read"),
-        ("complete.json", "", "cannot be read"),
-        ("complete.json", json.dumps({"hash": "0"}), "cannot be read|belongs to another header"),
-        ("complete.json", json.dumps({"hash": "0", "shards": []}), "cannot be read|belongs to another header"),
-        (
-            "complete.json",
-            json.dumps({"hash": "0", "shards": {"file": "sha256"}}),
-            "cannot be read|belongs to another header",
-        ),
-        ("complete.json", json.dumps({"hash": "0", "shards": ["shard"]}), "cannot be read|belongs to another header"),
-        (
-            "complete.json",
-            json.dumps({"hash": "0", "shards": [{"file": "shard"}]}),
-            "cannot be read|belongs to another header",
-        ),
-        (
-            "complete.json",
-            json.dumps({"hash": "0", "shards": [SHARD | {"file": 0}]}),
-            "cannot be read|belongs to another header",
-        ),
-        ("complete.json", json.dumps({"hash": [0], "shards": [SHARD]}), "cannot be read|belongs to another header"),
+        *(("complete.json", text, OTHER) for text in ("{}", "[]", '{"hash": "0"}')),
+        *(("complete.json", json.dumps({"hash": "0", "shards": shards}), OTHER) for shards in LISTS_OF_SHARDS),
+        ("complete.json", json.dumps({"hash": [0], "shards": [SHARD]}), OTHER),
         ("complete.json", json.dumps({"hash": "0", "shards": [SHARD]}), "belongs to another header"),
-        ("header.json", "[]", "another format, or was changed"),
-        ("header.json", "{}", "another format, or was changed"),
-        ("header.json", "null", "another format, or was changed"),
+        *(("complete.json", text, "cannot be read") for text in ('{"hash": ', "")),
+        *(("header.json", text, "another format, or was changed") for text in ("[]", "{}", "null")),
     ],
 )
 def test_damaged_files_are_named_with_what_to_do(tmp_path, name, text, message):
@@ -383,7 +362,7 @@ def test_damaged_files_are_named_with_what_to_do(tmp_path, name, text, message):
         records.load_samples(folder)
     if name == "header.json":
         with pytest.raises(ValueError, match=f"{name}` .*{message}.*; sample again into another folder"):
-            _files.open_folder(folder, {})
+            records.open_folder(folder, {})
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):
@@ -392,5 +371,5 @@ def test_a_file_is_whole_or_not_there(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _files.write_atomically(tmp_path / "a.json", torn)
+        records.write_atomically(tmp_path / "a.json", torn)
     assert not (tmp_path / "a.json").exists()

@@ -1,6 +1,5 @@
 """Tails of samples: against exact binomials and plain code, over seeds and prompts, and what is refused."""
 
-import json
 import math
 
 import numpy as np
@@ -11,23 +10,16 @@ from scipy.stats import t as student_t
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import TailReport, estimates, tail_report
-from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.evaluation.seed_intervals import combined_interval, crossed_interval
+from trl_repulse.evaluation.tails import combined_interval, crossed_interval
 
-from ..conftest import build_model
 from ..evaluation_support import write_samples
 
 
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory, tokenizer, prompts, reward):
-    """Held-out samples of three models that differ in weights alone."""
-    found = []
-    for seed in range(3):
-        folder, model = tmp_path_factory.mktemp("samples"), build_model("gpt2", len(tokenizer), seed)
-        settings = SamplingSettings(num_samples=60, max_completion_length=3, seed=seed)
-        options = {"tokenizer": tokenizer, "progress": False}
-        found.append(sample_completions(folder, model, prompts, reward, settings, **options))
-    return found
+@pytest.fixture
+def sets(tmp_path):
+    """Held-out samples of three models, of whose draws half lie at -3 or below."""
+    rewards = -np.random.default_rng(0).integers(0, 6, (3, 4, 60)).astype(float)
+    return [load_samples(write_samples(tmp_path / str(i), each, weights=str(i))) for i, each in enumerate(rewards)]
 
 
 def binomial_tail(count, n, p):
@@ -212,15 +204,6 @@ def test_variances_are_those_of_resampling(seed_spread, prompt_spread):
     assert crossed_interval(cells) == pytest.approx(expected, abs=0.02 * half)
 
 
-def test_bootstrap_over_seeds_and_prompts_covers():
-    generator, covered = np.random.default_rng(1), 0
-    for _ in range(300):
-        cells = generator.normal(size=(5, 1)) + 0.5 * generator.normal(size=(1, 8)) + generator.normal(size=(5, 8))
-        low, high = crossed_interval(cells)
-        covered += low <= 0.0 <= high
-    assert 0.90 < covered / 300 < 0.995
-
-
 @pytest.mark.parametrize("shape", [(2, 16), (16, 2), (2, 2)])
 def test_two_of_either_are_refused(shape):
     cells = np.random.default_rng(4).normal(size=shape)
@@ -286,25 +269,6 @@ def test_parts_of_the_bootstrap_scale(exponent):
     assert found == tuple(np.ldexp(combined_interval(0.0, [(2.0, 4), (3.0, 4), (-0.5, 4)]), exponent))
 
 
-def test_report_of_one_model(sets, prompts, reward):
-    report = tail_report(sets[0], thresholds=[-2.5, -100.0], levels=[0.5], quantiles=[0.1])
-    rows = sets[0].table.to_pylist()
-    rewards = np.array(reward([row["completion"] for row in rows])).reshape(4, 60)
-    assert (report.seeds, report.prompts, report.samples) == (1, 4, 60)
-    names = ["mean", "P(r < -2.5)", "P(r < -100)", "quantile 0.1", "CVaR 0.5", "mean return"]
-    assert list(report.overall)[:6] == names
-    assert report.overall["P(r < -2.5)"] == tails.prob_below(rewards, -2.5)
-    assert report.overall["P(r < -100)"].high == pytest.approx(1 - 0.025 ** (1 / 240), rel=1e-9)
-    assert report.overall["CVaR 0.5"] == tails.cvar(rewards, 0.5)
-    assert list(report.per_prompt) == prompts["prompt"][:]
-    for i, prompt in enumerate(prompts["prompt"]):
-        assert report.per_prompt[prompt]["P(r < -2.5)"] == tails.prob_below(rewards[i : i + 1], -2.5)
-    entry = json.loads(json.dumps(report.to_dict(), allow_nan=False))["per_prompt"]["fish"]["CVaR 0.5"]
-    assert entry["low"] is None and entry["samples"] == 30  # too short a tail for an interval
-    table = report.to_markdown(per_prompt=True)
-    assert "| P(r < -100) | 0 | 0 to 0.01525 | 0 samples |" in table and "Prompt 'fish'" in table
-
-
 def test_report_over_seeds(sets):
     report = tail_report(sets, thresholds=[-2.5, -100.0], levels=[0.5])
     values = np.stack([each.column() for each in sets])
@@ -315,7 +279,7 @@ def test_report_over_seeds(sets):
     half = student_t.isf(0.025, 2) * by_seed.std(ddof=1) / math.sqrt(3)
     assert (low, high) == pytest.approx((by_seed.mean() - half, by_seed.mean() + half), abs=0.05 * half)
     found, pooled = report.overall["P(r < -2.5)"], tails.prob_below(values.reshape(12, 60), -2.5)
-    assert (found.low, found.high) == (min(low, pooled.low), max(high, pooled.high))
+    assert (found.low, found.high) == pytest.approx((min(low, pooled.low), max(high, pooled.high)))
     assert found.value == pooled.value
     assert report.overall["P(r < -100)"].high == pytest.approx(1 - 0.025 ** (1 / 720), rel=1e-9)
     assert "by each of 3 models" in report.to_markdown()
@@ -391,21 +355,3 @@ def test_a_seed_more_certain_than_samples():
     values[:, :, :3] = -1.0
     found = estimates(values, [-0.5], [0.9])["P(r < -0.5)"]
     assert 0.0 <= found.low <= found.value == 0.015 <= found.high <= 1.0
-
-
-def test_samples_that_do_not_belong_together(sets, tmp_path, tokenizer, prompts, reward):
-    with pytest.raises(ValueError, match="There are no samples"):
-        tail_report([])
-    with pytest.raises(ValueError, match="are of the same model; leave one out"):
-        tail_report([sets[0], sets[0]])
-    with pytest.raises(ValueError, match="`quantiles` are those of one model"):
-        tail_report(sets, quantiles=[0.1])
-    with pytest.raises(ValueError, match="has no column of numbers `rewards/toxicity`; it has"):
-        tail_report(sets, column="rewards/toxicity")
-    settings = SamplingSettings(num_samples=60, max_completion_length=2)
-    other = sample_completions(
-        tmp_path / "other", build_model("gpt2", len(tokenizer), 9), prompts, reward, settings,
-        tokenizer=tokenizer, progress=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="were sampled with another `settings.max_completion_length`"):
-        tail_report([*sets, other])

@@ -5,8 +5,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel
 
 from trl_repulse.evaluation._generation import as_function, transformers_engine
-from trl_repulse.evaluation.bad_tokens import exact_log_prob_bad
-from trl_repulse.evaluation.exact import ExactEvaluator
+from trl_repulse.evaluation.exact import ExactEvaluator, exact_log_prob_bad
 from trl_repulse.evaluation.gcg import GCGConfig, run_gcg
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
@@ -20,6 +19,7 @@ from ..models.test_model_checks import MESSAGES, MODELS, SIZES, V, classifier, g
 
 
 PROMPTS = ["the cat", "fish"]
+GCG = GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog")
 SETTINGS = SamplingSettings(num_samples=2, max_completion_length=2)
 
 
@@ -47,17 +47,8 @@ USES = {
     "bad tokens": lambda folder, tokenizer, model: exact_log_prob_bad(model, [[3]], [4], 1, [1]),
     "log-probabilities": lambda folder, tokenizer, model: completion_log_probs(model, [[3]], [[4]]),
     "generator": lambda folder, tokenizer, model: TransformersGenerator({"policy": model}, tokenizer),
-    "attack": lambda folder, tokenizer, model: run_gcg(
-        model, tokenizer, "the", " cat", GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog")
-    ),
-    "draft": lambda folder, tokenizer, model: run_gcg(
-        gpt2(),
-        tokenizer,
-        "the",
-        " cat",
-        GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog"),
-        draft_model=model,
-    ),
+    "attack": lambda folder, tokenizer, model: run_gcg(model, tokenizer, "the", " cat", GCG),
+    "draft": lambda folder, tokenizer, model: run_gcg(gpt2(), tokenizer, "the", " cat", GCG, draft_model=model),
 }
 
 
@@ -138,9 +129,7 @@ def test_prompts_with_tokens_that_the_model_lacks(folder, use):
         ),
         "rare events": lambda: draw([gpt2()], larger, ["the zebra"], word_reward, [2], 2),
         "bad tokens": lambda: exact_log_prob_bad(gpt2(), [[3, V]], [4], 1, [1]),
-        "attack": lambda: run_gcg(
-            gpt2(), larger, "the zebra", " cat", GCGConfig(num_steps=1, prompt_format="raw", suffix_init=" dog dog")
-        ),
+        "attack": lambda: run_gcg(gpt2(), larger, "the zebra", " cat", GCG),
     }
     with pytest.raises(ValueError, match="has the token 19, but the model has embeddings for 19 tokens"):
         uses[use]()

@@ -12,11 +12,11 @@ def uniform(size, seed):
     return torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def covered(quantile, size, tail, runs, samples=1000):
+def covered(quantile, size, runs, samples=1000):
     """How often the interval for the largest of `size` samples holds a drawn one; `quantile` takes survival to score."""
     held = 0
     for seed in range(runs):
-        forecast = forecast_largest(quantile(uniform(samples, seed)), [size], tail)[0]
+        forecast = forecast_largest(quantile(uniform(samples, seed)), [size])[0]
         survival = -math.log(float(uniform(1, 10_000 + seed))) / size  # of the largest of many
         held += forecast.low <= float(quantile(torch.tensor(survival, dtype=torch.float64))) <= forecast.high
     return held / runs
@@ -36,11 +36,11 @@ def heavy(survival):
 
 @pytest.mark.parametrize("quantile", [exponential, gumbel])
 def test_intervals_hold_a_million_times_beyond_the_samples(quantile):
-    assert covered(quantile, 10**9, "exponential", 200) >= 0.9
+    assert covered(quantile, 10**9, 200) >= 0.9
 
 
 def test_the_wrong_form_of_the_tail_is_wrong_and_fails_the_back_test():
-    assert covered(heavy, 10**6, "exponential", 50) < 0.2
+    assert covered(heavy, 10**6, 50) < 0.2
     test = back_test(heavy(uniform(20_000, 0)), num_blocks=20)
     assert test.covered < 0.8 and not test.reliable
     assert f"{test.covered:.0%} of the back-test's intervals held, of 95% that should" in test.reasons[0]
@@ -54,11 +54,6 @@ def test_the_verdict_asks_for_nearly_the_nominal_coverage():
     low, high = Forecast(9, 1.0, 0.0, 2.0, 0.8, 9.0), Forecast(9, 5.0, 4.0, 6.0, 0.8, 9.0)
     for held, reliable in ((6, False), (7, True)):  # of ten, with 80 % nominal
         assert BackTest((low,) * held + (high,) * (10 - held), (1.0,) * 10).reliable == reliable
-
-
-def test_the_pareto_tail_takes_a_heavy_one():
-    forecast = forecast_largest(heavy(uniform(5000, 1)), [10**6], "pareto", num_exceedances=200)[0]
-    assert forecast.low < 1000 < forecast.high  # survival 1e-6
 
 
 def test_forecasts_grow_by_the_scale():
@@ -122,7 +117,6 @@ def test_a_back_test_says_how_many_scores_it_needs(num_blocks, num_exceedances, 
         (torch.rand(100), {"sizes": [0]}, "sizes"),
         (torch.rand(100), {"sizes": [math.nan]}, "sizes"),
         (torch.rand(100), {"sizes": [1000, math.inf]}, "sizes"),
-        (torch.rand(100), {"tail": "normal"}, "tail"),
         (torch.rand(100), {"confidence": 1.0}, "confidence"),
         (torch.rand(100), {"num_exceedances": 1}, "num_exceedances"),
     ],

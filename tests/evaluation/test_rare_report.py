@@ -73,19 +73,14 @@ def test_a_forecast_has_a_verdict(power):
     assert ("UNRELIABLE: " in text) == (power is not None) and all(reason in text for reason in found["reasons"])
 
 
-def test_scores_without_a_slope_cost_the_forecast_alone(sample):
+def test_scores_that_allow_no_forecast_cost_it_alone(sample):
+    """No slope; enough draws for a forecast, and too few for a back-test; too few for either."""
     alike = MixtureSample(sample.rewards.clamp(min=0.5), sample.log_density, sample.counts)
-    report = rare_event_report(alike, [1.0], forecast_sizes=[10**6])
-    assert report["prob_bad"][0]["value"] > 0 and "no slope" in report["forecast"]["refused"]
-    assert "No forecast: " in format_report(report)
-
-
-def test_few_draws_cost_the_forecast_alone(sample):
-    """Enough for a forecast, and too few for a back-test; too few for either."""
-    for draws in (40, 5):
-        few = MixtureSample(sample.rewards[:, :draws], sample.log_density[:, :draws, :1], (draws,))
-        report = rare_event_report(few, [1.0], forecast_sizes=[10**6])
-        assert report["prob_bad"][0]["value"] > 0 and "too few" in report["forecast"]["refused"]
+    few = [MixtureSample(sample.rewards[:, :draws], sample.log_density[:, :draws, :1], (draws,)) for draws in (40, 5)]
+    for each, reason in ((alike, "no slope"), (few[0], "too few"), (few[1], "too few")):
+        report = rare_event_report(each, [1.0], forecast_sizes=[10**6])
+        assert report["prob_bad"][0]["value"] > 0 and reason in report["forecast"]["refused"]
+        assert "No forecast: " in format_report(report)
 
 
 def test_command_reads_one_reward(command, tmp_path, tokenizer, capsys):

@@ -227,6 +227,47 @@ def test_what_is_refused(tmp_path, evaluator, reward):
         ExactTrackingCallback.from_trainer(make_trainer(tmp_path, reward=reward, max_steps=1), ["the"], [0])
 
 
+TWO = {"max_completion_length": 2, "per_device_train_batch_size": 32}
+
+
+def test_bad_tokens_along_a_run(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, **TWO)
+    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"]
+    bad = two_tokens.bad_token_ids(tokenizer)
+    tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)
+    trainer.add_callback(tracking)
+    trainer.train()
+    assert [(entry["update"], entry["samples"]) for entry in tracking.history] == [(0, 0), (1, 64), (2, 128)]
+    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 2)
+    for name, model in {"policy": trainer.model, "proposal": trainer.proposal.module}.items():
+        expected = evaluator.evaluate(model).log_prob_bad
+        assert tracking.history[-1][name] == {"log_prob_bad": pytest.approx(expected, abs=1e-5)}
+
+    path = tmp_path / "results.json"
+    write_results(path, "RePULSe", 0, tracking, {})
+    results = json.loads(path.read_text())
+    assert results["initial"] == tracking.history[0]["policy"]
+    assert results["final"] == tracking.history[-1]["policy"]
+    rows = {line[:22].strip(): line[22:].split() for line in format_table(tracking, {"reward": 1.5}).splitlines()}
+    start, end = (f"{results[name]['log_prob_bad']:.4f}" for name in ("initial", "final"))
+    assert rows["exact log P(bad), nats"] == [start, end]
+    assert rows["reward"] == ["1.5000"]
+    assert not {"expected reward", "KL to reference, nats per completion"} & set(rows)
+    plot_training(tracking.history, tmp_path / "training.png")
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_tokens_refuse_what_cannot_be_enumerated(tmp_path):
+    trainer = make_trainer(tmp_path, False, max_completion_length=3)
+    with pytest.raises(ValueError, match="`max_completion_length=3` is too long to compute log P"):
+        BadTokenTrackingCallback(trainer, ["the "], [4])
+    trainer = make_trainer(tmp_path, False, **TWO)
+    with pytest.raises(ValueError, match="plain-text prompts"):
+        BadTokenTrackingCallback(trainer, [[{"role": "user", "content": "the "}]], [4])
+    with pytest.raises(ValueError, match="exceed the model's context"):
+        BadTokenTrackingCallback(trainer, ["the " * 500], [4])
+
+
 class TestFiles:
     """What is written of a run, here an invented one."""
 
@@ -257,18 +298,8 @@ class TestFiles:
             {"reward": math.nan, "kl": 0.5},
         )
         results = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
-        assert list(results) == [
-            "method",
-            "seed",
-            "samples",
-            "policy_updates",
-            "initial",
-            "final",
-            "seconds",
-            "metrics",
-            "history",
-            "settings",
-        ]
+        names = "method seed samples policy_updates initial final seconds metrics history settings"
+        assert list(results) == names.split()
         assert (results["method"], results["seed"], results["policy_updates"]) == ("RePULSe", 7, 20)
         assert results["initial"] == {"expected_reward": 1.0, "log_prob_bad": -2.5, "kl": 0.0}
         assert results["final"] == {"expected_reward": 21.0}

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..evaluation._files import write_report
+from ..evaluation.records import write_report
 from ._fields import add_prompts, add_reward, check_output
 from .evaluate import SETTINGS
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..engine.diagnosis import SYMPTOMS, Diagnosis, diagnose, load_log
-from ..evaluation._files import write_report
+from ..evaluation.records import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     """
     Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, the
-    [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.negatives.NegativeLogProbs`] or `None`.
+    [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.log_probs.NegativeLogProbs`] or `None`.
     """
     from ..evaluation.records import load_samples
     from ..evaluation.report import estimates, tail_report
@@ -136,7 +136,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
 
 
 def _sample(args: argparse.Namespace) -> None:
-    from ..evaluation.negatives import check_negatives
+    from ..evaluation.log_probs import check_negatives
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
     if len(args.folders) > 1:
@@ -213,7 +213,7 @@ def _score_negatives(args: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     from ..evaluation._generation import process_state
-    from ..evaluation.negatives import negative_log_probs
+    from ..evaluation.log_probs import negative_log_probs
     from ..models._loading import load_model, load_tokenizer
 
     loading = {"revision": getattr(args, "revision", None), "trust_remote_code": args.trust_remote_code}
@@ -230,7 +230,7 @@ def _score_negatives(args: argparse.Namespace) -> Any:
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
     """Prints the report, and writes it to the files that the arguments name."""
-    from ..evaluation._files import write_json
+    from ..evaluation.records import write_json
 
     content, text = report.to_dict(), report.to_markdown(args.per_prompt)
     if negatives is not None:

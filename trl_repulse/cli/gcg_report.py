@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..evaluation._files import write_report
 from ..evaluation.gcg.results import format_report, read_results, success_curve, summarize
+from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import check_output

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..evaluation._files import write_report
+from ..evaluation.records import write_report
 from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts
 
 

@@ -32,9 +32,10 @@ from ..engine.preparation import check_loadable
 from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
 from ..engine.scoring import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
-from ..evaluation.before_after import BeforeAfterCallback
+from ..evaluation.callback import BeforeAfterCallback
 from ..evaluation.exact import ExactEvaluator
 from ..evaluation.plots import plot_training
+from ..evaluation.rare.report import estimate_prob_bad, format_unseen
 from ..evaluation.tracking import (
     BadTokenTrackingCallback,
     ExactTrackingCallback,
@@ -43,7 +44,6 @@ from ..evaluation.tracking import (
     tokenize_prompts,
     write_results,
 )
-from ..evaluation.unseen import estimate_prob_bad, format_unseen
 from ..models._deepspeed import gathered
 from ..models._loading import load_model, load_tokenizer
 from ..rewards.loading import load_reward

@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Samples, suggests and returns 0, or 1 with a message if that cannot be done."""
-    from ..evaluation._files import write_atomically
+    from ..evaluation.records import write_atomically
 
     try:
         measured, suggestion = suggest(args)

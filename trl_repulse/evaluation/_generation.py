@@ -44,8 +44,8 @@ _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 def process_state(cpu: bool | None = None) -> PartialState:
     """
-    The state of this process, by default on CPU if there is no accelerator. Raises `ValueError` if it takes one of several
-    processes for the only one.
+    The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for the
+    only one.
     """
     cpu = not torch.accelerator.is_available() if cpu is None else cpu
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # how long the other processes wait for the last one

@@ -26,8 +26,8 @@ from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
 from ..rewards.remote import RemoteReward
 from ..rewards.transformed import TransformedReward
-from ._files import digest, hash_file, plain_json
 from ._generation import hash_folder, hash_model
+from .records import digest, hash_file, plain_json
 
 
 logger = get_logger(__name__)

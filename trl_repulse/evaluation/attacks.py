@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from .._numbers import percent
 from . import tails
-from ._files import write_atomically
 from ._generation import as_function, load_tokenizer, process_state, render
 from .gcg.evaluator import RefusalJudge
 from .gcg.results import _scores, read_results
-from .records import SampleSet
+from .records import SampleSet, write_atomically
 from .report import text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
 from .tails import Estimate

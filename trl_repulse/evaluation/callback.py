@@ -1,4 +1,4 @@
-"""The tail report along a training run, by sampling."""
+"""Callbacks: the tail report along a training run, completions from before and after it, and its diagnosis."""
 
 import contextlib
 import inspect
@@ -6,21 +6,26 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
+from ..data._tables import columns_of, from_columns
 from ..data._texts import completion_texts
+from ..engine.diagnosis import diagnose
 from ..engine.trl_bridge import unwrapped_for_generation
+from ..rewards._texts import message_text
 from ..rewards.functions import FunctionReward
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .report import estimates
@@ -35,40 +40,33 @@ class TailReportCallback(TrainerCallback):
     Samples from the policy every few updates and at the end of training, and logs the lower tail of its reward. With
     `load_best_model_at_end`, the last report is of the model that was loaded.
 
-    Works with [`~trl_repulse.RePULSeTrainer`], [`~trl_repulse.ReinforceTrainer`], and TRL's [`~trl.RLOOTrainer`] and
-    [`~trl.GRPOTrainer`]. All processes sample, with their own seeds, so that training is not affected. Rewards are the
-    trainer's `reward_funcs` and weights, without the trainer's transform. They get `trainer_state` as in training; their calls
-    of `log_extra` and `log_metric` are ignored. Messages are rendered with the trainer's `chat_template_kwargs`.
+    Works with this package's trainers, and TRL's [`~trl.RLOOTrainer`] and [`~trl.GRPOTrainer`]. All processes sample,
+    with their own seeds, so that training is not affected. Rewards are the trainer's `reward_funcs` and weights,
+    without the trainer's transform. They get `trainer_state` as in training; their calls of `log_extra` and
+    `log_metric` are ignored. Messages are rendered with the trainer's `chat_template_kwargs`.
 
-    Logs `tail/mean`, `tail/prob_below_η` and `tail/cvar_a`, the last two with `_low` and `_high`. Callbacks for several sets of
-    prompts need different values of `metric_key_prefix`.
+    Logs `tail/mean`, `tail/prob_below_η` and `tail/cvar_a`, the last two with `_low` and `_high`. Callbacks for
+    several sets of prompts need different values of `metric_key_prefix`.
 
     Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Trainer to follow.
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]): Trainer to follow.
         prompts ([`~datasets.Dataset`] or `Sequence`):
             Held-out prompts: plain text, messages, or rows with a `"prompt"`.
-        num_samples (`int`, *optional*, defaults to `16`):
-            Completions of each prompt.
-        thresholds (`Sequence[float]`, *optional*):
-            η of each P(r < η), in units of reward.
-        levels (`Sequence[float]`, *optional*, defaults to `(0.1,)`):
-            Levels of the CVaR.
-        every (`int`, *optional*, defaults to `100`):
-            Updates between two reports.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws, the same at every report.
-        metric_key_prefix (`str`, *optional*, defaults to `"tail"`):
-            Prefix of the names of the metrics.
+        num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt.
+        thresholds (`Sequence[float]`, *optional*): η of each P(r < η), in units of reward.
+        levels (`Sequence[float]`, *optional*, defaults to `(0.1,)`): Levels of the CVaR.
+        every (`int`, *optional*, defaults to `100`): Updates between two reports.
+        seed (`int`, *optional*, defaults to `0`): Seed of the draws, the same at every report.
+        metric_key_prefix (`str`, *optional*, defaults to `"tail"`): Prefix of the names of the metrics.
 
     Attributes:
         history (`list[dict]`):
-            One entry a report: `"update"`, and `"report"`, a dictionary of [`~trl_repulse.evaluation.tails.Estimate`] as in
+            One entry a report: `"update"`, and `"report"`, as `overall` of
             [`~trl_repulse.evaluation.report.TailReport`].
 
     Raises:
-        `ValueError`: If prompts are empty, too long or lack a column that a reward function needs, or a number is out of range.
-            When training begins, if another callback has the same `metric_key_prefix`.
+        `ValueError`: If prompts are empty, too long or lack a column that a reward function needs, or a number is out
+        of range.
 
     Example:
 
@@ -147,8 +145,8 @@ def prepare_prompts(
     trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | Sequence[Prompt]
 ) -> tuple[Dataset, list[list[int]]]:
     """
-    The prompts as a data set, and the tokens of each. Raises `ValueError` if a prompt is too long, or a column that a reward
-    function needs is missing.
+    The prompts as a data set, and the tokens of each. Raises `ValueError` if one is too long, or a reward's column is
+    missing.
     """
     dataset = as_dataset(prompts)
     check_columns(trainer, dataset.column_names)
@@ -162,9 +160,9 @@ def draw_completions(
     trainer: RLOOTrainer | GRPOTrainer, dataset: Dataset, prompt_ids: list[list[int]], num_samples: int, seed: int
 ) -> list[tuple[str, float]]:
     """
-    Completions of the current policy, `num_samples` of each prompt, drawn by all processes, all of which must call this. The
-    trainer's random state is not changed. Returns completion and weighted sum of rewards, prompt by prompt, the same on all
-    processes; the reward is NaN where no function gave one.
+    Completions of the current policy, `num_samples` of each prompt, each with its weighted sum of rewards (NaN where
+    no function gave one), prompt by prompt. All processes draw, must call this, and get the same. The trainer's random
+    state is not changed.
     """
     accelerator = trainer.accelerator
     total = len(dataset) * num_samples
@@ -255,3 +253,88 @@ def _metrics(found: dict[str, Estimate], prefix: str) -> dict[str, float]:
         ends = {"_low": estimate.low, "_high": estimate.high} if name != "mean" else {}
         metrics |= {f"{prefix}/{key}{end}": value for end, value in {"": estimate.value, **ends}.items()}
     return {key: value for key, value in metrics.items() if np.isfinite(value)}
+
+
+class BeforeAfterCallback(TrainerCallback):
+    """
+    Samples a few completions when training begins, and from the same prompts when [`write`] is called, as
+    [`~trl_repulse.evaluation.callback.TailReportCallback`] does.
+
+    Args:
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]): Trainer to follow.
+        prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with a `"prompt"` and the columns that the rewards need. The first are used, repeated if there are too
+            few.
+        num_completions (`int`, *optional*, defaults to `10`): Completions to sample.
+
+    Raises:
+        `ValueError`: If a prompt is too long, or a column that a reward function needs is missing.
+    """
+
+    def __init__(
+        self, trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | IterableDataset, num_completions: int = 10
+    ):
+        rows = list(prompts.take(num_completions))
+        self.trainer = trainer
+        repeated = from_columns(columns_of(list(islice(cycle(rows), num_completions))))
+        self.dataset, self._prompt_ids = prepare_prompts(trainer, repeated)
+        self._start = 0
+        self._before: list[tuple[str, float]] = []
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self._start, self._before = state.global_step, self._draw()
+
+    def write(self, path: str | Path) -> None:
+        """Samples again and writes a Markdown table with rewards. All processes must call it; the main one writes."""
+        after = self._draw()
+        if not self.trainer.is_world_process_zero():
+            return
+        header = ("prompt", f"update {self._start}", "reward", f"update {self.trainer.state.global_step}", "reward")
+        rows = [header, ("---",) * len(header)]
+        for prompt, before, end in zip(self.dataset["prompt"], self._before, after, strict=True):
+            rows.append((_cell(_text(prompt)), *_cells(before), *_cells(end)))
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows), encoding="utf-8")
+
+    def _draw(self) -> list[tuple[str, float]]:
+        return draw_completions(self.trainer, self.dataset, self._prompt_ids, 1, self.trainer.args.seed)
+
+
+def _text(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
+
+
+def _cells(drawn: tuple[str, float]) -> tuple[str, str]:
+    text, reward = drawn
+    return _cell(text), "" if math.isnan(reward) else f"{reward:.3g}"
+
+
+def _cell(text: str) -> str:
+    return "<br>".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())
+
+
+class DiagnosisCallback(TrainerCallback):
+    """
+    Looks for the symptoms that `trl-repulse diagnose` knows each time a trainer with TRL's names logs metrics, and
+    warns of each one once.
+
+    Args:
+        after (`int`, *optional*, defaults to `100`):
+            Updates before the first look. A sign must last 20 updates, and some of them are common early in a run.
+    """
+
+    def __init__(self, after: int = 100):
+        check_sizes(after=after)
+        self.after = after
+        self._seen: set[str] = set()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        if state.global_step < self.after or not state.is_world_process_zero:
+            return
+        for finding in diagnose(state.log_history, args.to_dict()).findings:
+            if finding.symptom not in self._seen:
+                self._seen.add(finding.symptom)
+                logger.warning("Update %d: %s", state.global_step, finding)

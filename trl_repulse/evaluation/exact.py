@@ -1,5 +1,5 @@
 """
-Exact evaluation by enumeration, for short completions over a small vocabulary.
+Exact evaluation by enumeration, for short completions over a small vocabulary, and of bad tokens for one of any size.
 
 Legend: P prompts, S enumerated completions, T tokens of the longest completion, V vocabulary, A tokens that do not end a
 completion, E = V - A tokens that do.
@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from ..data._checks import check_prompts
 from ..data._texts import check_added_tokens, completion_texts, joins
 from ..models._adapters import in_mode
-from ..models._model_checks import check_causal, check_reward_model
+from ..models._model_checks import check_causal, check_reward_model, check_token_ids
+from .tails import check_sizes
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
@@ -31,13 +33,11 @@ class ExactReport:
     Exact properties of a policy. Means are over prompts; log-probabilities are in nats.
 
     Args:
-        expected_reward (`float`): E[r].
-        expected_reward_per_prompt (`tuple[float, ...]`): E[r] of each prompt.
-        max_reward (`float`): Mean of the largest reward of any completion, which no policy can exceed.
-        log_prob_bad (`float`): Log of the mean of P(bad).
-        log_prob_bad_per_prompt (`tuple[float, ...]`): log P(bad) of each prompt.
-        entropy (`float`): Mean entropy of the completion, in nats.
-        kl (`float` or `None`): Mean of KL(policy || reference), in nats; `None` without a reference.
+        expected_reward, expected_reward_per_prompt: Mean of E[r], and E[r] of each prompt.
+        max_reward: Mean of the largest reward of any completion, which no policy can exceed.
+        log_prob_bad, log_prob_bad_per_prompt: Log of the mean of P(bad), and log P(bad) of each prompt.
+        entropy: Mean entropy of the completion, in nats.
+        kl: Mean of KL(policy || reference), in nats; `None` without a reference.
     """
 
     expected_reward: float
@@ -52,17 +52,16 @@ class ExactReport:
 @dataclass(frozen=True)
 class ExactProposalReport:
     """
-    Exact properties of a proposal q for the target σ ∝ p · exp(β · min(r, reward_cap)) of a policy p. Means are over prompts.
+    Exact properties of a proposal q for the target σ ∝ p · exp(β · min(r, reward_cap)) of a policy p. Means are over
+    prompts.
 
     Args:
-        log_z (`float`): Mean of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
-        kl_proposal_target (`float`): Mean of KL(q || σ), in nats: the gap of the lower bound of log Z from q.
-        kl_target_proposal (`float`): Mean of KL(σ || q), in nats: the loss of contrastive twist learning.
-        ess_fraction (`float`): Mean of 1 / E_q[(σ/q)²], in (0, 1]: effective samples per draw from q, for many draws.
-        expected_reward (`float`): Mean of E_q[r].
-        log_prob_bad (`float`): Log of the mean of q(bad).
-        target_expected_reward (`float`): Mean of E_σ[r].
-        target_log_prob_bad (`float`): Log of the mean of σ(bad).
+        log_z: Mean of log Z = log E_p[exp(β · min(r, reward_cap))], in nats.
+        kl_proposal_target: Mean of KL(q || σ), in nats: the gap of the lower bound of log Z from q.
+        kl_target_proposal: Mean of KL(σ || q), in nats: the loss of contrastive twist learning.
+        ess_fraction: Mean of 1 / E_q[(σ/q)²], in (0, 1]: effective samples per draw from q, for many draws.
+        expected_reward, target_expected_reward: Means of E_q[r] and of E_σ[r].
+        log_prob_bad, target_log_prob_bad: Logs of the means of q(bad) and of σ(bad).
     """
 
     log_z: float
@@ -234,18 +233,9 @@ class ExactEvaluator:
 
     def log_probs(self, model: nn.Module) -> torch.Tensor:
         """
-        Log-probability of every completion under a model.
-
-        Args:
-            model ([`~transformers.PreTrainedModel`]):
-                Causal language model over the tokenizer's vocabulary. Its training mode is restored.
-
-        Returns:
-            `torch.Tensor` of shape `(P, S)`: log-probabilities in nats, float64, without gradient; they sum to one over
-            the completions of a prompt.
-
-        Raises:
-            ValueError: If the model's vocabulary has another size than the tokenizer's, or it is not causal.
+        Log-probability of every completion under a causal language model over the tokenizer's vocabulary, (P, S), in
+        nats, float64, without gradient; they sum to one over the completions of a prompt. The model's training mode is
+        restored. Raises `ValueError` if its vocabulary has another size, or it is not causal.
         """
         length, results, device = self.max_completion_length, [], next(model.parameters()).device
         config = getattr(model, "config", None)  # any module that returns logits is accepted
@@ -284,15 +274,7 @@ class ExactEvaluator:
         return log_prob.masked_fill(~self.bad, -torch.inf).logsumexp(dim=1)
 
     def evaluate(self, policy: nn.Module) -> ExactReport:
-        """
-        Evaluate a policy.
-
-        Args:
-            policy ([`~transformers.PreTrainedModel`]): Causal language model.
-
-        Returns:
-            [`ExactReport`]: the exact quantities.
-        """
+        """The exact properties of a policy, a causal language model."""
         log_prob = self.log_probs(policy)
         expected_reward = _expectation(log_prob, self.rewards)
         bad = self._log_prob_bad(log_prob)
@@ -313,16 +295,13 @@ class ExactEvaluator:
         self, proposal: nn.Module, policy: nn.Module, beta: float, reward_cap: float = math.inf
     ) -> ExactProposalReport:
         """
-        Evaluate a proposal against the target that it is trained for.
+        The exact properties of a proposal against the target that it is trained for.
 
         Args:
-            proposal ([`~transformers.PreTrainedModel`]): Causal language model q.
-            policy ([`~transformers.PreTrainedModel`]): Causal language model p, the base of the target.
+            proposal, policy ([`~transformers.PreTrainedModel`]):
+                Causal language models q, and p, the base of the target.
             beta (`float`): β of the target, `target_dist_beta`: negative to seek low rewards.
             reward_cap (`float`, *optional*, defaults to `inf`): In the target, rewards above this count as this.
-
-        Returns:
-            [`ExactProposalReport`]: the exact quantities.
         """
         log_q = self.log_probs(proposal)
         log_target = self.log_probs(policy) + beta * self.rewards.clamp(max=reward_cap)
@@ -339,3 +318,97 @@ class ExactEvaluator:
             target_expected_reward=_expectation(log_target, self.rewards).mean().item(),
             target_log_prob_bad=log_mean_exp(self._log_prob_bad(log_target)),
         )
+
+
+@torch.no_grad()
+def exact_log_prob_bad(
+    model: nn.Module,
+    prompt_ids: Sequence[Sequence[int]],
+    bad_token_ids: Collection[int],
+    max_completion_length: int,
+    eos_token_ids: Collection[int],
+    batch_size: int | None = None,
+) -> torch.Tensor:
+    """
+    Log-probability that any token of a completion of up to two tokens is bad, by enumeration of the first, for a
+    vocabulary of any size.
+
+    A completion ends with an end-of-sequence token or at T tokens. For T = 2,
+
+        P(bad) = Σ_{s₁ bad} P(s₁) + Σ_{s₁ neither bad nor end} P(s₁) · P(s₂ bad | s₁),
+
+    which takes up to V + 1 sequences a prompt (about 50,000 for GPT-2) and no reward model. Prompts are not padded.
+    The model runs in its own precision; the rest is in log space, so that tiny probabilities are exact.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
+        prompt_ids (`Sequence[Sequence[int]]`): Tokens of each of the P prompts.
+        bad_token_ids, eos_token_ids (`Collection[int]`):
+            Tokens that make a completion bad, anywhere in it, and those that end one; may be empty.
+        max_completion_length (`int`): T, 1 or 2.
+        batch_size (`int`, *optional*):
+            Sequences of one forward pass; by default 64 on a CPU and 512 elsewhere. Logits take about 8·B·V bytes in
+            float32.
+
+    Returns:
+        `torch.Tensor` of shape `(P,)`: log P(bad) of each prompt in nats, float64, on the CPU; −inf without bad
+        tokens.
+
+    Raises:
+        `ValueError`: If an argument is out of range, a prompt is empty, or the model is not causal.
+    """
+    if max_completion_length not in (1, 2):
+        raise ValueError(
+            f"`max_completion_length={max_completion_length}` must be 1 or 2; estimate others by sampling."
+        )
+    if batch_size is None:
+        batch_size = 64 if next(model.parameters()).device.type == "cpu" else 512
+    check_sizes(batch_size=batch_size)
+    if not prompt_ids or not all(len(ids) for ids in prompt_ids):
+        raise ValueError("`prompt_ids` must hold at least one prompt, and each prompt at least one token.")
+    config: Any = model.config
+    check_token_ids(prompt_ids, config)
+    check_causal(model, "`model`")
+    bad, eos = sorted(set(bad_token_ids)), sorted(set(eos_token_ids))
+    with in_mode(model, training=False):
+        first = [
+            _first_token_log_prob_bad(model, ids, bad, eos, max_completion_length, batch_size) for ids in prompt_ids
+        ]
+    return torch.stack([row.logsumexp(dim=0).cpu() for row in first])
+
+
+def _first_token_log_prob_bad(
+    model: nn.Module, prompt_ids: Sequence[int], bad: list[int], eos: list[int], length: int, batch_size: int
+) -> torch.Tensor:
+    """Log P(first token, and a bad token among the first `length`) for each first token, (V,), float64."""
+    prompt = torch.tensor(list(prompt_ids), device=next(model.parameters()).device)  # (L,)
+    first = _next_log_prob(model, prompt.unsqueeze(0))[0]  # (V,)
+    for name, tokens in (("bad_token_ids", bad), ("eos_token_ids", eos)):
+        if tokens and not 0 <= tokens[0] <= tokens[-1] < len(first):
+            raise ValueError(
+                f"`{name}` has {tokens[0] if tokens[0] < 0 else tokens[-1]}, but the model's vocabulary is "
+                f"0 to {len(first) - 1}; use the ids of the model's own tokenizer."
+            )
+    joint = torch.full_like(first, -torch.inf)
+    joint[bad] = first[bad]
+    if length == 2 and bad:
+        live = torch.ones_like(first, dtype=torch.bool)
+        live[bad + eos] = False
+        others = live.nonzero()  # (A, 1)
+        for start in range(0, len(others), batch_size):
+            batch = others[start : start + batch_size]
+            rows = torch.cat([prompt.expand(len(batch), -1), batch], dim=1)  # (B, L + 1)
+            second = _next_log_prob(model, rows, bad).logsumexp(dim=1)  # log P(s₂ bad | s₁), (B,)
+            joint[batch[:, 0]] = first[batch[:, 0]] + second
+    return joint
+
+
+def _next_log_prob(model: nn.Module, rows: torch.Tensor, chosen: list[int] | None = None) -> torch.Tensor:
+    """Log-probabilities of the token after each row, (B, V) or only those of `chosen`, float64."""
+    logits = model(input_ids=rows, attention_mask=torch.ones_like(rows), logits_to_keep=1, use_cache=False).logits
+    logits = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))  # (B, V)
+    logits.sub_(logits.amax(dim=1, keepdim=True))  # in place: nothing else uses this output
+    kept = (logits if chosen is None else logits[:, chosen]).to(torch.float64, copy=True)
+    # Exponentials in the model's precision and their sum in float64: an error of 1e-7 nats in float32
+    return kept - logits.exp_().sum(dim=1, keepdim=True, dtype=torch.float64).log()

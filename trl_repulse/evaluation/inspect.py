@@ -22,9 +22,8 @@ from ..data.loading import load_prompts
 from ..generation._batches import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
-from ._files import digest
 from ._generation import as_function, process_state, prompt_tokens
-from .records import SampleSet
+from .records import SampleSet, digest
 
 
 def _rewards(scores: list[SampleScore]) -> np.ndarray:

@@ -47,23 +47,21 @@ def plot_training(
     beside_label: str = "another run",
 ) -> None:
     """
-    Draws a training run: expected reward and exact log P(bad), if they are known, and the main metrics that were logged.
+    Draws a training run: expected reward and exact log P(bad), if they are known, and the main metrics that were
+    logged.
 
     Args:
         history (`list[dict]`):
             [`~trl_repulse.evaluation.tracking.ExactTrackingCallback.history`], or the `history` of a results file.
-        path (`str` or `Path`):
-            File to write. Its suffix is the format; its folder is created.
+        path (`str` or `Path`): File to write. Its suffix is the format; its folder is created.
         x (`str`, *optional*, defaults to `"samples"`):
             The horizontal axis of exact values: completions drawn (`"samples"`) or updates of the policy (`"update"`).
-        logs (`Sequence[dict]`, *optional*, defaults to `()`):
-            `trainer.state.log_history`, for reward, bad fraction, KL, effective sample size and the gap of log Z.
+        logs (`Sequence[dict]`, *optional*): `trainer.state.log_history`.
         metrics (`dict`, *optional*):
-            Metrics of the log to draw instead: title and unit of a panel -> `"policy"` or `"proposal"` -> names of the metric.
-        beside (`Sequence[dict]`, *optional*, defaults to `()`):
-            Log of another run, drawn with thin lines in the same panels.
-        beside_label (`str`, *optional*, defaults to `"another run"`):
-            Name of that run in the legend.
+            Metrics of the log to draw instead: title and unit of a panel -> `"policy"` or `"proposal"` -> names of the
+            metric.
+        beside, beside_label (`Sequence[dict]`, `str`, *optional*):
+            Log of another run, drawn with thin lines in the same panels, and its name in the legend.
 
     Raises:
         `ValueError`: If there is nothing to draw.
@@ -170,20 +168,9 @@ def plot_rewards(
     rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
 ) -> None:
     """
-    Draws a histogram of rewards on a logarithmic axis, so that a rare tail is visible.
-
-    Args:
-        rewards (`Mapping[str, numpy.ndarray]`):
-            Rewards of each model, by its name in the legend. Rewards that are not finite are left out.
-        path (`str` or `Path`):
-            File to write. Its suffix is the format; its folder is created.
-        thresholds (`Sequence[float]`, *optional*, defaults to `()`):
-            Rewards η to mark. The legend has each model's share of samples below them.
-        label (`str`, *optional*, defaults to `"reward"`):
-            Label of the horizontal axis.
-
-    Raises:
-        `ValueError`: If no model has a finite reward.
+    Draws a histogram of each model's finite rewards on a logarithmic axis, so that a rare tail is visible. The
+    thresholds η are marked, and the legend has each model's share of samples below them. Raises `ValueError` if no
+    model has a finite reward.
     """
     known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
     known = {name: values for name, values in known.items() if values.size}
@@ -211,15 +198,8 @@ def plot_attack_success(
     curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
 ) -> None:
     """
-    Draws the attack success rate, before and after the attack, against the threshold below which a response is bad.
-
-    Args:
-        curve (`dict[str, list[tuple[float, Estimate]]]`):
-            Returned by [`~trl_repulse.evaluation.gcg.results.success_curve`].
-        path (`str` or `Path`):
-            File to write. Its suffix is the format; its folder is created.
-        thresholds (`Sequence[float]`, *optional*, defaults to `()`):
-            Thresholds to mark.
+    Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
+    attack, against the threshold below which a response is bad; `thresholds` are marked.
     """
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     panel = figure.subplots()

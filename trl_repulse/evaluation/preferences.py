@@ -12,20 +12,12 @@ import pyarrow.parquet as pq
 
 from ..data._prompts import messages_fault, prompt_fault
 from ..data._tables import UNFIT, read_json_lines
-from ._files import write_atomically
-from .records import load_samples
+from .records import load_samples, write_atomically
 
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """
-    A completion with its reward.
-
-    Args:
-        prompt (`str` or `list[dict]`): Text, or messages.
-        completion (`str` or `list[dict]`): Of the same kind as the prompt.
-        reward (`float`): Its reward.
-    """
+    """A completion, text or messages as its prompt is, with its reward."""
 
     prompt: Any
     completion: Any
@@ -34,19 +26,11 @@ class RewardedCompletion:
 
 def read_rewarded(path: str | Path) -> list[RewardedCompletion]:
     """
-    Reads completions and their rewards.
+    Reads completions and their rewards, in the order of the rows; those without a reward are left out.
 
-    Args:
-        path (`str` or `Path`):
-            Folder of samples that `trl-repulse evaluate` wrote, or JSON lines with `"prompt"`, `"completion"` and `"reward"`,
-            such as a `negatives.jsonl` (`save_negatives`).
-
-    Returns:
-        `list[RewardedCompletion]`: In the order of the rows; those without a reward are left out.
-
-    Raises:
-        `ValueError`: If there is no such file or folder, samples are incomplete, or a row lacks one of the three or mixes text
-            and messages.
+    `path` is a folder of samples that `trl-repulse evaluate` wrote, or JSON lines with `"prompt"`, `"completion"` and
+    `"reward"`, such as a `negatives.jsonl` (`save_negatives`). Raises `ValueError` if there is none, samples are
+    incomplete, or a row lacks one of the three or mixes text and messages.
     """
     path = Path(path)
     if path.is_dir():
@@ -80,26 +64,22 @@ def preference_rows(
     completions: Iterable[RewardedCompletion], threshold: float, margin: float = 0.0, max_bad: int | None = None
 ) -> list[dict[str, Any]]:
     """
-    Pairs of a good and a bad completion of the same prompt, in TRL's preference format.
+    Pairs of a good and a bad completion of the same prompt, in TRL's preference format: `prompt`, `chosen`,
+    `rejected`, the difference of their rewards as `margin`, and both rewards.
 
-    Each bad completion, the worst first, is paired with the next good one, the best first. The good ones are repeated if they
-    are fewer. Duplicates count once.
+    Each bad completion, the worst first, is paired with the next good one, the best first. The good ones are repeated
+    if they are fewer. Duplicates count once.
 
     Args:
-        completions (`Iterable[RewardedCompletion]`):
-            Completions of any prompts, in any order.
-        threshold (`float`):
-            Reward below which a completion is bad.
+        completions (`Iterable[RewardedCompletion]`): Completions of any prompts, in any order.
+        threshold (`float`): Reward below which a completion is bad.
         margin (`float`, *optional*, defaults to `0.0`):
             How far above the threshold, in units of reward, a completion is good. In between it is neither.
-        max_bad (`int`, *optional*):
-            Most bad completions of a prompt, the worst ones. If `None`, all.
-
-    Returns:
-        `list[dict]`: Rows with `prompt`, `chosen`, `rejected`, the difference of their rewards as `margin`, and both rewards.
+        max_bad (`int`, *optional*): Most bad completions of a prompt, the worst ones. If `None`, all.
 
     Raises:
-        `ValueError`: If an argument is out of range, text and messages are mixed, or no prompt has a good and a bad completion.
+        `ValueError`: If an argument is out of range, text and messages are mixed, or no prompt has a good and a bad
+        completion.
     """
     groups = _sides(completions, threshold, margin, max_bad)
     rows = [
@@ -128,17 +108,9 @@ def unpaired_rows(
     completions: Iterable[RewardedCompletion], threshold: float, margin: float = 0.0, max_bad: int | None = None
 ) -> list[dict[str, Any]]:
     """
-    Good and bad completions in TRL's unpaired format.
-
-    Args:
-        completions, threshold, margin, max_bad:
-            As for [`preference_rows`].
-
-    Returns:
-        `list[dict]`: Rows with `prompt`, `completion`, the `label` (`True` of a good one) and the `reward`.
-
-    Raises:
-        `ValueError`: If an argument is out of range, text and messages are mixed, or all completions are good or all are bad.
+    Good and bad completions in TRL's unpaired format: `prompt`, `completion`, `label` (`True` of a good one) and
+    `reward`. The arguments are those of [`preference_rows`]; raises `ValueError` as it does, or if all completions are
+    good or all are bad.
     """
     groups = _sides(completions, threshold, margin, max_bad)
     rows = [
@@ -157,16 +129,7 @@ def unpaired_rows(
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """
-    Writes rows as JSON lines or parquet, atomically.
-
-    Args:
-        path (`Path`):
-            A `.jsonl` or `.parquet` file.
-        rows (`Sequence[dict]`):
-            Rows of [`preference_rows`] or [`unpaired_rows`].
-
-    Raises:
-        `ValueError`: If parquet would change messages, such as calls of tools.
+    Writes rows to a `.jsonl` or `.parquet` file, atomically. Raises `ValueError` if parquet would change messages.
     """
     if path.suffix == ".parquet":
         try:

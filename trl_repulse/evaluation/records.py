@@ -1,6 +1,17 @@
-"""Reading held-out samples."""
+"""
+Atomic writing of files, and the folder of held-out samples, of which a kill costs one shard at most.
 
+    header.json            what the samples depend on: models, prompts, rewards, settings, versions, and a hash of it all
+    shard-00000.parquet    rows, in order
+    complete.json          written last: rows and SHA-256 of every shard
+"""
+
+import hashlib
 import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,21 +21,181 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ._files import COMPLETE, hash_file, read_header
+from .._errors import KEEP_DATE
+
+
+FORMAT = "trl-repulse samples 1"
+HEADER, COMPLETE = "header.json", "complete.json"
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file so that it exists as a whole or not at all, even if killed or written by several processes."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except FileNotFoundError:
+        if not path.is_file():  # else another process has finished and cleaned the folder
+            raise
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # writes the file's name to the disk too
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes strict JSON, atomically; the same content gives the same bytes."""
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_report(path: Path, content: dict[str, Any]) -> None:
+    """Writes JSON as [`write_json`], with its folder; unknown values become text, and numbers not finite `None`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, plain_json(finite_json(content)))
+
+
+def finite_json(value: Any) -> Any:
+    """The value with text as keys, lists in place of tuples, and `None` in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def digest(content: Any) -> str:
+    """SHA-256 of a value, hexadecimal; values unknown to JSON, such as dates and bytes, count by their text."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_as_text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain_json(content: Any) -> Any:
+    """A value as it is after it was written as JSON and read again."""
+    return json.loads(json.dumps(content, default=_as_text))
+
+
+def _as_text(value: Any) -> Any:
+    """A value unknown to JSON. Of long arrays, `str` would leave numbers out."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder that holds anything but samples. One with only a partial header counts as empty."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`{folder}` is a file; name a folder that is new or empty.")
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if HEADER not in names and any(not name.startswith(HEADER) for name in names):
+        raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+
+
+def open_folder(folder: Path, header: dict[str, Any]) -> bool:
+    """Begins a folder with a header, and returns whether it had been begun before with the same header."""
+    header = {"format": FORMAT, **header}
+    header["hash"] = digest(header)
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / HEADER).is_file():
+        write_json(folder / HEADER, header)
+        return False
+    name = header_difference(read_header(folder), header)
+    if name is not None:
+        raise ValueError(
+            f"`{folder}` was begun with another `{name}`; go on with the old settings{remedy(name)}, or name another folder."
+        )
+    return True
+
+
+def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str] = ()) -> str | None:
+    """
+    Dotted name of the first difference between two headers of samples, apart from names.
+
+    Names and revisions may differ where there is a hash of the weights. Variables of a chat template may differ, as the texts
+    that it makes with them are compared.
+    """
+    one, other = dict(_flat(one)), dict(_flat(other))
+    hashed = [name.removesuffix("weights") for name in (*one, *other) if name.endswith(".weights")]
+    labels = {parent + label for parent in hashed for label in ("name", "revision", "base")}
+    for name in sorted({*one, *other} - {"hash", "settings.revision", *labels, *ignored}):
+        in_both = name in one and name in other
+        if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
+            continue  # a template with a fixed date has no rendering
+        if not in_both or one[name] != other[name]:
+            return name
+    return None
+
+
+def remedy(name: str) -> str:
+    """How to avoid a difference in `name`, in brackets, where the name does not tell."""
+    return f" ({KEEP_DATE})" if name.endswith((".token_ids_sha256", ".rendering")) else ""
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        return [pair for key, item in value.items() for pair in _flat(item, f"{name}.{key}" if name else str(key))]
+    return [(name, value)]
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.parquet"
+
+
+def has_shard(folder: Path, number: int, rows: int) -> bool:
+    """Whether a shard exists with all of its rows and is not cut off."""
+    try:
+        return pq.read_metadata(shard_path(folder, number)).num_rows == rows
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return False
+
+
+def write_shard(folder: Path, number: int, table: pa.Table) -> None:
+    write_atomically(shard_path(folder, number), lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def close_folder(folder: Path, shards: int) -> None:
+    """Marks samples as complete, and removes partial files that a kill left."""
+    paths = [shard_path(folder, number) for number in range(shards)]
+    entries = [
+        {"file": path.name, "rows": pq.read_metadata(path).num_rows, "sha256": hash_file(path)} for path in paths
+    ]
+    write_json(folder / COMPLETE, {"hash": read_header(folder)["hash"], "shards": entries})
+    for name in (HEADER, COMPLETE, "shard-*.parquet"):
+        for partial in folder.glob(f"{name}.*partial"):
+            partial.unlink(missing_ok=True)
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The header of samples, complete or not."""
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"`{folder}` holds no samples: it has no `{HEADER}`.") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again into another folder.") from error
+    content = {key: value for key, value in header.items() if key != "hash"} if isinstance(header, dict) else {}
+    if content.get("format") != FORMAT or header.get("hash") != digest(content):
+        raise ValueError(
+            f"`{folder / HEADER}` is of another format, or was changed after it was written; sample again into another folder."
+        )
+    return header
 
 
 @dataclass(frozen=True)
 class SampleSet:
     """
-    Held-out samples: N completions of each of P prompts, prompt by prompt.
-
-    Args:
-        folder (`Path`):
-            Folder of the samples.
-        header (`dict`):
-            Models, prompts, rewards and settings of the samples.
-        table (`pyarrow.Table`):
-            P times N rows.
+    Held-out samples, N completions of each of P prompts, prompt by prompt: the folder, its header (models, prompts,
+    rewards and settings), and a table of P times N rows.
     """
 
     folder: Path
@@ -43,17 +214,8 @@ class SampleSet:
 
     def column(self, name: str = "reward") -> np.ndarray:
         """
-        A column of numbers.
-
-        Args:
-            name (`str`, *optional*, defaults to `"reward"`):
-                `"reward"`, `"return"`, `"kl"`, `"rewards/NAME"`, ...
-
-        Returns:
-            `numpy.ndarray` of shape `(P, N)`, float64.
-
-        Raises:
-            `ValueError`: If there is no such column, it holds no numbers, or a value is missing or not finite.
+        A column of numbers, such as `"reward"`, `"return"`, `"kl"` or `"rewards/NAME"`, as float64 of shape (P, N).
+        Raises `ValueError` if there is none, it holds no numbers, or a value is missing or not finite.
         """
         kinds = {field.name: field.type for field in self.table.schema}
         numeric = [key for key, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
@@ -75,17 +237,8 @@ class SampleSet:
 
 def load_samples(folder: str | Path) -> SampleSet:
     """
-    Reads complete samples.
-
-    Args:
-        folder (`str` or `Path`):
-            Folder that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect.
-
-    Returns:
-        [`SampleSet`]
-
-    Raises:
-        `ValueError`: If the samples are not complete, or a file is missing or was changed.
+    Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect. Raises `ValueError` if they
+    are not complete, or a file is missing or was changed.
     """
     folder = Path(folder).expanduser()
     if folder.is_file() and folder.suffix == ".eval":

@@ -10,10 +10,8 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from . import tails
-from ._files import finite_json, header_difference, remedy
-from .records import SampleSet
-from .seed_intervals import crossed_interval
-from .tails import Estimate
+from .records import SampleSet, finite_json, header_difference, remedy
+from .tails import Estimate, crossed_interval
 
 
 MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # reported with the reward where they are complete
@@ -27,16 +25,12 @@ class TailReport:
     Estimates of one reward's lower tail.
 
     Args:
-        column (`str`):
-            The column that was read.
-        seeds, prompts, samples (`int`):
-            Models, prompts, and completions of each prompt by each model.
-        confidence (`float`):
-            Nominal coverage of all intervals.
+        column (`str`): The column that was read.
+        seeds, prompts, samples (`int`): Models, prompts, and completions of each prompt by each model.
+        confidence (`float`): Nominal coverage of all intervals.
         overall (`dict[str, Estimate]`):
             By quantity: `"mean"`, `"P(r < η)"`, `"quantile a"`, `"CVaR a"`, and means of other columns.
-        per_prompt (`dict[str, dict[str, Estimate]]`):
-            The same for each prompt; only for one model.
+        per_prompt (`dict[str, dict[str, Estimate]]`): The same for each prompt; only for one model.
     """
 
     column: str
@@ -59,8 +53,8 @@ class TailReport:
     @property
     def one_sided(self) -> list[str]:
         """
-        For several models: quantities whose interval is only for these models and prompts. They are probabilities of 0 or 1, and
-        CVaR with hardly a sample below the quantile.
+        For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of
+        hardly a sample.
         """
         if self.seeds == 1:
             return []
@@ -69,26 +63,12 @@ class TailReport:
         return shares + [name for name in tails if math.isfinite(self.overall[name].high)]
 
     def to_dict(self) -> dict[str, Any]:
-        """
-        The report as a JSON value.
-
-        Returns:
-            `dict`: the attributes, `scope` and `one_sided`; infinite ends of intervals become `None`.
-        """
+        """The attributes, `scope` and `one_sided` as a JSON value; infinite ends of intervals become `None`."""
 
         return finite_json(asdict(self) | {"scope": self.scope, "one_sided": self.one_sided})
 
     def to_markdown(self, per_prompt: bool = False) -> str:
-        """
-        The report as tables.
-
-        Args:
-            per_prompt (`bool`, *optional*, defaults to `False`):
-                Whether to add a table for each prompt.
-
-        Returns:
-            `str`: Markdown.
-        """
+        """The report as Markdown tables, with one for each prompt if `per_prompt`."""
         models = "" if self.seeds == 1 else f" by each of {self.seeds} models"
         lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}"]
         lines += [f"Intervals are for {self.scope}.", "", *_markdown_table(self.overall, self.confidence)]
@@ -136,40 +116,30 @@ def tail_report(
     """
     Estimates the lower tail of a reward from held-out samples.
 
-    For one model, intervals are for the given prompts. For several (one a training seed), mean, probabilities and CVaR have
-    intervals over seeds and prompts ([`~trl_repulse.evaluation.seed_intervals.crossed_interval`]): what to expect of another
-    run on other prompts. With fewer than six prompts or three seeds, they are over seeds only, for these prompts. An interval
-    of a probability over seeds contains that of Clopper and Pearson for all samples. If no sample or every sample is below the
-    threshold, it is that interval, which is only for these models and prompts; `one_sided` names these.
+    For one model, intervals are for the given prompts. For several (one a training seed), mean, probabilities and CVaR
+    have intervals over seeds and prompts ([`~trl_repulse.evaluation.tails.crossed_interval`]): what to expect of
+    another run on other prompts. With fewer than six prompts or three seeds, they are over seeds only, for these
+    prompts. An interval of a probability over seeds contains that of Clopper and Pearson for all samples. If no sample
+    or every sample is below the threshold, it is that interval, which is only for these models and prompts;
+    `one_sided` names these.
 
     Args:
         samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
             Samples of one model, or of several with the same settings, prompts and rewards.
-        thresholds (`Sequence[float]`, *optional*):
-            η of each P(r < η), in units of reward.
-        levels (`Sequence[float]`, *optional*, defaults to `(0.01,)`):
-            Levels of the CVaR.
-        quantiles (`Sequence[float]`, *optional*):
-            Levels of quantiles; only for one model.
+        thresholds (`Sequence[float]`, *optional*): η of each P(r < η), in units of reward.
+        levels (`Sequence[float]`, *optional*, defaults to `(0.01,)`): Levels of the CVaR.
+        quantiles (`Sequence[float]`, *optional*): Levels of quantiles; only for one model.
         column (`str`, *optional*, defaults to `"reward"`):
-            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... The means of other columns are reported too, if they
-            have a finite number for every sample.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
-
-    Returns:
-        [`TailReport`]
+            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... Means of other columns are reported too, if
+            these are complete.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
 
     Raises:
-        `ValueError`: If a column is missing or holds no finite numbers, a level is out of range, or the samples do not belong
-            together.
+        `ValueError`: If a column is missing or holds no finite numbers, a level is out of range, or samples do not fit.
 
     Example:
 
     ```python
-    >>> from trl_repulse.evaluation.records import load_samples
-    >>> from trl_repulse.evaluation.report import tail_report
-
     >>> report = tail_report(load_samples("samples"), thresholds=[-5.0, -7.0], levels=[0.1, 0.01])
     >>> report.overall["P(r < -5)"]
     ```
@@ -205,21 +175,8 @@ def estimates(
     others: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Estimate]:
     """
-    All quantities of a report.
-
-    Args:
-        values (`numpy.ndarray` of shape `(S, P, N)`):
-            Rewards of S models, P prompts, N samples.
-        thresholds, levels, quantiles, confidence:
-            As for [`tail_report`].
-        others (`dict[str, numpy.ndarray]`, *optional*):
-            Further arrays of that shape, whose means are estimated.
-
-    Returns:
-        `dict[str, Estimate]`: by name.
-
-    Raises:
-        `ValueError`: If a level or a value is out of range.
+    All quantities of a report, by name, from rewards (S, P, N) of S models, P prompts, N samples; `others` are further
+    arrays of that shape, whose means are estimated.
     """
     seeds, prompts, samples = values.shape
     pooled = values.reshape(-1, samples)
@@ -267,7 +224,8 @@ def _short_text(number: float) -> str:
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:
     """
-    Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of different models.
+    Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of different
+    models.
     """
     if not samples:
         raise ValueError("There are no samples; name at least one folder.")

@@ -25,7 +25,7 @@ from ..data._texts import completion_texts
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
 from ..rewards.transforms import transform_rewards
-from . import _files
+from . import records
 from ._generation import (
     EngineName,
     Prompt,
@@ -43,7 +43,6 @@ from ._generation import (
 )
 from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from .log_probs import completion_log_probs
-from .records import SampleSet, load_samples
 from .tails import check_sizes
 
 
@@ -56,14 +55,11 @@ class SamplingSettings:
     Settings of held-out sampling.
 
     Args:
-        num_samples (`int`, *optional*, defaults to `16`):
-            N, completions of each prompt.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Tokens of a completion.
+        num_samples (`int`, *optional*, defaults to `16`): N, completions of each prompt.
+        max_completion_length (`int`, *optional*, defaults to `256`): Tokens of a completion.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws. Each shard has its own seed, made of this one, its number and the model's weights.
-        batch_size (`int`, *optional*, defaults to `32`):
-            Completions of one pass.
+        batch_size (`int`, *optional*, defaults to `32`): Completions of one pass.
         shard_size (`int`, *optional*, defaults to `1024`):
             Completions written at a time, and lost at most when a run is killed.
         beta (`float`, *optional*, defaults to `0.0`):
@@ -72,16 +68,11 @@ class SamplingSettings:
             Weights of the F reward functions in `reward`, by default 1 each.
         reward_transform (`str`, *optional*):
             Transform of `return_transformed`: `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r − a·1[r < threshold]).
-        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
-            The transform's a.
-        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
-            The exponential transform's b, below 0.
-        reward_transform_threshold (`float`, *optional*):
-            The indicator transform's threshold, in units of reward.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            Precision of models that are loaded by name.
-        revision (`str`, *optional*):
-            Revision of the model on the Hub.
+        reward_transform_alpha (`float`, *optional*, defaults to `1.0`): The transform's a.
+        reward_transform_beta (`float`, *optional*, defaults to `-1.0`): The exponential transform's b, below 0.
+        reward_transform_threshold (`float`, *optional*): The indicator transform's threshold, in units of reward.
+        dtype (`str`, *optional*, defaults to `"auto"`): Precision of models that are loaded by name.
+        revision (`str`, *optional*): Revision of the model on the Hub.
         engine (`str`, *optional*, defaults to `"transformers"`):
             `"transformers"`, or `"vllm"`, whose draws can be repeated only on the same machine.
         chat_template_kwargs (`dict`, *optional*):
@@ -135,10 +126,10 @@ def check_early(
     folder: Path, settings: SamplingSettings, rewards: int, engine_kwargs: dict[str, Any] | None = None
 ) -> None:
     """
-    Checks arguments before any model is loaded. Raises `ValueError` if the folder holds something else, the number of weights
-    is not that of the rewards, or an engine argument is one that sampling sets itself.
+    Checks arguments before any model is loaded: the folder holds nothing else, each reward has a weight, and no engine
+    argument is one that sampling sets itself. Raises `ValueError` otherwise.
     """
-    _files.check_folder(folder)
+    records.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
     for name in ("model", "dtype", "revision", "generation_config"):
@@ -162,58 +153,47 @@ def sample_completions(
     engine_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
-) -> SampleSet:
+) -> records.SampleSet:
     """
-    Draws N completions of each prompt, rewards and scores them, and writes them to a folder. Called again after a kill, it
-    continues.
+    Draws N completions of each prompt, rewards and scores them, and writes them to a folder. Called again after a
+    kill, it continues.
 
-    Sampling is at temperature 1 from all tokens, whatever the model's generation configuration. Log-probabilities come from
-    separate passes over the finished completions. Each shard has its own seed and is written as a whole, so that the files
-    do not depend on interruptions or on the number of processes, which share the shards under `accelerate launch`.
+    Sampling is at temperature 1 from all tokens, whatever the model's generation configuration. Log-probabilities come
+    from separate passes over the finished completions. Each shard has its own seed and is written as a whole, so that
+    the files do not depend on interruptions or on the number of processes, which share the shards under `accelerate
+    launch`.
 
     The rows, prompt by prompt, have these columns: `prompt_index`, `sample_index`, `prompt` (as the model reads it),
     `prompt_ids`, `completion` (without special tokens), `completion_ids`, `length`, `ended` (whether by an end token),
-    `log_prob` and `entropy` (in nats, see [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME` for each
-    reward function, `reward` (their weighted sum, missing if no function gave one) and `return` (reward − beta·kl). With a
-    reference, also `log_prob_reference` and `kl` (log p − log p_0 of the sample, can be negative); with a transform,
-    `return_transformed` (transformed reward − beta·kl).
+    `log_prob` and `entropy` (in nats, see [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME`
+    for each reward function, `reward` (their weighted sum, missing if no function gave one) and `return` (reward −
+    beta·kl). With a reference, also `log_prob_reference` and `kl` (log p − log p_0 of the sample, can be negative);
+    with a transform, `return_transformed` (transformed reward − beta·kl).
 
     Args:
-        output_dir (`str` or `Path`):
-            Folder to write to: new, empty, or begun by the same call.
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            Model to sample from, or its path or Hub id.
+        output_dir (`str` or `Path`): Folder to write to: new, empty, or begun by the same call.
+        model, reference (`str` or [`~transformers.PreTrainedModel`]):
+            Model to sample from, and optionally one for `kl`, or their paths or Hub ids.
         prompts ([`~datasets.Dataset`] or `Sequence`):
-            The P prompts: plain text, messages, or rows with a `"prompt"`, whose other columns reach the reward functions.
-        reward_funcs (`str`, `Callable`, [`~transformers.PreTrainedModel`] or a list of them):
-            Rewards, as TRL's trainers take them.
-        settings ([`SamplingSettings`], *optional*):
-            Settings.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The model's tokenizer; by default loaded from the same place.
-        reference (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Reference model for `kl`.
-        reward_processing_classes (`Sequence`, *optional*):
-            Tokenizers of the rewards that are models, `None` for the others.
+            The P prompts: plain text, messages, or rows with a `"prompt"`, whose other columns reach the reward
+            functions.
+        reward_funcs, reward_processing_classes: Rewards and their tokenizers, as TRL's trainers take them.
+        settings ([`SamplingSettings`], *optional*): Settings.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*): By default loaded from the model's place.
         engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM`, such as `gpu_memory_utilization`: the model that scores needs memory too.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with models that are loaded by name.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
-
-    Returns:
-        [`~trl_repulse.evaluation.records.SampleSet`]: the samples, read back from the files.
+            Whether to run Python code of models loaded by name.
+        progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
 
     Raises:
-        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments contradict
+        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments
+        contradict
             each other, the folder holds something else, or a model is not causal.
 
     Example:
 
     ```python
-    >>> from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-
     >>> settings = SamplingSettings(num_samples=64, max_completion_length=128)
     >>> samples = sample_completions("samples", "out", ["The weather is"], "reward_model", settings, reference="gpt2")
     >>> samples.column("kl").mean()
@@ -251,23 +231,30 @@ def sample_completions(
         "model": identify_model(model, name),
         "reference": None if reference is None else identify_model(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
-        "prompts": _describe_prompts(dataset, prompt_ids),
+        "prompts": {
+            "count": len(dataset),
+            "sha256": records.digest(list(dataset)),
+            "token_ids_sha256": records.digest(prompt_ids),  # depend on tokenizer and chat template too
+        },
         "settings": asdict(settings) | {"reward_weights": list(settings.reward_weights or [1.0] * len(functions))},
         "device": state.device.type,
         "versions": {name: version(name) for name in ("trl-repulse", "torch", "transformers")},
     }
     header["settings"]["end_token_ids"] = end
     if settings.engine == "vllm":
-        header["settings"]["engine_kwargs"] = _files.plain_json(_without_irrelevant(engine_kwargs))
+        # Without secrets, and without arguments that depend on the machine and change no sample
+        irrelevant = ("hf_token", "gpu_memory_utilization")
+        kept = {key: value for key, value in engine_kwargs.items() if key not in irrelevant}
+        header["settings"]["engine_kwargs"] = records.plain_json(kept)
         header["versions"]["vllm"] = vllm_version()
     with state.main_process_first():
-        begun = _files.open_folder(folder, header)
+        begun = records.open_folder(folder, header)
 
     total = len(rows) * settings.num_samples
     shards = -(-total // settings.shard_size)
     mine = range(state.process_index, shards, state.num_processes)
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
-    missing = {number: size for number, size in sizes.items() if not _files.has_shard(folder, number, size)}
+    missing = {number: size for number, size in sizes.items() if not records.has_shard(folder, number, size)}
     if missing and begun:
         for each, identity in header["rewards"].items():
             if known_by_name_alone(identity):
@@ -286,13 +273,13 @@ def sample_completions(
             ids = [prompt_ids[prompt] for prompt, _ in places]
             completions = engine(ids, _shard_seed(settings, number, header["model"]["weights"]))
             table = _shard_table(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
-            _files.write_shard(folder, number, table)
+            records.write_shard(folder, number, table)
             bar.update(size)
     state.wait_for_everyone()
-    if state.is_main_process and not (folder / _files.COMPLETE).is_file():
-        _files.close_folder(folder, shards)
+    if state.is_main_process and not (folder / records.COMPLETE).is_file():
+        records.close_folder(folder, shards)
     state.wait_for_everyone()
-    return load_samples(folder)
+    return records.load_samples(folder)
 
 
 def _check_models(model: Any, reference: Any, settings: SamplingSettings, processes: int) -> None:
@@ -307,12 +294,6 @@ def _check_models(model: Any, reference: Any, settings: SamplingSettings, proces
         raise ValueError(
             f"`revision={settings.revision!r}` is of a model on the Hub, and `{model}` is a folder; leave it out."
         )
-
-
-def _describe_prompts(dataset: Dataset, prompt_ids: list[list[int]]) -> dict[str, Any]:
-    """Count and hashes of the prompts; their tokens depend on tokenizer and chat template too."""
-    rows = [dataset[i] for i in range(len(dataset))]
-    return {"count": len(rows), "sha256": _files.digest(rows), "token_ids_sha256": _files.digest(prompt_ids)}
 
 
 def _shard_seed(settings: SamplingSettings, number: int, weights: str) -> int:
@@ -376,19 +357,7 @@ def _numbers(values: torch.Tensor) -> pa.Array:
     return pa.array(values.numpy(), pa.float64(), from_pandas=True)
 
 
-def _without_irrelevant(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without secrets, and without arguments that depend on the machine and change no sample."""
-    return {key: value for key, value in engine_kwargs.items() if key not in ("hf_token", "gpu_memory_utilization")}
-
-
-def _load(
-    model: str | PreTrainedModel | None,
-    part: str,
-    dtype: str,
-    revision: str | None,
-    device: torch.device,
-    **code: bool,
-) -> Any:
+def _load(model: Any, part: str, dtype: str, revision: str | None, device: torch.device, **code: bool) -> Any:
     if isinstance(model, str):
         model = load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
     if model is not None:

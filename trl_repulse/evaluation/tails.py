@@ -1,17 +1,24 @@
 """
-Estimates of the lower tail of a reward, with intervals.
+Estimates of the lower tail of a reward, with intervals, and intervals over training seeds and prompts.
 
-Legend: P prompts, N completions per prompt, n = P·N samples.
+Legend: P prompts, N completions per prompt, n = P·N samples, S seeds (training runs).
 
 Rewards have shape (P, N): N independent completions of each of P fixed prompts. Estimates are for a completion of a prompt
 chosen uniformly among the P.
+
+A plain percentile bootstrap over five seeds covers some 83 % where it claims 95 %: its variance is too small by (n − 1)/n,
+and it uses normal quantiles. Intervals over seeds take the bootstrap's variances, one per source of variation, divided by
+(n − 1)/n, and Student's quantile at Satterthwaite's (1946) degrees of freedom. The variances are those of the analysis of
+variance, so nothing is drawn.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import beta, binom, binomtest
+from scipy.stats import f as f_distribution
 from scipy.stats import t as student_t
 
 
@@ -23,15 +30,8 @@ LARGEST = 1e290  # largest reward whose sums and products stay finite
 @dataclass(frozen=True)
 class Estimate:
     """
-    An estimate with its interval.
-
-    Args:
-        value (`float`):
-            The estimate.
-        low, high (`float`):
-            Ends of the interval; infinite where the samples give no bound.
-        samples (`float`):
-            Number of samples behind the estimate: those below the threshold, in the tail, or all.
+    An estimate, the ends of its interval (infinite where the samples give no bound), and the number of samples behind
+    it: those below the threshold, in the tail, or all.
     """
 
     value: float
@@ -42,24 +42,18 @@ class Estimate:
 
 def prob_below(rewards: np.ndarray, threshold: float, confidence: float = 0.95) -> Estimate:
     """
-    P(r < threshold), with the exact interval of Clopper and Pearson (1934).
+    P(r < threshold), with the exact interval of Clopper and Pearson (1934). `samples` are those below the threshold.
 
-    With no sample below the threshold, the upper end is 3.7 / n for 95 %. With several prompts the interval is conservative,
-    since a sum of binomial counts varies less than one binomial count of the same mean.
+    With no sample below the threshold, the upper end is 3.7 / n for 95 %. With several prompts the interval is
+    conservative, since a sum of binomial counts varies less than one binomial count of the same mean.
 
     Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Rewards.
-        threshold (`float`):
-            η, in units of reward; a reward equal to it is not below it.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
-
-    Returns:
-        [`Estimate`]: a probability; `samples` are those below the threshold.
+        rewards (`numpy.ndarray` of shape `(P, N)`): Rewards.
+        threshold (`float`): η, in units of reward; a reward equal to it is not below it.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage, here and below.
 
     Raises:
-        `ValueError`: If an argument is out of range.
+        `ValueError`: Here and below, if an argument is out of range.
     """
     rewards = _checked(rewards, confidence)
     if math.isnan(threshold):
@@ -71,25 +65,12 @@ def prob_below(rewards: np.ndarray, threshold: float, confidence: float = 0.95) 
 
 def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimate:
     """
-    A quantile of the reward, with an interval between two order statistics.
+    The smallest reward that at least a share `level`, in (0, 1), of the samples does not exceed, with an interval
+    between two order statistics. `samples` is its rank.
 
-    The number of samples below the true quantile is binomial, and quantiles of that distribution are the ranks that bound the
-    interval. Coverage is at least nominal. It is higher with several prompts (see [`prob_below`]) and with ties. Where there
-    are too few samples for a rank, that end is infinite.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Rewards.
-        level (`float`):
-            Level of the quantile, in (0, 1).
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
-
-    Returns:
-        [`Estimate`]: the smallest reward that at least a share `level` of the samples does not exceed; `samples` is its rank.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
+    The number of samples below the true quantile is binomial, and quantiles of that distribution are the ranks that
+    bound the interval. Coverage is at least nominal. It is higher with several prompts (see [`prob_below`]) and with
+    ties. Where there are too few samples for a rank, that end is infinite.
     """
     rewards = _checked(rewards, confidence)
     check_share("level", level)
@@ -110,18 +91,7 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
 def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
     """
     Mean reward, with an interval for a sample stratified by prompt: Student's, corrected for skewness (Hall, 1992).
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Rewards.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
-
-    Returns:
-        [`Estimate`]: a reward. Both ends are infinite if all samples of each prompt are equal.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
+    Both ends are infinite if all samples of each prompt are equal.
     """
     rewards = _checked(rewards, confidence)
     return Estimate(float(rewards.mean()), *skewed_interval(rewards, confidence), rewards.size)
@@ -129,26 +99,14 @@ def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
 
 def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimate:
     """
-    Conditional value at risk: the mean reward of the worst share `level` of completions.
+    Conditional value at risk: the mean reward of the worst share `level`, in (0, 1), of completions. `samples` is
+    level·n.
 
-    The tail is the lowest level·n samples, the last one counted in part. The interval is that of [`mean`] for the influence
-    values q − (q − r)₊ / level, with q the empirical quantile. With fewer than [`MIN_TAIL`] samples in the tail, both ends are
-    infinite, since no interval tried had its nominal coverage, and the estimate is biased upwards. If fewer than [`MIN_BELOW`]
-    of them lie below the quantile, because of ties, there is no lower end, and the upper end is the quantile's.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Rewards.
-        level (`float`):
-            Share of completions in the tail, in (0, 1).
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
-
-    Returns:
-        [`Estimate`]: a reward; `samples` is level·n, not always whole.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
+    The tail is the lowest level·n samples, the last one counted in part. The interval is that of [`mean`] for the
+    influence values q − (q − r)₊ / level, with q the empirical quantile. With fewer than [`MIN_TAIL`] samples in the
+    tail, both ends are infinite, since no interval tried had its nominal coverage, and the estimate is biased upwards.
+    If fewer than [`MIN_BELOW`] of them lie below the quantile, because of ties, there is no lower end, and the upper
+    end is the quantile's.
     """
     rewards = _checked(rewards, confidence)
     check_share("level", level)
@@ -207,8 +165,8 @@ def _lowest_shares(size: int, k: int) -> np.ndarray:
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
     """
-    q − (q − r)₊ / level, of the rewards' shape. Its mean is the sample's CVaR, and its spread that of the estimate to first
-    order.
+    q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate to
+    first order.
     """
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
@@ -274,3 +232,74 @@ def check_share(name: str, value: float) -> None:
     """Raises `ValueError` if a level or a nominal coverage is not between 0 and 1."""
     if not 0 < value < 1:
         raise ValueError(f"`{name}={value}` must be between 0 and 1.")
+
+
+POOLING_LEVEL = 0.35  # of the F test for differences between seeds, or prompts
+
+
+def combined_interval(
+    value: float, components: Sequence[tuple[float, float]], confidence: float = 0.95
+) -> tuple[float, float]:
+    """
+    Student's interval for a value whose variance is a sum of estimated components, each with its variance (subtracted
+    if negative) and degrees of freedom. The ends are infinite if a component has none.
+    """
+    if not components or any(freedom <= 0 for _, freedom in components):
+        return -math.inf, math.inf
+    # Scaled by a power of four, which is exact: squares could overflow or underflow
+    exponent = math.frexp(max(abs(part) for part, _ in components))[1] // 2
+    scaled = [(math.ldexp(part, -2 * exponent), freedom) for part, freedom in components]
+    variance = sum(part for part, _ in scaled)
+    spread = sum(part**2 / freedom for part, freedom in scaled)
+    if variance <= 0 or spread == 0:
+        return value, value
+    half = float(student_t.isf((1 - confidence) / 2, variance**2 / spread)) * math.sqrt(variance)
+    half = math.ldexp(half, exponent)
+    return value - half, value + half
+
+
+def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """
+    Interval for the mean over seeds and prompts, both taken as random draws, from the mean of each seed's samples of
+    each prompt, (S, P).
+
+    The variance is that between seeds plus that between prompts minus that of single cells, which both include. If an
+    F test finds that seeds or prompts differ no more than single cells do, they are pooled (Bancroft, 1964). Coverage
+    is lower with few seeds or prompts whose distribution is far from normal. With one seed or one prompt, the interval
+    is over the other alone. Two of either cannot be tested and raise `ValueError` beside several of the other: take
+    means, `cells.mean(axis=1, keepdims=True)`, for an interval over seeds for these prompts. The ends are infinite for
+    a single cell.
+    """
+    seeds, prompts = cells.shape
+    if min(seeds, prompts) == 2:
+        raise ValueError(
+            f"`cells` has {seeds} seeds and {prompts} prompts; two of either tell too little. Take means over the prompts "
+            "(`cells.mean(axis=1, keepdims=True)`) for an interval over seeds, or over the seeds for one over prompts."
+        )
+    value = float(cells.mean())
+    by_seed, by_prompt = cells.mean(axis=1) - value, cells.mean(axis=0) - value
+    residual = cells - value - by_seed[:, None] - by_prompt  # not explained by either
+    # Scaled by a power of two, as in `combined_interval`
+    exponent = math.frexp(float(np.abs(cells - value).max()))[1]
+    by_seed, by_prompt, residual = (np.ldexp(part, -exponent) for part in (by_seed, by_prompt, residual))
+    components = []
+    if seeds > 1:
+        components.append((float((by_seed**2).sum()) / (seeds * (seeds - 1)), seeds - 1))
+    if prompts > 1:
+        components.append((float((by_prompt**2).sum()) / (prompts * (prompts - 1)), prompts - 1))
+    if seeds > 1 and prompts > 1:
+        freedom = (seeds - 1) * (prompts - 1)
+        cell = float((residual**2).sum()) / (seeds * prompts * freedom)
+        different = [
+            each for each in components if each[0] > cell * float(f_distribution.isf(POOLING_LEVEL, each[1], freedom))
+        ]
+        if len(different) == 2:
+            components.append((-cell, freedom))
+        elif len(different) == 1:
+            components = different
+        else:  # no difference between seeds or prompts
+            total = seeds * prompts - 1
+            components = [(sum(part * own for part, own in [*components, (cell, freedom)]) / total, total)]
+    with np.errstate(over="ignore"):  # an end beyond the range of floats is infinite
+        low, high = np.ldexp(combined_interval(0.0, components, confidence), exponent).tolist()
+    return value + low, value + high

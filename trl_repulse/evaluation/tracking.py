@@ -15,30 +15,21 @@ from ..configs import NegativeTermConfig
 from ..data._checks import check_prompt_lengths
 from ..data._texts import check_added_tokens
 from ..models._deepspeed import is_partitioned
-from .bad_tokens import exact_log_prob_bad
-from .exact import ExactEvaluator, log_mean_exp, reward_of_model
+from .exact import ExactEvaluator, exact_log_prob_bad, log_mean_exp, reward_of_model
 from .report import text_table
+from .tails import check_sizes
 
 
 class TrackingCallback(TrainerCallback):
     """
-    Counts the cost of a training run: updates, completions drawn, seconds.
-
-    Add it with `trainer.add_callback`. It counts one call of `trainer.train()`; a resumed run counts from its checkpoint.
-
-    Args:
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Trainer to follow, such as [`~trl_repulse.ReinforceTrainer`].
+    Counts the cost of one call of `trainer.train()`: updates, completions drawn, seconds. A resumed run counts from
+    its checkpoint.
 
     Attributes:
-        samples (`int`):
-            Completions drawn so far for training, from policy and proposal, by all processes.
-        updates (`int`):
-            Updates of the policy so far, including those before the checkpoint of a resumed run.
-        seconds (`float`):
-            Training time so far, without the time spent in this callback.
-        history (`list[dict]`):
-            Evaluations along the run; empty if nothing is evaluated.
+        samples (`int`): Completions drawn so far for training, from policy and proposal, by all processes.
+        updates (`int`): Updates of the policy so far, including those before the checkpoint of a resumed run.
+        seconds (`float`): Training time so far, without the time spent in this callback.
+        history (`list[dict]`): Evaluations along the run; empty if nothing is evaluated.
     """
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer):
@@ -91,8 +82,7 @@ class _PeriodicTracking(TrackingCallback):
     """Evaluates policy and proposal at the start, every few updates, and at the end."""
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer, every: int):
-        if every < 1:
-            raise ValueError(f"`every={every}` must be at least 1: the number of updates between two evaluations.")
+        check_sizes(every=every)
         super().__init__(trainer)
         self.every = every
 
@@ -141,21 +131,15 @@ class ExactTrackingCallback(_PeriodicTracking):
     Only the main process evaluates, except with DeepSpeed ZeRO-3 and FSDP2, where all do.
 
     Args:
-        evaluator ([`ExactEvaluator`]):
-            Evaluator; with a `reference_model`, the KL divergence from it is tracked too.
-        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Trainer to follow.
-        every (`int`, *optional*, defaults to `10`):
-            Updates between two evaluations.
+        evaluator ([`ExactEvaluator`]): Evaluator; with a `reference_model`, the KL divergence from it is tracked too.
+        trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]): Trainer to follow.
+        every (`int`, *optional*, defaults to `10`): Updates between two evaluations.
 
     Attributes:
         history (`list[dict]`):
-            One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`, and
-            `"proposal"` (`None` if there is none). A model's entry has `"expected_reward"` (in reward units),
+            One entry an evaluation: `"update"`, `"samples"` and `"seconds"` as in [`TrackingCallback`], `"policy"`,
+            and `"proposal"` (`None` if there is none). A model's entry has `"expected_reward"` (in reward units),
             `"log_prob_bad"` (nats) and `"kl"` (nats per completion; `None` without a reference).
-
-    Raises:
-        `ValueError`: If `every` is less than 1.
 
     Example:
 
@@ -186,20 +170,12 @@ class ExactTrackingCallback(_PeriodicTracking):
         Args:
             trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
                 Trainer to follow. Its only reward is a reward model.
-            prompts (`Sequence[str]`):
-                Plain-text prompts to evaluate on.
-            bad_token_ids (`Sequence[int]`):
-                Tokens that make a completion bad, anywhere in it.
-            reference_model ([`~transformers.PreTrainedModel`], *optional*):
-                Model for `"kl"`, for instance the initial policy.
-            every (`int`, *optional*, defaults to `10`):
-                Updates between two evaluations.
-
-        Returns:
-            [`ExactTrackingCallback`]: to be added with `trainer.add_callback`.
+            prompts, bad_token_ids, reference_model: As for [`~trl_repulse.evaluation.exact.ExactEvaluator`].
+            every (`int`, *optional*, defaults to `10`): Updates between two evaluations.
 
         Raises:
-            `ValueError`: If the reward is not one model, a prompt is no text or too long, or there are too many completions to
+            `ValueError`: If the reward is not one model, a prompt is no text or too long, or there are too many
+            completions to
                 enumerate.
         """
         reward, tokenizer = trainer.reward_funcs[0], trainer.processing_class
@@ -228,29 +204,19 @@ class ExactTrackingCallback(_PeriodicTracking):
 
 class BadTokenTrackingCallback(_PeriodicTracking):
     """
-    Follows the exact log P(bad) of policy and proposal, for completions of up to two tokens over a vocabulary of any size.
+    Follows the exact log P(bad) of policy and proposal, for completions of up to two tokens over a vocabulary of any
+    size.
 
-    For vocabularies that are too large for [`ExactTrackingCallback`], which scores every completion with the reward model.
-    Evaluates at the same times and in the same processes.
+    For vocabularies that are too large for [`ExactTrackingCallback`]: evaluates as that does, with the same `history`,
+    but a model's entry has only `"log_prob_bad"` (nats).
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]):
-            Trainer to follow; gives `max_completion_length` and the end tokens.
-        prompts (`Sequence[str]`):
-            Plain-text prompts to evaluate on, about 50,000 sequences each for GPT-2.
-        bad_token_ids (`Sequence[int]`):
-            Tokens that make a completion bad, anywhere in it.
-        every (`int`, *optional*, defaults to `10`):
-            Updates between two evaluations.
-        batch_size (`int`, *optional*):
-            Sequences of one forward pass, as in [`~trl_repulse.evaluation.bad_tokens.exact_log_prob_bad`].
-
-    Attributes:
-        history (`list[dict]`):
-            As in [`ExactTrackingCallback`], but a model's entry has only `"log_prob_bad"` (nats).
-
-    Raises:
-        `ValueError`: If `every` is less than 1, `max_completion_length` is above 2, or a prompt is no text or too long.
+            Trainer to follow; gives `max_completion_length`, of at most 2, and the end tokens.
+        prompts (`Sequence[str]`): Plain-text prompts to evaluate on, about 50,000 sequences each for GPT-2.
+        bad_token_ids (`Sequence[int]`): Tokens that make a completion bad, anywhere in it.
+        every (`int`, *optional*, defaults to `10`): Updates between two evaluations.
+        batch_size (`int`, *optional*): As in [`~trl_repulse.evaluation.exact.exact_log_prob_bad`].
     """
 
     def __init__(
@@ -301,26 +267,13 @@ def write_results(
     metrics: dict[str, Any] | None = None,
 ) -> None:
     """
-    Writes a finished run as JSON.
+    Writes a finished run as JSON, with its folder.
 
     The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (the policy's
-    `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, as far as they are tracked), `seconds`, `metrics`,
-    `history` and `settings`. Without exact evaluation, `initial` and `final` are missing and `history` is empty. Entries that
-    are `None` or not finite are left out.
-
-    Args:
-        path (`str` or `Path`):
-            File to write; its folder is created if missing.
-        method (`str`):
-            Name of the method.
-        seed (`int`):
-            Seed of the run.
-        callback ([`TrackingCallback`], [`ExactTrackingCallback`] or [`BadTokenTrackingCallback`]):
-            Callback that followed the run.
-        settings (`dict`):
-            Hyper-parameters of the run; values unknown to JSON are written as text.
-        metrics (`dict`, *optional*):
-            The last logged metrics.
+    `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, as far as they are tracked), `seconds`,
+    `metrics` (the last that were logged), `history` and `settings`. Without exact evaluation, `initial` and `final`
+    are missing and `history` is empty. Entries that are `None` or not finite are left out; values unknown to JSON are
+    written as text.
     """
     history = callback.history
     results = {
@@ -356,17 +309,9 @@ def _is_missing(value: Any) -> bool:
 
 def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = None) -> str:
     """
-    A table of a run's start and end.
-
-    Args:
-        callback ([`TrackingCallback`], [`ExactTrackingCallback`] or [`BadTokenTrackingCallback`]):
-            Callback that followed the run.
-        metrics (`dict`, *optional*):
-            The last logged metrics; shown if the expected reward is not known exactly.
-
-    Returns:
-        `str`: several lines: the policy's exact expected reward, log P(bad) and KL to the reference, as far as they are
-        tracked, at the start and at the end, the samples drawn, and the seconds of training.
+    A table of a run's start and end: the policy's exact expected reward, log P(bad) and KL to the reference, as far as
+    they are tracked, the samples drawn, and the seconds of training. The last logged metrics are shown if the expected
+    reward is not known exactly.
     """
     rows = [("samples drawn", "0", f"{callback.samples:,}"), ("seconds", "0.0", f"{callback.seconds:.1f}")]
     if callback.history:

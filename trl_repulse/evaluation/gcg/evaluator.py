@@ -40,9 +40,9 @@ from ...models._adapters import in_mode
 from ...models._loading import check_same_tokens, load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
 from ...rewards.loading import load_reward
-from .._files import digest
 from .._generation import as_function, event_loop, hash_model, hashed_seed, process_state
 from .._identity import identify_reward, warn_of_name
+from ..records import digest
 from .config import GCGEvaluationConfig, GCGRunArguments
 from .engine import GCG, GCGError, check_context
 from .prompt import build_prompt

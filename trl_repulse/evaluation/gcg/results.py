@@ -22,7 +22,7 @@ from scipy import stats
 
 from ..._errors import changed_prompt
 from ..._numbers import percent, plain
-from .._files import write_atomically
+from ..records import write_atomically
 from ..tails import MIN_TAIL, Estimate, clopper_pearson, mean, tail_influence
 
 

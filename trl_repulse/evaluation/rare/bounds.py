@@ -28,16 +28,16 @@ class LogZBounds:
 
     Args:
         lower, upper (`float`):
-            Means over the groups of the lower and the upper bound. The lower one is −inf if all weights of a group are 0.
+            Means over the groups of the lower and the upper bound. The lower one is −inf if all weights of a group are
+            0.
         lower_end, upper_end (`float`):
-            Ends of an interval for log Z. The lower one has a margin for the standard error and the skewness of the groups
-            (Hall, 1992), or with fewer than eight groups 3.7 / R (Markov's inequality). The upper one allows for modes of the
-            target that the proposal misses and that were not drawn from the target: at least 3.7 / R.
-        confidence (`float`):
-            Nominal probability that log Z lies between the ends.
+            Ends of an interval for log Z with nominal coverage `confidence`. The lower one has a margin for the
+            standard error and the skewness of the groups (Hall, 1992), or with fewer than eight groups 3.7 / R
+            (Markov's inequality). The upper one allows for modes of the target that the proposal misses and that were
+            not drawn from the target: at least 3.7 / R.
         kl_proposal_target, kl_target_proposal (`tuple[float, float]`):
-            Lowest and highest estimate of KL(q ‖ σ), the bounds minus E_q[log w], and of KL(σ ‖ q), E_σ[log w] minus the
-            bounds.
+            Lowest and highest estimate of KL(q ‖ σ), the bounds minus E_q[log w], and of KL(σ ‖ q), E_σ[log w] minus
+            the bounds.
     """
 
     lower: float
@@ -63,14 +63,11 @@ def log_z_bounds(log_w: torch.Tensor, log_w_target: torch.Tensor, confidence: fl
             Log-weights log p + log φ − log q of independent draws from the proposal, in nats; −inf for a weight of 0.
         log_w_target (`torch.Tensor` of shape `(P, R)`):
             Log-weights of exact draws from the target. In the upper bound, each replaces the last draw of its group.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the interval between the ends.
-
-    Returns:
-        `list` of [`LogZBounds`]: one a prompt.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval between the ends.
 
     Raises:
-        `ValueError`: If shapes do not fit, there is no draw, a weight is NaN or +inf, or that of a draw from the target is 0.
+        `ValueError`: If shapes do not fit, there is no draw, a weight is NaN or +inf, or that of a draw from the
+        target is 0.
     """
     require_shape("log_w", log_w, (-1, -1, -1))
     require_shape("log_w_target", log_w_target, tuple(log_w.shape[:2]))
@@ -126,22 +123,10 @@ def enumeration_sample(
     log_target: torch.Tensor, num_samples: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """
-    Exact draws from a target whose every completion has been enumerated.
-
-    Args:
-        log_target (`torch.Tensor` of shape `(P, S)`):
-            log p + log φ of every completion, in nats, not normalised; such as
-            [`~trl_repulse.evaluation.exact.ExactEvaluator.log_probs`] plus β times its `rewards`.
-        num_samples (`int`):
-            Draws of each prompt.
-        generator (`torch.Generator`, *optional*):
-            Source of randomness.
-
-    Returns:
-        `torch.Tensor` of shape `(P, num_samples)`: indices of completions.
-
-    Raises:
-        `ValueError`: If `log_target` holds NaN or +inf, or a prompt has no completion of positive potential.
+    Indices of exact draws, (P, num_samples), from a target whose every completion has been enumerated: `log_target`
+    (P, S) is log p + log φ of every completion, in nats, not normalised, such as
+    [`~trl_repulse.evaluation.exact.ExactEvaluator.log_probs`] plus β times its `rewards`. Raises `ValueError` if it
+    holds NaN or +inf, or a prompt has no completion of positive potential.
     """
     require_shape("log_target", log_target, (-1, -1))
     invalid, empty = log_target.isnan() | (log_target == torch.inf), (log_target == -torch.inf).all(dim=1)

@@ -1,27 +1,24 @@
 """
 Extrapolation of the largest score among n samples, far beyond the number of samples at hand.
 
-The log of P(score > x) is assumed to continue as over the largest scores: linearly in x (`tail="exponential"`, the Gumbel
-domain), as Jones et al., "Forecasting rare language model behaviors" (2025), find for elicitation scores, or as a generalised
-Pareto distribution (`tail="pareto"`). [`back_test`] shows whether it would have held from fewer samples to all of them.
+The log of P(score > x) is assumed to continue as over the largest scores, linearly in x (the Gumbel domain), as Jones et al.,
+"Forecasting rare language model behaviors" (2025), find for elicitation scores. [`back_test`] shows whether that would have held from
+fewer samples to all of them.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
-from scipy.stats import genpareto
 
 from ..tails import check_share
 
 
-Tail = Literal["exponential", "pareto"]
 # Largest shortfall from the nominal coverage in a back-test; 2 to 5 % of samples with the right tail exceed it
 MAX_SHORTFALL = 0.15
-_DRAWS = {"exponential": 10_000, "pareto": 200}  # draws of the parameters; for "pareto" each is a fit
+_DRAWS = 10_000  # draws of the scale
 
 
 class NoSlopeError(ValueError):
@@ -35,17 +32,8 @@ class TooFewScoresError(ValueError):
 @dataclass(frozen=True)
 class Forecast:
     """
-    The extrapolated largest score among `size` samples.
-
-    Args:
-        size (`int`):
-            Number of samples.
-        median, low, high (`float`):
-            Median of the largest score, and an interval, which does not allow for a wrong form of the tail.
-        confidence (`float`):
-            Nominal coverage of the interval.
-        extrapolation (`float`):
-            `size` over the number of samples of the fit.
+    The extrapolated largest score among `size` samples: its median, and an interval of nominal coverage `confidence`,
+    which does not allow for a wrong form of the tail. `extrapolation` is `size` over the number of samples of the fit.
     """
 
     size: int
@@ -59,13 +47,8 @@ class Forecast:
 @dataclass(frozen=True)
 class BackTest:
     """
-    Forecasts from each block of the samples for the largest score among the others.
-
-    Args:
-        forecasts (`tuple[Forecast, ...]`):
-            One a block; NaN if the largest scores of a block are all equal.
-        observed (`tuple[float, ...]`):
-            The largest score outside each block, mostly of the same sample.
+    Forecasts from each block of the samples (NaN if its largest scores are all equal), and the largest score outside
+    each block, mostly of the same sample.
     """
 
     forecasts: tuple[Forecast, ...]
@@ -97,7 +80,6 @@ class BackTest:
 def forecast_largest(
     scores: torch.Tensor,
     sizes: Sequence[int],
-    tail: Tail = "exponential",
     num_exceedances: int | None = None,
     confidence: float = 0.95,
     seed: int = 0,
@@ -109,16 +91,10 @@ def forecast_largest(
         scores (`torch.Tensor` of shape `(N,)`):
             Scores of independent samples, high for bad outputs: −r of completions of the policy, or −log(−log P(bad)) of
             prompts (Jones et al., 2025).
-        sizes (`Sequence[int]`):
-            Numbers of samples to forecast for, such as 10³ to 10⁹.
-        tail (`str`, *optional*, defaults to `"exponential"`):
-            Form of the tail, `"exponential"` or `"pareto"`, which needs more samples and has wider intervals.
-        num_exceedances (`int`, *optional*):
-            Number of largest scores in the fit; by default √N, at least 10.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the simulation behind them.
+        sizes (`Sequence[int]`): Numbers of samples to forecast for, such as 10³ to 10⁹.
+        num_exceedances (`int`, *optional*): Number of largest scores in the fit; by default √N, at least 10.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
+        seed (`int`, *optional*, defaults to `0`): Seed of the simulation behind them.
 
     Returns:
         `list` of [`Forecast`]: one a size.
@@ -137,8 +113,6 @@ def forecast_largest(
         )
     if not sizes or not all(1 <= size < math.inf for size in sizes):
         raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up, and finite.")
-    if tail not in _DRAWS:
-        raise ValueError(f"`tail={tail!r}` must be 'exponential' or 'pareto'.")
     check_share("confidence", confidence)
     ordered = np.sort(values)
     threshold = ordered[-count - 1]
@@ -149,13 +123,14 @@ def forecast_largest(
             "their upper end; otherwise raise `num_exceedances`, or give scores with fewer ties."
         )
     rng = np.random.default_rng(seed)
-    shape, scale = _fit_draws(excesses, tail, rng)  # (D,)
-    rate = rng.gamma(count + 1, size=shape.size) / values.size  # P(score > threshold)
-    chance = np.log(rng.uniform(size=shape.size))
+    # 2 · sum / scale is chi-squared with twice as many degrees of freedom as excesses
+    scale = excesses.sum() / rng.gamma(count, size=_DRAWS)  # (D,)
+    rate = rng.gamma(count + 1, size=_DRAWS) / values.size  # P(score > threshold)
+    chance = np.log(rng.uniform(size=_DRAWS))
     forecasts = []
     for size in sizes:
         survival = -np.expm1(chance / size)  # P(score > largest of `size`)
-        beyond = threshold + genpareto.isf(np.minimum(survival / rate, 1.0), shape, scale=scale)
+        beyond = threshold - scale * np.log(np.minimum(survival / rate, 1.0))
         # Below the threshold, quantiles of the scores themselves
         rank = np.clip(np.ceil(survival * values.size).astype(int), 1, values.size)
         largest = np.where(survival < rate, beyond, np.minimum(ordered[-rank], threshold))
@@ -167,25 +142,17 @@ def forecast_largest(
 def back_test(
     scores: torch.Tensor,
     num_blocks: int = 10,
-    tail: Tail = "exponential",
     num_exceedances: int | None = None,
     confidence: float = 0.95,
     seed: int = 0,
 ) -> BackTest:
     """
-    Forecasts from each of several blocks of the samples for all the others, to compare with their largest score.
-
-    Args:
-        num_blocks (`int`, *optional*, defaults to `10`):
-            Number of blocks of the shuffled scores. The test extrapolates by a factor of one less.
-        scores, tail, num_exceedances, confidence, seed:
-            As in [`forecast_largest`]; the default of `num_exceedances` depends on the size of a block.
-
-    Returns:
-        [`BackTest`]
-
-    Raises:
-        `ValueError`: As [`forecast_largest`] for a block, except for equal scores; if `num_blocks` is less than 2.
+    Forecasts from each of `num_blocks` blocks, at least 2, of the shuffled scores for all the others, to compare with
+    their largest score:
+    an extrapolation by a factor of one less. The other arguments are those of [`forecast_largest`], where the default
+    of
+    `num_exceedances` depends on the size of a block. Raises `ValueError` as it does for a block, except for equal
+    scores.
     """
     if num_blocks < 2:
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
@@ -201,19 +168,9 @@ def back_test(
     for index, block in enumerate(blocks):
         others = torch.cat([*blocks[:index], *blocks[index + 1 :]])
         try:
-            forecasts += forecast_largest(block, [len(others)], tail, num_exceedances, confidence, seed + index)
+            forecasts += forecast_largest(block, [len(others)], num_exceedances, confidence, seed + index)
         except NoSlopeError:
             nan = math.nan
             forecasts.append(Forecast(len(others), nan, nan, nan, confidence, len(others) / len(block)))
         observed.append(float(others.max()))
     return BackTest(tuple(forecasts), tuple(observed))
-
-
-def _fit_draws(excesses: np.ndarray, tail: Tail, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Shapes and scales that the excesses are compatible with, (D,) each."""
-    count, draws = excesses.size, _DRAWS[tail]
-    if tail == "exponential":  # 2 · sum / scale is chi-squared with twice as many degrees of freedom as excesses
-        return np.zeros(draws), excesses.sum() / rng.gamma(count, size=draws)
-    fits = [genpareto.fit(rng.choice(excesses, count), floc=0) for _ in range(draws)]
-    shapes, _, scales = np.array(fits).T
-    return np.repeat(shapes, 50), np.repeat(scales, 50)  # each with many draws of the largest score

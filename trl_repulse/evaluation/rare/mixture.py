@@ -108,11 +108,10 @@ def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[floa
 
 def largest_normalization_error(sample: MixtureSample) -> float:
     """
-    The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors.
-
-    It is violated if the log-probabilities are not those of the models that drew the completions, for instance because of
-    another temperature, truncated sampling, other end tokens, or changed weights. The standard error includes one unseen
-    completion of the largest possible weight, so that a component that hardly overlaps the others does not fail by chance.
+    The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors: large if the
+    log-probabilities are not those of the models that drew the completions. The standard error includes one unseen
+    completion of the largest possible weight, so that a component that hardly overlaps the others does not fail by
+    chance.
     """
     errors: list[float] = []
     for k, n in enumerate(sample.counts):

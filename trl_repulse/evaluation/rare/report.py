@@ -1,13 +1,19 @@
-"""A report of rare events, as figures and as a table."""
+"""Reports of rare events: figures, a table, and what a training run ends with."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._numbers import plain
 from ..report import text_table
 from .estimates import RareEstimate, cvar, prob_bad
 from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
 from .mixture import MixtureSample
+from .sampling import draw, find_temperature
 
 
 VERDICTS = {"reliable": "reliable", "bounds": "bounds only", "unreliable": "UNRELIABLE"}
@@ -21,27 +27,14 @@ def rare_event_report(
     confidence: float = 0.95,
 ) -> dict[str, Any]:
     """
-    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt, and a forecast of the lowest reward.
-
-    Args:
-        sample ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`]):
-            Completions of policy and proposals.
-        thresholds (`Sequence[float]`, *optional*):
-            Rewards below which an output is bad.
-        levels (`Sequence[float]`, *optional*):
-            Levels of CVaR.
-        forecast_sizes (`Sequence[int]`, *optional*):
-            Numbers of completions for which the lowest reward is extrapolated, from the policy's own draws.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of all intervals.
+    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt, and a forecast of the lowest
+    reward among so many completions of the policy.
 
     Returns:
-        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the fields of an
-        estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each prompt. With
-        `forecast_sizes` also `forecast`, with `lowest`, `back_test`, `reliable` and `reasons`, or only `refused`, the reason.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
+        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the
+        fields of an estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each
+        prompt. With `forecast_sizes` also `forecast`, with `lowest`, `back_test`, `reliable` and `reasons`, or only
+        `refused`, the reason.
     """
     report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": sample.num_prompts}
     report["confidence"] = confidence
@@ -127,3 +120,60 @@ def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) ->
         "reliable": test.reliable,
         "reasons": list(test.reasons),
     }
+
+
+DIVERGENCE = 2.0  # nats per completion between the policy and its hot copy
+
+
+def estimate_prob_bad(
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Dataset,
+    reward: Callable[..., Any] | nn.Module,
+    threshold: float,
+    max_completion_length: int,
+    num_samples: int,
+    **kwargs: Any,
+) -> RareEstimate:
+    """
+    P(reward < threshold) of a policy, from its own samples and as many of a hot copy, weighted against their mixture.
+
+    The hot copy is the policy at the temperature that takes it 2 nats per completion from itself, so that
+    probabilities far below one in the number of samples can be estimated. What both hardly ever draw is not seen;
+    `rare-events` says how much that may be. `num_samples` are completions of each prompt from the policy, and from the
+    hot copy; the other arguments are those of [`~trl_repulse.evaluation.rare.sampling.draw`].
+    """
+    shared = {name: kwargs[name] for name in ("chat_template_kwargs", "batch_size", "seed") if name in kwargs}
+    hot = find_temperature(policy, tokenizer, prompts["prompt"][:], max_completion_length, DIVERGENCE, **shared)
+    counts = [num_samples, num_samples]
+    models = [policy, policy]
+    sample = draw(
+        models, tokenizer, prompts, reward, counts, max_completion_length, temperatures=[1.0, hot], **kwargs
+    ).sample
+    return prob_bad(sample, threshold)
+
+
+def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()) -> str:
+    """
+    A table of policies, side by side. `columns` has, by name, what is known of a policy: `eval_reward`; `eval_p_bad`
+    with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; the KL in nats per completion as `kl`; and
+    the completions drawn in training as `samples`. `notes` are lines below the table.
+    """
+    values = list(columns.values())
+    rows = [
+        ("", *columns),
+        ("reward", *(f"{each['eval_reward']:.2f}" for each in values)),
+        ("P(bad)", *(_share(each["eval_p_bad"]) for each in values)),
+        ("  95% interval", *(_interval(each) for each in values)),
+        ("KL to the initial policy, nats", *(f"{each['kl']:.2f}" if "kl" in each else "–" for each in values)),
+        ("completions drawn in training", *(f"{each['samples']:,}" for each in values)),
+    ]
+    return "\n".join([*text_table(rows), *notes])
+
+
+def _interval(values: Mapping[str, float]) -> str:
+    return f"{_share(values['eval_p_bad_low'])} to {_share(values['eval_p_bad_high'])}"
+
+
+def _share(probability: float) -> str:
+    return re.sub("e([+-])0", r"e\1", f"{probability:.1e}") if probability else "0"

@@ -69,37 +69,32 @@ def draw(
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    A component is a model at a temperature. One pass scores a model at several temperatures. Sampling ignores the model's
-    generation configuration. A completion ends with one of the policy's end tokens or at T tokens. Equal completions of a prompt
-    are rewarded once. Under `accelerate launch`, processes share the work; all must call this function and get the same result.
+    A component is a model at a temperature. One pass scores a model at several temperatures. Sampling ignores the
+    model's generation configuration. A completion ends with one of the policy's end tokens or at T tokens. Equal
+    completions of a prompt are rewarded once. Under `accelerate launch`, processes share the work; all must call this
+    function and get the same result.
 
     Args:
         models (`Sequence` of [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Models of the K components: the policy, then proposals, with one vocabulary. Their training modes are restored.
+            Models of the K components: the policy, then proposals, with one vocabulary. Their training modes are
+            restored.
         tokenizer, reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer of the models, and that of the reward if it is a model.
         prompts ([`~datasets.Dataset`], `Sequence[str]` or `Sequence[list[dict]]`):
-            The P prompts: plain text, messages, or a data set with a column `"prompt"`, whose other columns reach the reward.
+            The P prompts: plain text, messages, or a data set with a column `"prompt"`, whose other columns reach the
+            reward.
         reward (`Callable` or `torch.nn.Module`):
             A reward function as in TRL, with a finite reward for each completion, or a sequence-classification model.
         counts (`Sequence[int]`), temperatures (`Sequence[float]`, *optional*):
             Completions of each prompt from each component, and its temperature, by default 1. The policy's must be 1.
-        max_completion_length (`int`):
-            T.
-        chat_template_kwargs (`dict`, *optional*):
-            Variables for the chat templates of both tokenizers.
-        batch_size (`int`, *optional*, defaults to `64`):
-            B.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. The global random state is restored.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether the main process shows progress bars.
-
-    Returns:
-        [`Draws`]
+        max_completion_length, batch_size (`int`): T and B.
+        chat_template_kwargs (`dict`, *optional*): Variables for the chat templates of both tokenizers.
+        seed (`int`, *optional*, defaults to `0`): Seed of the draws. The global random state is restored.
+        progress (`bool`, *optional*, defaults to `True`): Whether the main process shows progress bars.
 
     Raises:
-        `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a reward is not
+        `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a
+        reward is not
             finite.
     """
     temperatures = [1.0] * len(models) if temperatures is None else [float(value) for value in temperatures]
@@ -164,19 +159,14 @@ def completion_log_prob(
     temperatures: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
     """
-    Log-probability of completions of one prompt, at several temperatures.
+    Log-probability of completions of one prompt, at several temperatures, which divide the logits.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
-        prompt_ids (`Sequence[int]`):
-            The prompt's L tokens.
+        prompt_ids (`Sequence[int]`): The prompt's L tokens.
         completion_ids (`torch.Tensor` of shape `(B, T)`):
-            Completions; tokens after the first end token of a row do not count.
-        end_token_ids (`Sequence[int]`):
-            Tokens that end a completion, and count.
-        temperatures (`Sequence[float]`, *optional*, defaults to `(1.0,)`):
-            K temperatures, which divide the logits.
+            Completions; tokens after the first token of `end_token_ids` of a row, which counts, do not count.
 
     Returns:
         `torch.Tensor` of shape `(B, K)`: log-probabilities in nats, float64, on the CPU.
@@ -204,28 +194,19 @@ def find_temperature(
     seed: int = 0,
 ) -> float:
     """
-    The temperature at which a model's completions diverge from those at temperature 1 by a given number of nats.
+    The temperature, above 1 and at most 10, at which a model's completions diverge from those at temperature 1 by so
+    many nats.
 
     KL(q ‖ q at the temperature) of whole completions, averaged over prompts, is estimated from completions drawn at
     temperature 1, exactly at each token.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            The proposal q. Its training mode is restored.
-        divergence (`float`, *optional*, defaults to `2.0`):
-            In nats, above 0 and finite.
-        num_samples (`int`, *optional*, defaults to `16`):
-            Completions of each prompt.
-        max_prompts (`int`, *optional*, defaults to `16`):
-            Largest number of prompts used, spread over all.
+        model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`): The proposal q. Its training mode is restored.
+        divergence (`float`, *optional*, defaults to `2.0`): In nats, above 0 and finite.
+        num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt.
+        max_prompts (`int`, *optional*, defaults to `16`): Largest number of prompts used, spread over all.
         tokenizer, prompts, max_completion_length, chat_template_kwargs, batch_size, seed:
             As in [`draw`]; prompts are plain text or messages.
-
-    Returns:
-        `float`: above 1, and at most 10.
-
-    Raises:
-        `ValueError`: If `divergence` or a size is out of range, a prompt is empty or too long, or the model is not causal.
     """
     if not 0 < divergence < float("inf"):
         raise ValueError(f"`divergence={divergence}` must be above 0, and finite.")
