@@ -10,7 +10,7 @@ from trl.trainer import grpo_trainer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.engine.second_model import SecondAdapter
-from trl_repulse.method import bad_threshold as _bad_threshold
+from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.models._adapters import adapter_layers
 
 from .conftest import build_model, build_tokenizer, word_reward
@@ -146,7 +146,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "beta": 0.3,
     }
     args = RePULSeConfig(**settings | METHODS[method])
-    _bad_threshold._LEAST, _bad_threshold._MOST_BAD = 12, 0.5  # 16 samples, of the first two of five updates
+    _hot_policy._LEAST, _hot_policy._MOST_BAD = 12, 0.5  # 16 samples, of the first two of five updates
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
     # Of one token: nothing of it can be read ahead, by one of two processes
