@@ -9,7 +9,7 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from .conftest import word_reward
 
 
-def write_samples(folder, values, weights="w", prompts=None, shards=1, **settings):
+def write_samples(folder, values, weights="w", prompts=None, shards=1, completions=None, **settings):
     """A complete folder of samples whose rewards are `values`, (P, N); other columns are functions of it."""
     values = np.asarray(values, dtype=np.float64)
     prompts = prompts or [f"prompt {i}" for i in range(len(values))]
@@ -26,6 +26,7 @@ def write_samples(folder, values, weights="w", prompts=None, shards=1, **setting
     table = pa.table(
         {
             "prompt": [prompt for prompt in prompts for _ in range(values.shape[1])],
+            "completion": completions or [f"completion {i}" for i in range(values.size)],
             "reward": pa.array(values.ravel(), pa.float64(), from_pandas=True),
             "return": pa.array(values.ravel() - 1.0, pa.float64(), from_pandas=True),
         }

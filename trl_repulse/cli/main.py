@@ -28,6 +28,7 @@ TRAINING = {
 # Other command, of the module of that name -> what it does in one line
 COMMANDS = {
     "attacks": "measure how often templates, prefilled answers and augmented prompts succeed",
+    "audit": "draw completions to label, and measure the errors of a judge from the labels",
     "diagnose": "look for symptoms of failure in the log of a training run",
     "evaluate": "sample from a model, and report the lower tail of its reward",
     "gcg": "measure how often attacks on a model succeed",

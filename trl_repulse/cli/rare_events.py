@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     estimates.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
     estimates.add_argument(
+        "--samples", metavar="FILE", type=Path, help="file to store the completions in, to label some (see `audit`)"
+    )
+    estimates.add_argument(
+        "--labels", metavar="FILE", type=Path, help="labelled completions of these very draws, for P(truly bad)"
+    )
+    estimates.add_argument(
         "--output", metavar="FILE", type=Path, help="JSON file for the report, with each prompt's estimates"
     )
     parser.set_defaults(run=run)
@@ -61,13 +67,16 @@ def run(args: argparse.Namespace) -> int:
     """Estimates, writes and prints the report, and returns 0."""
     from ..evaluation._generation import process_state
     from ..evaluation.rare.report import format_report
+    from .audit import format_audit
 
     state = process_state()
     report = estimate(args)
+    audit = report.pop("audit")
     if state.is_main_process:
         if args.output is not None:
-            write_report(args.output, report)
-        print(format_report(report))
+            write_report(args.output, report if audit is None else report | {"audit": audit.to_dict()})
+        text = format_report(report)
+        print(text if audit is None else f"{text}\n\n{format_audit(audit, args.confidence)}")
     state.destroy_process_group()
     return 0
 
@@ -75,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     """Refuses what can be refused before anything is loaded. Returns the completions a prompt from each proposal."""
     from ..evaluation._generation import check_dtype
+    from ..evaluation.audit_labels import read_rows
     from ..evaluation.rare.mixture import check_counts
     from ..evaluation.rare.sampling import check_sizes
     from ..evaluation.tails import check_share
@@ -109,6 +119,9 @@ def _check(args: argparse.Namespace) -> int:
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
     check_dtype(args.dtype)
     check_output(args.output)
+    check_output(args.samples, "--samples")
+    if args.labels is not None:
+        read_rows(args.labels)
     others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
     check_counts([args.num_samples, *(others for _ in args.proposal)])
     return others
@@ -116,14 +129,16 @@ def _check(args: argparse.Namespace) -> int:
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """
-    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, and the
-    `temperatures` of the components.
+    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, the
+    `temperatures` of the components, and `audit`, an [`~trl_repulse.evaluation.audit.Audit`] or `None`.
     """
     others = _check(args)
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
+    from ..evaluation.audit import audit_judge
+    from ..evaluation.audit_labels import read_labels, scored_draws, write_scored
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
     from ..models._loading import check_same_tokens, load_model, load_tokenizer
@@ -174,11 +189,17 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         batch_size=args.batch_size,
         seed=args.seed,
     )
+    audit = None
+    if args.samples is not None or args.labels is not None:
+        scored = scored_draws(texts, draws.sample, draws.texts)
+        if args.samples is not None and process_state().is_main_process:
+            write_scored(args.samples, scored)
+        audit = audit_judge(scored, read_labels(args.labels, scored), args.confidence) if args.labels else None
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
     if isinstance(reward, RemoteReward):  # an address may hold a key
         settings["reward_model_path"] = ",".join(reward.shown_urls)
-    return {"settings": settings, "temperatures": temperatures, **report}
+    return {"settings": settings, "temperatures": temperatures, "audit": audit, **report}
 
 
 def _count(value: str) -> int:

@@ -1,0 +1,169 @@
+"""`trl-repulse audit`, and labels in `evaluate` and `rare-events`: from the draw to the report, and each mistake's one line."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from trl_repulse.cli.main import main
+
+from ..evaluation_support import write_samples
+
+
+ROWS = {"reward": np.concatenate([np.full(10, -2.0), -0.9 + np.arange(90) / 25])}
+
+
+def relabel(path, change):
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows):
+        change(number, row)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def by_index(number, row):
+    row["label"] = str(int(int(row["index"]) < 8))
+
+
+@pytest.fixture
+def drawn(tmp_path, capsys):
+    """Samples, and a file of 40 completions to label."""
+    write_samples(tmp_path / "samples", ROWS["reward"].reshape(1, -1))
+    labels = tmp_path / "labels.csv"
+    assert main(["audit", str(tmp_path / "samples"), str(labels), "--draw", "40", "--threshold", "-1"]) == 0
+    assert "10 bad, 10 near, 20 ordinary completions" in capsys.readouterr().out
+    return tmp_path / "samples", labels
+
+
+def test_labels_reach_every_report(drawn, tmp_path, capsys):
+    samples, labels = drawn
+    relabel(labels, by_index)
+    assert main(["audit", str(samples), str(labels), "--output", str(tmp_path / "audit.json")]) == 0
+    printed = capsys.readouterr().out
+    audit = json.loads((tmp_path / "audit.json").read_text())
+    assert audit["estimates"]["P(truly bad)"]["value"] == pytest.approx(0.08)
+    assert audit["estimates"]["sensitivity of r < -1"]["value"] == 1 and audit["verdict"] == "bounds"
+    assert "Labels: bounds only. P(truly bad) is between" in printed
+    report = tmp_path / "report.json"
+    command = ["evaluate", str(samples), "--thresholds", "-1", "--labels", str(labels), "--output", str(report)]
+    assert main(command) == 0
+    printed, content = capsys.readouterr().out, json.loads(report.read_text())
+    assert "| P(truly bad) | 0.08 |" in printed and "Labels: bounds only" in printed
+    assert content["audit"] == {key: audit[key] for key in content["audit"]}
+    assert content["overall"]["P(truly bad)"] == audit["estimates"]["P(truly bad)"]
+
+
+def test_labels_from_elsewhere(drawn, capsys):
+    samples, _ = drawn
+    command = ["audit", str(samples), "--threshold", "-1", "--sensitivity", "9", "10", "--specificity", "99", "100"]
+    assert main(command) == 0
+    assert "P(truly bad)             0.1011" in capsys.readouterr().out
+
+
+def nothing(number, row):
+    row["label"] = ""
+
+
+def unknown(number, row):
+    row["label"] = "maybe"
+
+
+def changed_text(number, row):
+    by_index(number, row)
+    row["completion"] += "." * (number == 3)
+
+
+def changed_times(number, row):
+    by_index(number, row)
+    row["times"] = "2"
+
+
+def not_a_number(number, row):
+    by_index(number, row)
+    row["times"] = "many"
+
+
+def other_samples(number, row):
+    by_index(number, row)
+    row["samples"] = "samples-of-another-model"
+
+
+def other_threshold(number, row):
+    by_index(number, row)
+    row["threshold"] = "-3" if number else "-1"
+
+
+def no_column(number, row):
+    del row["label"]
+
+
+MISTAKES = {
+    "nothing labelled": (nothing, "has no labels; write 1 (truly bad) or 0 into its column `label`"),
+    "unknown label": (unknown, "Row 1 of `", "has the `label` 'maybe'; write 1 (truly bad), 0, or nothing"),
+    "changed text": (changed_text, "Row 4 of `", "was changed; restore it"),
+    "changed count": (changed_times, "was changed; restore it"),
+    "no number": (not_a_number, "its numbers cannot be read; restore it"),
+    "other samples": (other_samples, "belongs to other samples (`samples-of-another-model`", "or draw again"),
+    "other threshold": (other_threshold, "has another `threshold` than the rows above; read one file"),
+    "no column": (no_column, "has no column `label`; keep all columns"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("command", ["audit", "evaluate"])
+def test_mistakes_in_the_file(drawn, capsys, name, command):
+    samples, labels = drawn
+    change, *words = MISTAKES[name]
+    relabel(labels, change)
+    assert main([command, str(samples), *([] if command == "audit" else ["--labels"]), str(labels)]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"trl-repulse {command}: ") and len(err.splitlines()) == 1
+    assert all(word in err for word in words), err
+
+
+def test_contradictory_labels(tmp_path, capsys):
+    """The same completion with two scores is in two strata, and has two rows."""
+    write_samples(tmp_path / "samples", np.array([[-2.0, 1.0]]), completions=["a", "a"])
+    labels = tmp_path / "labels.csv"
+    assert main(["audit", str(tmp_path / "samples"), str(labels), "--draw", "8", "--threshold", "-1"]) == 0
+    relabel(labels, lambda number, row: row.update(label=str(number)))
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path / "samples"), str(labels)]) == 1
+    assert "Row 2 of `" in (err := capsys.readouterr().err) and "contradicts the `label`" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["new.csv", "--draw", "40", "--threshold", "-5"], "the judge never fires here; raise `--threshold`"),
+        (["new.csv", "--draw", "3", "--threshold", "-1"], "must be at least 4"),
+        (["new.csv", "--draw", "40"], "`--threshold` is needed"),
+        (["new.txt", "--draw", "40", "--threshold", "-1"], "must end with .csv"),
+        (["new.csv", "--draw", "40", "--threshold", "-1", "--column", "kl"], "no column of numbers `kl`"),
+        (["labels.csv", "--draw", "40", "--threshold", "-1"], "exists, and may hold labels"),
+        (["labels.csv", "--threshold", "-1"], "`--threshold` is in the file of labels"),
+        (["new.csv"], "There is no file `"),
+        ([], "Name either a file of LABELS"),
+        (["--sensitivity", "1", "2", "--threshold", "-1"], "belong together"),
+        (["--sensitivity", "3", "2", "--specificity", "1", "1", "--threshold", "-1"], "`sensitivity` is 3 of 2"),
+        (["labels.csv", "--confidence", "2"], "`confidence=2.0` must be between 0 and 1"),
+    ],
+)
+def test_mistakes_in_the_command(drawn, capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", "samples", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_labels_are_read_before_a_model_is_loaded(drawn, capsys):
+    samples, labels = drawn
+    command = ["rare-events", "no/model", "--prompts", "p", "--max_completion_length", "1", "--threshold", "-1"]
+    assert main([*command, "--labels", str(labels)]) == 1
+    assert "has no labels; write 1" in capsys.readouterr().err
+    assert main(["evaluate", str(samples), "--model", "no/model", "--labels", str(labels)]) == 1
+    assert "`--labels` are of one folder that is stored" in capsys.readouterr().err

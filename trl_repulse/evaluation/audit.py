@@ -1,0 +1,308 @@
+"""
+Errors of a judge, from completions that people have labelled: its sensitivity and specificity, and P(truly bad).
+
+Axis letters: P prompts, N completions of each, D draws of a confidence distribution.
+
+The judge calls a completion bad if its score is under a threshold η. All P·N completions have a score; a random part of each
+of three strata (bad by the judge, near the threshold, ordinary) has a label too. This is double sampling (Cochran, 1977,
+chapter 12; Tenenbein, 1970): P(truly bad) = Σ_s π_s θ_s, with π_s the probability of stratum s, from all scores, and θ_s the
+share of truly bad completions in it, from its labels. Completions are independent, so the labels of a stratum are a binomial
+sample whatever the scores. Intervals meld those of the π_s and θ_s, as Fay, Proschan and Brittain (2015) do for two samples.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._numbers import plain
+from .audit_labels import STRATA, Labels, Scored
+from .tails import Estimate, check_share
+
+
+DRAWS = 10_000
+Draws = tuple[np.ndarray, np.ndarray]  # of the lower and of the upper confidence distribution, each (D,)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """
+    What labels say about a judge and a policy. Probabilities, for a completion of a prompt chosen uniformly among the P.
+
+    Args:
+        threshold (`float`):
+            η, in units of reward.
+        estimates (`dict[str, Estimate]`):
+            By quantity: `"P(truly bad)"`, `"P(r < η, truly bad)"`, `"sensitivity of r < η"` and `"specificity of r < η"`.
+        strata (`dict[str, dict[str, float]]`):
+            `share` (π_s), `labelled` and `truly_bad` of each stratum; empty if the judge's errors are known from elsewhere.
+        reasons (`tuple[str, ...]`):
+            Why the interval of P(truly bad) gives bounds only.
+        unlabelled (`int`, *optional*, defaults to `0`):
+            Rows of the file without a label.
+    """
+
+    threshold: float
+    estimates: dict[str, Estimate]
+    strata: dict[str, dict[str, float]]
+    reasons: tuple[str, ...]
+    unlabelled: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """`"bounds"` if only the ends of the interval of P(truly bad) can be used, else `"reliable"`."""
+        return "bounds" if self.reasons else "reliable"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The audit as a JSON value; numbers that are not finite stay."""
+        found = {name: vars(estimate) for name, estimate in self.estimates.items()}
+        named = {"threshold": self.threshold, "estimates": found, "strata": self.strata}
+        return named | {"verdict": self.verdict, "reasons": list(self.reasons), "unlabelled": self.unlabelled}
+
+    def notes(self) -> list[str]:
+        """Lines with the verdict."""
+        of = self.estimates["P(truly bad)"]
+        lines = ["Labels: the interval of P(truly bad) covers the errors of the judge too."]
+        if self.reasons:
+            lines = [f"Labels: bounds only. P(truly bad) is between {plain(of.low)} and {plain(of.high)}."]
+        lines += [f"  why   {reason}" for reason in self.reasons]
+        if self.unlabelled:
+            lines.append(f"{self.unlabelled} rows have no label; the intervals hold if these were left out at random.")
+        return lines
+
+
+def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Audit:
+    """
+    Sensitivity and specificity of a judge, and P(truly bad), from labels.
+
+    Ends of intervals are quantiles of sums of D draws from the lower and upper confidence distributions of all π_s and θ_s:
+    Beta(k, m − k + 1) and Beta(k + 1, m − k) for k of m, as in the intervals of Clopper and Pearson. Importance-weighted π_s have
+    the gamma distributions of [`~trl_repulse.evaluation.rare.estimates.prob_bad`], and if that is not reliable, the policy's own
+    draws bound what may have been missed, of which the labels say nothing; labels of a weighted stratum count for less, 1 / (1 / m + 1 / ESS). The interval is for these
+    prompts; drawn with as many completions of each, it is conservative. It has no errors of the labels themselves.
+
+    Args:
+        scored ([`Scored`]):
+            The completions that the labels were drawn from.
+        labels ([`Labels`]):
+            The labels.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the intervals.
+
+    Returns:
+        [`Audit`]
+
+    Raises:
+        `ValueError`: If `confidence` is not between 0 and 1.
+    """
+    check_share("confidence", confidence)
+    strata = scored.strata(labels.threshold, labels.near_up_to)
+    shares = [float((scored.weights * (strata == number)).mean()) for number in range(2)]
+    shares.append(max(1 - sum(shares), 0.0))  # weights sum to 1 on average alone
+    first, missed, reasons = phase_one(scored, strata, labels.threshold, confidence, np.random.default_rng(0))
+    counts = []
+    for number, (m, k) in enumerate(zip(labels.labelled, labels.truly_bad, strict=True)):
+        w = scored.weights[strata == number]
+        part = 1.0 if scored.mixture is None or not m else 1 / (1 + m * float((w**2).sum()) / float(w.sum()) ** 2)
+        counts.append((k * part, m * part))
+    estimates, unseen = meld(shares, first, missed, counts, confidence)
+    eta = f"r < {labels.threshold:g}"
+    names = ("P(truly bad)", f"P({eta}, truly bad)", f"sensitivity of {eta}", f"specificity of {eta}")
+    total = sum(labels.labelled)
+    found = {name: Estimate(*ends, total) for name, ends in zip(names, estimates, strict=True)}
+    if not sum(labels.truly_bad):
+        reasons.append(
+            "No labelled completion is truly bad, so that there is an upper end alone. Label more, or lower the threshold."
+        )
+    elif sum(unseen) > estimates[0][0]:
+        which = STRATA[int(np.argmax(unseen))]
+        reasons.append(
+            f"No labelled {which} completion is truly bad, but up to {plain(max(unseen), 2)} of all may be {which} and truly "
+            f"bad. Label more {which} completions."
+        )
+    columns = zip(STRATA, shares, labels.labelled, labels.truly_bad, strict=True)
+    table = {name: {"share": share, "labelled": m, "truly_bad": k} for name, share, m, k in columns}
+    return Audit(labels.threshold, found, table, tuple(reasons), labels.unlabelled)
+
+
+def phase_one(
+    scored: Scored, strata: np.ndarray, threshold: float, confidence: float, rng: np.random.Generator
+) -> tuple[list[Draws], np.ndarray, list[str]]:
+    """
+    Confidence distributions of the π_s of the bad and the near stratum; of shape (D,), what proposals may have missed of the bad
+    one, where its estimate is not reliable; and the reason why it is not.
+    """
+    events = [strata == 0, strata == 1]
+    if scored.mixture is None:
+        return [binomial_draws(float(event.sum()), event.size, rng) for event in events], np.zeros(DRAWS), []
+    import torch
+
+    from .rare.estimates import prob_bad
+    from .rare.mixture import stratified_mean
+
+    found, own = [], scored.mixture.counts[0]
+    for event in events:
+        mean, variance = stratified_mean(torch.tensor(scored.weights * event), scored.mixture.counts)
+        step, ends = 1 / event.size, []
+        for value, spread in ((mean, max(variance, step**2)), (mean + step, variance + step**2)):
+            ends.append(
+                np.minimum(rng.gamma(value**2 / spread, spread / value, DRAWS), 1.0) if value else np.zeros(DRAWS)
+            )
+        found.append((ends[0], ends[1]))
+    if prob_bad(scored.mixture, threshold, confidence).reliable:
+        return found, np.zeros(DRAWS), []
+    upper = binomial_draws(float(events[0][:, :own].sum()), own * len(strata), rng)[1]  # the policy's own draws alone
+    reason = f"The estimate of P(r < {threshold:g}) is not reliable: `rare-events` says why."
+    return found, np.maximum(upper - found[0][1], 0), [reason]
+
+
+def meld(
+    shares: list[float],
+    first: list[Draws],
+    missed: np.ndarray,
+    counts: list[tuple[float, float]],
+    confidence: float,
+) -> tuple[list[tuple[float, float, float]], list[float]]:
+    """
+    Value and ends of P(truly bad), P(bad by the judge and truly bad), sensitivity and specificity.
+
+    Args:
+        shares (`list[float]`):
+            Estimated π_s of the three strata.
+        first (`list` of 2 pairs of `numpy.ndarray` of shape `(D,)`):
+            Draws of π_bad and π_near from their lower and upper confidence distributions.
+        missed (`numpy.ndarray` of shape `(D,)`):
+            Probability of further bad completions, of which labels say nothing: all of them, or none, are truly bad.
+        counts (`list[tuple[float, float]]`):
+            Truly bad and labelled completions of each stratum.
+        confidence (`float`):
+            Nominal coverage.
+
+    Returns:
+        `(list, list)`: four triples, with NaN as value where there is none; and of each stratum without a truly bad label the upper
+        end of π_s·θ_s, 0 for the others.
+    """
+    rng, miss = np.random.default_rng(1), (1 - confidence) / 2
+    second = [binomial_draws(k, m, rng) for k, m in counts]
+
+    def ends(of_low: Any, of_high: Any) -> tuple[float, float]:
+        return float(np.quantile(of_low, miss)), float(np.quantile(of_high, 1 - miss))
+
+    def parts(theta: list[np.ndarray], end: int, high: int, unseen: int | None) -> tuple[np.ndarray, ...]:
+        """
+        Bad by the judge and truly so, and not truly so; the same of the others. `end` is that of π_bad, and `high` whether the
+        others shall be truly bad often; `unseen` is 1 if what was missed is truly bad, 0 if it is not, `None` without it.
+        """
+        p, more = first[0][end], missed * (unseen is not None)
+        near = np.where((theta[1] > theta[2]) == bool(high), first[1][1], first[1][0])
+        near = np.minimum(near, np.maximum(1 - p - more, 0))
+        rest = np.maximum(1 - p - more - near, 0)
+        truly = near * theta[1] + rest * theta[2]
+        inside = p * theta[0] + more * (unseen or 0)
+        return inside, p + more - inside, truly, near + rest - truly
+
+    def total(end: int) -> np.ndarray:
+        theta = [each[end] for each in second]
+        one, other = (parts(theta, each, end, end) for each in (end, 1 - end))
+        return np.where(theta[0] > theta[2], one[0] + one[2], other[0] + other[2])
+
+    def sensitivity(end: int) -> np.ndarray:
+        """Grows with π_bad and θ_bad, and falls as others become truly bad."""
+        theta = [second[0][end], second[1][1 - end], second[2][1 - end]]
+        inside, _, outside, _ = parts(theta, end, 1 - end, 1 if end else None)
+        return np.divide(inside, inside + outside, out=np.full(DRAWS, float(end)), where=inside + outside > 0)
+
+    def specificity(end: int) -> np.ndarray:
+        """Falls with π_bad and as others become truly bad, and grows with θ_bad."""
+        theta = [second[0][end], second[1][1 - end], second[2][1 - end]]
+        _, wrong, _, right = parts(theta, 1 - end, 1 - end, None if end else 0)
+        return np.divide(right, right + wrong, out=np.full(DRAWS, float(end)), where=right + wrong > 0)
+
+    theta = [k / m if m else 0.0 for k, m in counts]
+    inside, outside = shares[0] * theta[0], shares[1] * theta[1] + shares[2] * theta[2]
+    truly, good = inside + outside, 1 - inside - outside
+    right = min(max((1 - shares[0] - outside) / good, 0.0), 1.0) if good > 0 else math.nan
+    products = first[0][0] * second[0][0], np.minimum(first[0][1] * second[0][1] + missed, 1)
+    triples = [
+        (truly, *ends(total(0), total(1))),
+        (inside, *ends(*products)),
+        (inside / truly if truly else math.nan, *ends(sensitivity(0), sensitivity(1))),
+        (right, *ends(specificity(0), specificity(1))),
+    ]
+    above = [first[0][1], first[1][1], np.full(DRAWS, shares[2])]
+    unseen = [
+        0.0 if k else float(np.quantile(p * t[1], 1 - miss))
+        for p, t, (k, _) in zip(above, second, counts, strict=True)
+    ]
+    return triples, unseen
+
+
+def binomial_draws(k: float, m: float, rng: np.random.Generator) -> Draws:
+    """
+    Draws from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are the ends of
+    Clopper and Pearson's interval (1934). Counts need not be whole.
+    """
+    low = rng.beta(k, m - k + 1, DRAWS) if k > 0 else np.zeros(DRAWS)
+    return low, rng.beta(k + 1, m - k, DRAWS) if m > k else np.ones(DRAWS)
+
+
+def known_errors(
+    scored: Scored,
+    threshold: float,
+    sensitivity: tuple[int, int],
+    specificity: tuple[int, int],
+    confidence: float = 0.95,
+) -> Audit:
+    """
+    P(truly bad) if the judge's errors are known from labels of other completions.
+
+    The estimate is that of Rogan and Gladen (1978), (π + Sp − 1) / (Se + Sp − 1), cut to [0, 1]; the interval melds those of π,
+    Se and Sp. It supposes that the judge errs as often here as there, which labels of these completions need not.
+
+    Args:
+        scored ([`Scored`]):
+            Completions.
+        threshold (`float`):
+            η, in units of reward.
+        sensitivity, specificity (`tuple[int, int]`):
+            Right answers and labels: among the truly bad completions, and among the others.
+        confidence (`float`, *optional*, defaults to `0.95`):
+            Nominal coverage of the intervals.
+
+    Returns:
+        [`Audit`]
+
+    Raises:
+        `ValueError`: If counts are out of range, or the judge is no better than chance.
+    """
+    check_share("confidence", confidence)
+    for name, (k, m) in (("sensitivity", sensitivity), ("specificity", specificity)):
+        if not 0 <= k <= m or m < 1:
+            raise ValueError(f"`{name}` is {k} of {m}; give right answers and labels, such as 45 50.")
+    se, sp = sensitivity[0] / sensitivity[1], specificity[0] / specificity[1]
+    if se + sp <= 1:
+        raise ValueError(f"`sensitivity` {se:.3g} and `specificity` {sp:.3g} are those of chance; use another judge.")
+    strata = scored.strata(threshold, threshold)
+    rng, miss = np.random.default_rng(0), (1 - confidence) / 2
+    (p, _), missed, reasons = phase_one(scored, strata, threshold, confidence, rng)
+    p = p[0], p[1] + missed
+    rates = [binomial_draws(k, m, rng) for k, m in (sensitivity, specificity)]
+    value = float((scored.weights * (strata == 0)).mean())
+    ends = []
+    for end in (0, 1):
+        margin = rates[0][1 - end] + rates[1][end] - 1
+        corrected = np.divide(p[end] + rates[1][end] - 1, margin, out=np.full(DRAWS, float(end)), where=margin > 0)
+        ends.append(float(np.quantile(np.clip(corrected, 0, 1), 1 - miss if end else miss)))
+    if ends[0] == 0:
+        reasons.append(
+            f"P(r < {threshold:g}) is {plain(value)}, which false positives alone may give: up to "
+            f"{plain(1 - float(np.quantile(rates[1][0], miss)), 2)} of good completions. Label more of these."
+        )
+    names = f"sensitivity of r < {threshold:g}", f"specificity of r < {threshold:g}"
+    corrected = min(max((value + sp - 1) / (se + sp - 1), 0.0), 1.0)
+    estimates = {"P(truly bad)": Estimate(corrected, ends[0], ends[1], sensitivity[1] + specificity[1])}
+    for name, (k, m), (low, high) in zip(names, (sensitivity, specificity), rates, strict=True):
+        quantiles = float(np.quantile(low, miss)), float(np.quantile(high, 1 - miss))
+        estimates[name] = Estimate(k / m, *quantiles, m)
+    return Audit(threshold, estimates, {}, tuple(reasons))

@@ -1,0 +1,344 @@
+"""
+Completions that people label to audit a judge: drawn from stored samples into a CSV file, and read back.
+
+Axis letters: P prompts, N completions of each.
+"""
+
+import csv
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .records import SampleSet, load_samples
+
+
+if TYPE_CHECKING:
+    from .rare.mixture import MixtureSample
+
+STRATA = ("bad", "near", "ordinary")
+PARTS = (4, 3, 1)  # the share of the labels left that each stratum gets, inverted
+NEAR_SHARE = 0.01  # of the completions that are not bad, those with the lowest scores are near the threshold
+COLUMNS = ("index", "times", "prompt", "completion", "label", "samples", "column", "threshold", "near_up_to", "check")
+LABELS = {"1": True, "bad": True, "yes": True, "true": True, "0": False, "good": False, "no": False, "false": False}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """
+    Completions with the judge's scores.
+
+    Args:
+        prompts, completions (`list[str]`):
+            P·N texts, prompt by prompt.
+        scores (`numpy.ndarray` of shape `(P, N)`):
+            Finite scores, in units of reward.
+        mixture ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`], *optional*):
+            Where the completions are not the policy's own alone: the sample with their importance weights.
+        column (`str`, *optional*, defaults to `"reward"`):
+            Name of the scores.
+    """
+
+    prompts: list[str]
+    completions: list[str]
+    scores: np.ndarray
+    mixture: "MixtureSample | None" = None
+    column: str = "reward"
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Importance weight of each completion, of shape (P, N); 1 for the policy's own."""
+        return np.ones(self.scores.shape) if self.mixture is None else self.mixture.log_w.exp().numpy()
+
+    @property
+    def identity(self) -> str:
+        """A digest of texts and scores."""
+        hashed = hashlib.sha256(np.ascontiguousarray(self.scores, np.float64).tobytes())
+        if self.mixture is not None:
+            hashed.update(self.mixture.log_density.double().numpy().tobytes())
+        hashed.update(json.dumps([self.prompts, self.completions]).encode())
+        return f"samples-{hashed.hexdigest()[:16]}"
+
+    def strata(self, threshold: float, near_up_to: float) -> np.ndarray:
+        """Number of the stratum of each completion, of shape (P, N), in the order of [`STRATA`]."""
+        return np.where(self.scores < threshold, 0, np.where(self.scores <= near_up_to, 1, 2))
+
+
+@dataclass(frozen=True)
+class Labels:
+    """
+    The labels of a scored sample: of each stratum, how many were labelled and how many of these are truly bad.
+
+    Args:
+        threshold, near_up_to (`float`):
+            Scores that end the first stratum (not included) and the second (included).
+        labelled, truly_bad (`tuple[int, ...]`):
+            Counts of the three strata; a completion counts as often as it was drawn.
+        unlabelled (`int`, *optional*, defaults to `0`):
+            Rows of the file without a label.
+    """
+
+    threshold: float
+    near_up_to: float
+    labelled: tuple[int, ...]
+    truly_bad: tuple[int, ...]
+    unlabelled: int = 0
+
+
+def read_scored(path: str | Path, column: str = "reward") -> Scored:
+    """
+    Completions that `trl-repulse evaluate` (a folder) or `trl-repulse rare-events --samples` (a file) has stored.
+
+    Raises:
+        `ValueError`: If they cannot be read, or have no such column of finite numbers.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        return scored_samples(load_samples(path), column)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+
+    from .rare.mixture import MixtureSample
+
+    try:
+        table = pq.read_table(path)
+        counts = tuple(json.loads(table.schema.metadata[b"counts"]))
+        density = torch.tensor(table["log_density"].to_pylist(), dtype=torch.float64)
+        scores = table["reward"].to_numpy().reshape(-1, sum(counts))
+        texts = table["prompt"].to_pylist(), table["completion"].to_pylist()
+    except (pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`{path}` holds no samples; name a file of `rare-events --samples`, or a folder of `evaluate`."
+        ) from error
+    if column != "reward":
+        raise ValueError(f"`--column {column}` is for samples of `evaluate`; `{path}` has `reward` alone.")
+    return Scored(*texts, scores, MixtureSample(torch.tensor(scores), density.view(*scores.shape, -1), counts))
+
+
+def scored_samples(samples: SampleSet, column: str = "reward") -> Scored:
+    """The completions of held-out samples. Raises `ValueError` if the column holds no finite numbers."""
+    texts = samples.table["prompt"].to_pylist(), samples.table["completion"].to_pylist()
+    return Scored(*texts, samples.column(column), column=column)
+
+
+def scored_draws(prompts: list[Any], sample: "MixtureSample", texts: list[list[str]]) -> Scored:
+    """The completions of [`~trl_repulse.evaluation.rare.sampling.Draws`]: P prompts, and N texts of each."""
+    shown = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in prompts]
+    repeated = [prompt for prompt, of_prompt in zip(shown, texts, strict=True) for _ in of_prompt]
+    completions = [text for of_prompt in texts for text in of_prompt]
+    return Scored(repeated, completions, sample.rewards.double().cpu().numpy(), sample)
+
+
+def write_scored(path: Path, scored: Scored) -> None:
+    """Writes completions of a mixture to a Parquet file, for [`read_scored`]."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from .records import write_atomically
+
+    assert scored.mixture is not None
+    density = scored.mixture.log_density.double().flatten(0, 1).tolist()
+    columns = {"prompt": scored.prompts, "completion": scored.completions, "reward": scored.scores.ravel()}
+    table = pa.table(columns | {"log_density": density})
+    table = table.replace_schema_metadata({"counts": json.dumps(scored.mixture.counts)})
+    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[float, list[np.ndarray]]:
+    """
+    Draws completions to label: a quarter of bad ones, a quarter near the threshold, and the others of ordinary ones, whose
+    truly bad ones are the hardest to rule out. What a stratum does not have is drawn from the next.
+
+    Of equal weights, completions are drawn without replacement; of importance weights, with replacement and with probability
+    proportional to the weight, so that the labels of a stratum are a sample of the policy's completions in it.
+
+    Args:
+        scored ([`Scored`]):
+            Completions.
+        threshold (`float`):
+            η, in units of reward.
+        size (`int`):
+            Completions to draw, at least 4.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draw.
+
+    Returns:
+        `(float, list[numpy.ndarray])`: the highest score near the threshold, and of each stratum the flat indices of the
+        completions drawn, with repetitions.
+
+    Raises:
+        `ValueError`: If the threshold is not finite, `size` is less than 4, or no completion is bad by the judge.
+    """
+    if not math.isfinite(threshold):
+        raise ValueError(f"`threshold={threshold}` must be a finite number; give a reward.")
+    if size < 4:
+        raise ValueError(f"`draw={size}` must be at least 4; 200 and more are usual.")
+    scores, weights = scored.scores.ravel(), scored.weights.ravel()
+    if not weights[scores < threshold].sum() > 0:
+        raise ValueError(
+            f"No completion has `{scored.column}` under {threshold:g}, so that the judge never fires here; raise `--threshold`, "
+            "draw more samples, or sample with `rare-events`."
+        )
+    above = np.sort(scores[scores >= threshold])
+    near_up_to = threshold
+    if above.size:
+        order = np.argsort(np.where(scores >= threshold, scores, np.inf), kind="stable")[: above.size]
+        mass = np.cumsum(weights[order])
+        rank = max(int(np.searchsorted(mass, NEAR_SHARE * mass[-1])), min(size // 4, above.size) - 1)
+        near_up_to = float(f"{above[min(rank, above.size - 1)]:.6g}")  # short, so that spreadsheets keep it
+    strata, rng, chosen = scored.strata(threshold, near_up_to).ravel(), np.random.default_rng(seed), []
+    left = size
+    for number in range(3):
+        members = np.flatnonzero((strata == number) & (weights > 0))
+        want, equal = left // PARTS[number], scored.mixture is None
+        count = min(want, members.size) if equal else want if members.size else 0
+        shares = None if equal else weights[members] / weights[members].sum()
+        chosen.append(rng.choice(members, count, replace=not equal, p=shares) if count else members[:0])
+        left -= count
+    return near_up_to, chosen
+
+
+def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: int = 0) -> list[int]:
+    """
+    Writes a CSV file of completions to label, in random order, without scores or strata, which would sway the labels.
+
+    Equal completions share a row; `times` says how often it was drawn. Texts that a spreadsheet would take for a formula get
+    an apostrophe in front. Arguments are those of [`choose`]. Returns the number drawn of each stratum.
+
+    Raises:
+        `ValueError`: As [`choose`], or if the file exists.
+    """
+    if path.exists():
+        raise ValueError(f"`{path}` exists, and may hold labels; name another file, or leave out `--draw` to read it.")
+    near_up_to, chosen = choose(scored, threshold, size, seed)
+    found: dict[tuple[int, str, str], list[int]] = {}
+    for stratum, indices in enumerate(chosen):
+        for index in map(int, indices):
+            found.setdefault((stratum, scored.prompts[index], scored.completions[index]), []).append(index)
+    rows = [(indices[0], len(indices)) for indices in found.values()]
+    design = (scored.identity, scored.column, f"{threshold:.15g}", f"{near_up_to:.6g}")
+    with path.open("w", encoding="utf-8-sig", newline="") as file:  # the mark tells spreadsheets that it is UTF-8
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for place in np.random.default_rng(seed).permutation(len(rows)):
+            index, times = rows[place]
+            texts = _safe(scored.prompts[index]), _safe(scored.completions[index])
+            writer.writerow((index, times, *texts, "", *design, _check(index, times, *design)))
+    return [len(indices) for indices in chosen]
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """
+    The rows of a file of labels, with labels in lower case. They are not compared with samples yet.
+
+    Raises:
+        `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown, or there is none.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            head = file.readline()
+            file.seek(0)
+            csv.field_size_limit(2**31 - 1)
+            # A spreadsheet may have put semicolons or tabs between the cells
+            reader = csv.DictReader(file, restval="", delimiter=max(",;\t", key=head.count), strict=True)
+            rows, names = list(reader), reader.fieldnames or ()
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"`{path}` cannot be read ({error}); save it as CSV in UTF-8.") from error
+    except FileNotFoundError:
+        raise ValueError(f"There is no file `{path}`; draw completions to label with `trl-repulse audit`.") from None
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise ValueError(f"`{path}` has no column `{missing[0]}`; keep all columns that `trl-repulse audit` wrote.")
+    for number, row in enumerate(rows, 1):
+        row["label"] = row["label"].strip().lower()
+        if row["label"] and row["label"] not in LABELS:
+            raise ValueError(
+                f"Row {number} of `{path}` has the `label` {row['label']!r}; write 1 (truly bad), 0, or nothing."
+            )
+    if not any(row["label"] for row in rows):
+        raise ValueError(f"`{path}` has no labels; write 1 (truly bad) or 0 into its column `label`.")
+    return rows
+
+
+def read_labels(path: Path, scored: Scored) -> Labels:
+    """
+    Reads labels back.
+
+    Args:
+        path (`Path`):
+            File that [`draw_labels`] wrote, with `1`, `bad`, `yes` or `true` for truly bad, `0`, `good`, `no` or `false` for the
+            others, or nothing in its column `label`.
+        scored ([`Scored`]):
+            The completions that it was drawn from.
+
+    Returns:
+        [`Labels`]
+
+    Raises:
+        `ValueError`: As [`read_rows`], or if labels contradict each other, or a row was changed or is of other samples.
+    """
+    design: tuple[float, float] | None = None
+    strata, identity = np.empty(0), scored.identity
+    labelled, truly_bad, unlabelled = [0, 0, 0], [0, 0, 0], 0
+    places: set[int] = set()
+    seen: dict[tuple[str, str], bool] = {}
+    for number, row in enumerate(read_rows(path), 1):
+        where = f"Row {number} of `{path}`"
+        if (row["samples"], row["column"]) != (identity, scored.column):
+            raise ValueError(
+                f"{where} belongs to other samples (`{row['samples']}`, column `{row['column']}`) than these (`{identity}`, "
+                f"`{scored.column}`); name the samples that it was drawn from, or draw again."
+            )
+        index, times, edges = _numbers(where, row)
+        if design is None:
+            design, strata = edges, scored.strata(*edges).ravel()
+        if design != edges:
+            raise ValueError(f"{where} has another `threshold` than the rows above; read one file at a time.")
+        texts = _text(row["prompt"]), _text(row["completion"])
+        of_index = index < len(scored.prompts) and (_lines(scored.prompts[index]), _lines(scored.completions[index]))
+        fields = (index, times, identity, scored.column, f"{edges[0]:.15g}", f"{edges[1]:.6g}")
+        if texts != of_index or row["check"] != _check(*fields):
+            raise ValueError(f"{where} was changed; restore it, and write into the column `label` alone.")
+        if index in places:
+            raise ValueError(f"{where} is there twice; delete one.")
+        places.add(index)
+        if not row["label"]:
+            unlabelled += 1
+            continue
+        label = LABELS[row["label"]]
+        if seen.setdefault(texts, label) != label:
+            raise ValueError(f"{where} contradicts the `label` of the same completion above; make them equal.")
+        labelled[strata[index]] += times
+        truly_bad[strata[index]] += times * label
+    assert design is not None
+    return Labels(*design, tuple(labelled), tuple(truly_bad), unlabelled)
+
+
+def _check(*fields: Any) -> str:
+    return f"row-{hashlib.sha256(json.dumps([str(each) for each in fields]).encode()).hexdigest()[:12]}"
+
+
+def _safe(text: str) -> str:
+    """A text that no spreadsheet takes for a formula (OWASP, CSV injection); [`_text`] undoes it."""
+    return f"'{text}" if text[:1] in tuple("=+-@\t\r\n'") else text
+
+
+def _text(cell: str) -> str:
+    return _lines(cell.removeprefix("'"))
+
+
+def _lines(text: str) -> str:
+    """With one kind of line ends, which spreadsheets change."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _numbers(where: str, row: dict[str, str]) -> tuple[int, int, tuple[float, float]]:
+    try:
+        return int(row["index"]), int(row["times"]), (float(row["threshold"]), float(row["near_up_to"]))
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} was changed: its numbers cannot be read; restore it.") from None
