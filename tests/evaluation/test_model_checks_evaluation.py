@@ -109,7 +109,7 @@ def test_precision_and_scale_of_the_weights_do_not_matter(dtype, spread):
 def test_a_reward_that_is_no_classifier_of_one_label(tokenizer, tmp_path):
     for model, message in (
         (gpt2(), "no classifier"),
-        (classifier(2), "has 2 labels"),
+        (classifier(num_labels=2), "has 2 labels"),
         (gpt2().transformer, "no class"),
     ):
         with pytest.raises(ValueError, match=message):
