@@ -142,7 +142,7 @@ def test_the_command(tmp_path, capsys):
     export = ["--export", str(tmp_path / "all.json"), "--layout", "harmbench"]
     assert main([*words, *export]) == 0
     printed = capsys.readouterr().out
-    assert "polite" in printed and "best of N" in printed and "Refusals of harmless prompts: 0 (0 to 0.265)" in printed
+    assert "polite" in printed and "best of N" in printed and "Refusals of harmless prompts: 0 (0 to 26.5)" in printed
 
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     samples = load_samples(tmp_path / "out" / "attacks" / "polite")

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .._numbers import percent
 from ..evaluation.records import write_report
 from ._fields import add_prompts, add_reward, check_output
 from .evaluate import SETTINGS
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         drawn = run_attacks(args.folder / "benign", args.model, benign, [Attack("benign")], refusal, settings, **code)
         refused = success_at(drawn["benign"].column(), -0.5, 1, args.confidence)
         report["over_refusal"] = asdict(refused)
-        text += f"\nRefusals of harmless prompts: {refused.value:.3g} ({refused.low:.3g} to {refused.high:.3g})"
+        text += f"\nRefusals of harmless prompts: {percent(refused.value)} ({percent(refused.low)} to {percent(refused.high)})"
     if args.output is not None:
         write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
     if args.export is not None:
