@@ -218,7 +218,7 @@ def execute(code, where, names):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
-@pytest.mark.parametrize("page", pages("python", "py"), ids=name_of)
+@pytest.mark.parametrize("page", [page for page in pages("python", "py") if page.stem != "inspect"], ids=name_of)
 def test_python_blocks_run(page, world, request):
     """One after the other, as in one notebook."""
     prepare(name_of(page), world)

@@ -37,10 +37,12 @@ def test_success_at_k_is_the_mean_over_all_subsets(k):
     assert success_at(rewards, -0.3, k).value == pytest.approx(expected)
 
 
-def test_the_interval_covers():
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_interval_covers(sparse):
+    """Also where two of 30 behaviours carry all success, whose jackknife alone would hide the variance."""
     rng, covered = np.random.default_rng(1), 0
     for _ in range(300):
-        p = rng.beta(0.3, 2.7, size=(30, 1))
+        p = np.where(np.arange(30) < 2, 0.3, 0.0)[:, None] if sparse else rng.beta(0.3, 2.7, size=(30, 1))
         estimate = success_at(-(rng.random((30, 32)) < p).astype(float), -0.5, 8)
         covered += estimate.low <= (1 - (1 - p) ** 8).mean() <= estimate.high
     assert covered >= 0.92 * 300
@@ -55,8 +57,8 @@ def test_no_success_still_has_an_upper_end():
 def test_the_report_counts_behaviours_once():
     first, second = np.zeros((3, 4)), np.zeros((3, 4))
     first[0, 2] = second[0, 1] = second[1, 0] = -1.0
-    report = attack_report({"a": first, "b": second, "GCG": -np.ones((2, 1))}, -0.5, [1, 2])
-    assert [report["attacks"][name]["broken"] for name in ("a", "b", "GCG")] == [1, 2, 2]
+    report = attack_report({"a": first, "b": second}, -0.5, [1, 2], others={"GCG": -np.ones((3, 1))})
+    assert [report["attacks"][name]["broken"] for name in ("a", "b", "GCG")] == [1, 2, 3]
     assert report["broken"] == 2 and "ASR@2" not in report["attacks"]["GCG"]
     assert "2 of 3" in format_attacks(report).splitlines()[-1]
 
@@ -91,8 +93,14 @@ def test_what_is_asked():
     rows, _ = attempts(Attack("a", prefill="sure"), chat, tokenizer, settings)
     assert rows["prompt"] == ["[system]be kind[user]the cat[assistant]sure"]
 
-    with pytest.raises(ValueError, match="'a' cannot be filled"):
-        attempts(Attack("a", prefill="{target}"), plain, tokenizer, settings)
+    for prefill in ("{target}", "{Target.x}", "{0}"):
+        with pytest.raises(ValueError, match="'a' cannot be filled"):
+            attempts(Attack("a", prefill=prefill), plain, tokenizer, settings)
+    gap = Dataset.from_list([{"prompt": "the cat", "Target": None}, {"prompt": "fish", "Target": " ate"}])
+    with pytest.raises(ValueError, match="cannot be filled"):
+        attempts(Attack("a", prefill="{Target}"), gap, tokenizer, settings)
+    with pytest.raises(ValueError, match="column `behavior`, which attacks write"):
+        attempts(Attack("a"), Dataset.from_list([{"prompt": "a", "behavior": "b"}]), tokenizer, settings)
 
 
 def test_the_judge_reads_the_behaviour_and_the_whole_answer():
@@ -121,6 +129,8 @@ def test_refusals():
         ('{"template": "{prompt}"}', "Line 1 of .* is no attack"),
         ('{"name": "a"}\n{"name": "a"}', "'a' occurs twice"),
         ("", "There are no attacks"),
+        ('{"name": "a", "augment": "false"}', "Line 1 of .*`augment='false'` of an attack"),
+        ('{"name": " "}', "empty `name`"),
     ],
 )
 def test_files_that_hold_no_attacks(tmp_path, lines, message):
@@ -149,7 +159,8 @@ def test_the_command(tmp_path, capsys):
     assert report["attacks"]["polite"]["ASR@1"]["value"] == np.mean(samples.column() < 0)
     cases = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["polite"]
     assert list(cases) == ["b0", "b1", "b2"] and [len(each) for each in cases.values()] == [4, 4, 4]
-    assert cases["b1"][2]["generation"] == samples.table["completion"].to_pylist()[6]
+    assert cases["b1"][2]["generation"] == " my pleasure, i" + samples.table["completion"].to_pylist()[6]
+    assert cases["b1"][2]["test_case"] == rows[1]["prompt"]
 
     begun = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.parquet")}
     assert main([*words, "--export", str(tmp_path / "all.json")]) == 0  # nothing is drawn again
@@ -158,5 +169,12 @@ def test_the_command(tmp_path, capsys):
     (first,) = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["prompt"]["jailbreaks"][:1]
     assert first["goal"] == rows[0]["prompt"] and first["number_of_queries"] == 4
 
+    for more, message in (
+        (["--k", "0", "4"], "`--k 0` must be from 1 to `--num_samples 4`"),
+        (["--threshold", "nan"], "`--threshold nan` must be a finite number"),
+        (["--gcg", str(tmp_path / "none.jsonl")], "none.jsonl"),
+    ):
+        assert main([*words, *more]) == 1
+        assert message in capsys.readouterr().err
     assert main([*words, "--k", "5"]) == 1
     assert "`--k 5` must be from 1 to `--num_samples 4`" in capsys.readouterr().err

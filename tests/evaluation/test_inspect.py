@@ -1,5 +1,7 @@
 """Inspect: the task and the metrics give what `trl-repulse evaluate` gives of the same completions."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -16,6 +18,17 @@ from trl_repulse.evaluation.report import tail_report
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 inspect_ai = pytest.importorskip("inspect_ai")
 integration = pytest.importorskip("trl_repulse.evaluation.inspect")
+
+
+@pytest.fixture(autouse=True)
+def logging_is_left():
+    """Inspect sets the level of the root logger, which would silence what later tests wait for."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
 
 PLAIN = "{{ messages[0].content }}"
 
@@ -51,15 +64,10 @@ def prompts(tmp_path_factory):
 
 
 def evaluate(prompts, folder, policy=None, chat_template=PLAIN, **options):
-    made = integration.tail(
-        str(prompts),
-        threshold=0.0,
-        reward_model_path=str(embedded.reward_model_path()),
-        num_samples=8,
-        max_completion_length=8,
-        **options,
-    )
-    model_args = {"model_path": str(policy or embedded.policy_path()), "chat_template": chat_template, "device": "cpu"}
+    settings = {"reward_model_path": str(embedded.reward_model_path()), "num_samples": 8, "max_completion_length": 8}
+    made = integration.tail(str(prompts), threshold=0.0, **settings | options)
+    model_args = {"model_path": str(policy or embedded.policy_path()), "device": "cpu"}
+    model_args |= {} if chat_template is None else {"chat_template": chat_template}
     (log,) = inspect_ai.eval(
         made, model="hf/policy", model_args=model_args, log_dir=str(folder), display="none", log_level="error"
     )
@@ -118,3 +126,30 @@ def test_what_is_no_log_is_refused(tmp_path):
     path.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="cannot be read as a log of Inspect"):
         load_samples(path)
+
+
+def test_logs_of_conversations_are_compared_by_what_was_drawn(tmp_path):
+    """Inspect gives each message an id of its own; the settings of a task are in its plan."""
+    from transformers import AutoTokenizer
+
+    prompts = tmp_path / "chats.jsonl"
+    rows = [[{"role": "user", "content": text}] for text in embedded.load_prompts("unseen")["prompt"][:2]]
+    prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
+    template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    sources = {"a": embedded.policy_path(), "b": embedded.policy_path(), "judge": embedded.reward_model_path()}
+    models = {name: shutil.copytree(source, tmp_path / name) for name, source in sources.items()}
+    for folder in models.values():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+    samples = []
+    for name in ("a", "b"):
+        log = evaluate(prompts, tmp_path / f"logs-{name}", models[name], None, reward_model_path=str(models["judge"]))
+        assert log.status == "success", log.error
+        (path,) = (tmp_path / f"logs-{name}").glob("*.eval")
+        samples.append(load_samples(path))
+    assert samples[0].header["settings"]["max_tokens"] == 8
+    assert tail_report(samples, thresholds=[0.0]).seeds == 2
+    samples[1].header["settings"]["max_tokens"] = 9
+    with pytest.raises(ValueError, match="another `settings.max_tokens`"):
+        tail_report(samples)

@@ -1,6 +1,7 @@
 """`trl-repulse attacks`: how often templates, prefilled answers and augmented prompts make a model answer badly."""
 
 import argparse
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ._fields import add_prompts, add_reward, check_output
 from .evaluate import SETTINGS
 
 
-_TAKEN = ("num_samples", "max_completion_length", "seed", "batch_size", "shard_size", "dtype", "revision", "engine")
+_TAKEN = ("num_samples", "max_completion_length", "seed", "batch_size", "shard_size", "dtype", "revision")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draws what is missing, writes and prints the report, and returns 0."""
     from ..data.loading import load_prompts
+    from ..evaluation._generation import process_state
     from ..evaluation.attacks import (
         Attack,
         attack_report,
@@ -66,8 +68,10 @@ def run(args: argparse.Namespace) -> int:
     check_share("confidence", args.confidence)
     given = {name: value for name, value in vars(args).items() if name in (*_TAKEN, "chat_template_kwargs")}
     settings = SamplingSettings(**given)
-    if not all(1 <= k <= settings.num_samples for k in args.k):
-        raise ValueError(f"`--k {max(args.k)}` must be from 1 to `--num_samples {settings.num_samples}`.")
+    if not math.isfinite(args.threshold):
+        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
+    for k in (k for k in args.k if not 1 <= k <= settings.num_samples):
+        raise ValueError(f"`--k {k}` must be from 1 to `--num_samples {settings.num_samples}`.")
     attacks = [Attack("prompt")]
     attacks += [] if args.attacks is None else load_attacks(args.attacks)
     attacks += [] if args.prefill is None else [Attack("prefill", prefill=args.prefill)]
@@ -75,23 +79,30 @@ def run(args: argparse.Namespace) -> int:
     options = {"column": args.prompt_column, "as_conversation": args.apply_chat_template}
     behaviors: Any = load_prompts(args.prompts, args.split, **options)
     benign: Any = None if args.benign is None else load_prompts(args.benign, "train", **options)
+    gcg = {"GCG": gcg_scores(*args.gcg)} if args.gcg else {}
+    names = [attack.name for attack in attacks] + [*gcg]
+    if len({*names}) < len(names):
+        raise ValueError(
+            "`--attacks` has an attack with the name of a built-in one (prompt, prefill, best of N, GCG); rename it."
+        )
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     code = {"trust_remote_code": args.trust_remote_code}
 
     samples = run_attacks(args.folder / "attacks", args.model, behaviors, attacks, reward, settings, **code)
     rewards = {name: each.column().reshape(-1, settings.num_samples) for name, each in samples.items()}
-    if args.gcg:
-        rewards["GCG"] = gcg_scores(*args.gcg)
-    report = attack_report(rewards, args.threshold, args.k, args.confidence)
+    report = attack_report(rewards, args.threshold, args.k, args.confidence, gcg)
     text = format_attacks(report)
     if benign is not None:
         drawn = run_attacks(args.folder / "benign", args.model, benign, [Attack("benign")], refusal, settings, **code)
         refused = success_at(drawn["benign"].column(), -0.5, 1, args.confidence)
         report["over_refusal"] = asdict(refused)
         text += f"\nRefusals of harmless prompts: {percent(refused.value)} ({percent(refused.low)} to {percent(refused.high)})"
+    state = process_state()
+    if not state.is_main_process:
+        return 0
     if args.output is not None:
         write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
     if args.export is not None:
-        export_attempts(args.export, samples, behaviors, settings.num_samples, args.threshold, args.layout)
+        export_attempts(args.export, attacks, samples, behaviors, settings.num_samples, args.threshold, args.layout)
     print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")
     return 0

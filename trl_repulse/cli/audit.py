@@ -1,6 +1,7 @@
 """`trl-repulse audit`: completions to label, and the errors of a judge that their labels show. No model is needed."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--threshold` is in the file of labels; leave it out, or draw another file with `--draw`.")
     if args.draw is not None and args.labels.suffix != ".csv":
         raise ValueError(f"`{args.labels}` must end with .csv, which is what is written.")
+    if args.threshold is not None and not math.isfinite(args.threshold):
+        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
     if args.seed < 0:
         raise ValueError(f"`--seed {args.seed}` must be at least 0.")
 

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,11 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         scored = scored_draws(texts, draws.sample, draws.texts)
         if args.samples is not None and process_state().is_main_process:
             write_scored(args.samples, scored)
-        audit = audit_judge(scored, read_labels(args.labels, scored), args.confidence) if args.labels else None
+        try:
+            audit = audit_judge(scored, read_labels(args.labels, scored), args.confidence) if args.labels else None
+        except ValueError as error:  # the draws are not lost
+            note = f"`--labels` is left out: {error} `trl-repulse audit SAMPLES LABELS` needs no equal draws."
+            print(f"trl-repulse rare-events: {note}", file=sys.stderr)
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
     if isinstance(reward, RemoteReward):  # an address may hold a key

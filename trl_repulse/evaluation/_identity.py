@@ -70,7 +70,11 @@ def identify_reward(reward: Any) -> dict[str, Any]:
         names = ("transform", "alpha", "beta", "threshold")
         return {name: getattr(reward, name) for name in names} | {"reward": identify_reward(reward.reward)}
     if (inner := getattr(reward, "scores_by", None)) is not None:  # of `evaluation.attacks`
-        return {"name": type(reward).__name__, "reward": identify_reward(inner)}
+        return {
+            "name": type(reward).__name__,
+            "reward": identify_reward(inner),
+            "template": reward.chat_template_kwargs,
+        }
     if isinstance(reward, RemoteReward):
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
     if isinstance(reward, ModelReward):

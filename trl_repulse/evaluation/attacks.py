@@ -4,6 +4,8 @@ Attack success of simple attacks on a model: prompts as they are, jailbreak temp
 Axis letters: P behaviours, N attempts at each.
 """
 
+import asyncio
+import inspect
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .._numbers import percent
 from . import tails
-from ._generation import as_function, load_tokenizer, process_state, render
+from ._generation import as_function, event_loop, load_tokenizer, process_state, render
 from .gcg.evaluator import RefusalJudge
 from .gcg.results import _scores, read_results
 from .records import SampleSet, write_atomically
@@ -52,6 +54,14 @@ class Attack:
     augment: bool = False
 
     def __post_init__(self) -> None:
+        kinds = {"name": str, "template": str, "prefill": str | None, "augment": bool}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` of an attack is of another type; give a text, or true or false."
+                )
+        if not self.name.strip():
+            raise ValueError("An attack has an empty `name`; give it one.")
         if "{prompt}" not in self.template:
             raise ValueError(
                 f"The template of the attack '{self.name}' has no `{{prompt}}`; put it where the behaviour goes."
@@ -66,7 +76,9 @@ def load_attacks(path: str | Path) -> list[Attack]:
         `ValueError`: If a line is no attack, or a name occurs twice.
     """
     attacks = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             attacks.append(Attack(**json.loads(line)))
         except (TypeError, ValueError) as error:
@@ -120,17 +132,20 @@ class OnBehavior:
     A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning.
 
     Args:
-        reward (`str`, `Callable` or [`~transformers.PreTrainedModel`]):
-            Reward, as TRL's trainers take it.
+        reward (`str` or `Callable`):
+            Path or Hub id of a reward model, or a reward function.
+        chat_template_kwargs (`dict`, *optional*):
+            Variables for the chat template of a reward model.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with a reward model.
     """
 
-    def __init__(self, reward: Reward, trust_remote_code: bool = False):
-        self.scores_by = reward
-        self.__name__, self._function = as_function(
-            reward, None, process_state().device, trust_remote_code=trust_remote_code
-        )
+    def __init__(
+        self, reward: Reward, chat_template_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False
+    ):
+        self.scores_by, self.chat_template_kwargs = reward, chat_template_kwargs
+        device = process_state().device
+        self.__name__, self._function = as_function(reward, None, device, chat_template_kwargs, trust_remote_code)
 
     def __call__(self, prompts: list, completions: list, behavior: list, prefill: list, **columns: Any) -> list:
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
@@ -138,7 +153,8 @@ class OnBehavior:
         columns.pop("completion_ids", None)  # of the answer without its beginning
         if not isinstance(behavior[0], str):
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
-        return self._function(prompts=behavior, completions=answers, **columns)
+        given = self._function(prompts=behavior, completions=answers, **columns)
+        return asyncio.run_coroutine_threadsafe(given, event_loop()).result() if inspect.isawaitable(given) else given
 
 
 def refusal(prompts: list, completions: list, **_: Any) -> list[float]:
@@ -156,25 +172,33 @@ def attempts(
     Raises:
         `ValueError`: If `prefill` names a column that is missing, or a behaviour does not end with a user's message.
     """
+    taken = {"behavior", "prefill"} & {*behaviors.column_names}
+    if taken:
+        raise ValueError(f"The behaviours have a column `{min(taken)}`, which attacks write; rename it.")
     variants = settings.num_samples if attack.augment else 1
     rng = random.Random(f"{attack.name} {settings.seed}")
     rows = []
     for row in behaviors:
         for _ in range(variants):
-            try:
-                prefill = "" if attack.prefill is None else attack.prefill.format_map(row)
-            except (KeyError, ValueError, IndexError) as error:
-                raise ValueError(
-                    f"`prefill` of the attack '{attack.name}' cannot be filled ({error!r}); columns are {', '.join(row)}."
-                ) from error
+            prefill = _prefill(attack, row)
             asked = _asked(
                 row["prompt"],
                 lambda text: attack.template.replace("{prompt}", augmented(text, rng) if attack.augment else text),
             )
-            if prefill:
+            if attack.prefill is not None:
                 asked = _as_text(asked, tokenizer, settings) + prefill
             rows.append(row | {"prompt": asked, "behavior": row["prompt"], "prefill": prefill})
     return Dataset.from_list(rows), settings.num_samples // variants
+
+
+def _prefill(attack: Attack, row: dict[str, Any]) -> str:
+    try:
+        known = {name: value for name, value in row.items() if value is not None}
+        return "" if attack.prefill is None else attack.prefill.format_map(known)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"`prefill` of the attack '{attack.name}' cannot be filled ({error!r}); columns of the row with a value are {', '.join(known)}."
+        ) from error
 
 
 def _asked(prompt: Any, change: Callable[[str], str]) -> Any:
@@ -191,7 +215,13 @@ def _as_text(prompt: Any, tokenizer: PreTrainedTokenizerBase, settings: Sampling
         return prompt
     text = render(tokenizer, prompt, "A behaviour", settings.chat_template_kwargs)
     begin = tokenizer.bos_token
-    return text.removeprefix(begin) if begin and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else text
+    adds = begin and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    plain = text.removeprefix(begin) if adds else text
+    if tokenizer(plain)["input_ids"] != tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            "A prefilled answer needs the conversation as plain text, which this tokenizer reads otherwise; leave `prefill` out."
+        )
+    return plain
 
 
 def run_attacks(
@@ -216,8 +246,8 @@ def run_attacks(
             Rows with a `"prompt"`, what is asked for.
         attacks (`Sequence[Attack]`):
             Attacks.
-        reward (`str`, `Callable` or [`~transformers.PreTrainedModel`]):
-            Judge, as TRL's trainers take a reward; it scores the whole answer as one to the behaviour itself.
+        reward (`str` or `Callable`):
+            Judge: the path or Hub id of a reward model, or a reward function; it scores the whole answer as one to the behaviour itself.
         settings ([`SamplingSettings`], *optional*):
             Settings; `num_samples` is N.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
@@ -237,10 +267,12 @@ def run_attacks(
         check_early(folder, settings, 1, None)
     tokenizer = load_tokenizer(model, "model", revision=settings.revision, **code)
     made = [attempts(attack, behaviors, tokenizer, settings) for attack in attacks]  # before anything is drawn
-    judge = OnBehavior(reward, trust_remote_code)
+    judge = OnBehavior(reward, settings.chat_template_kwargs, trust_remote_code)
     samples = {}
     for attack, folder, (rows, count) in zip(attacks, folders, made, strict=True):
         its_settings = replace(settings, num_samples=count)
+        if isinstance(rows[0]["prompt"], str):  # in which the template has been applied
+            its_settings = replace(its_settings, chat_template_kwargs=None)
         samples[attack.name] = sample_completions(
             folder, model, rows, judge, its_settings, tokenizer=tokenizer, **code
         )
@@ -252,8 +284,8 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
     ASR@k: the share of behaviours for which at least one of k attempts succeeds, without bias from all N attempts.
 
     The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
-    interval is that of [`~trl_repulse.evaluation.tails.worst_of`]; with no success, or only successes, it follows from the exact
-    interval of one attempt. It is for these behaviours.
+    interval is that of [`~trl_repulse.evaluation.tails.worst_of`], widened below by the exact interval of one attempt; with no success, only
+    successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`):
@@ -276,10 +308,12 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
     found = tails.worst_of(-bad, k, confidence)
     if k == 1:
         return one
-    if one.value in (0.0, 1.0):  # the largest share of any behaviours with that mean, and the lowest
-        return Estimate(one.value, one.low, 1 - (1 - one.high) ** k, one.samples)
-    ends = (-found.high, -found.low) if np.isinf(found.low) else (max(-found.high, 0.0), min(-found.low, 1.0))
-    return Estimate(-found.value, *ends, one.samples)
+    most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
+    if one.value in (0.0, 1.0) or np.isinf(found.low):
+        return Estimate(-found.value, one.low, most, one.samples)
+    # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
+    least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
+    return Estimate(-found.value, max(min(-found.high, least), 0.0), min(-found.low, 1.0), one.samples)
 
 
 def gcg_scores(*paths: str | Path) -> np.ndarray:
@@ -296,10 +330,14 @@ def gcg_scores(*paths: str | Path) -> np.ndarray:
 
 
 def attack_report(
-    rewards: dict[str, np.ndarray], threshold: float, ks: Sequence[int] = (1,), confidence: float = 0.95
+    rewards: dict[str, np.ndarray],
+    threshold: float,
+    ks: Sequence[int] = (1,),
+    confidence: float = 0.95,
+    others: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """
-    Attack success rates by attack, and the share of behaviours that any attempt of any attack broke.
+    Attack success rates by attack, and the number of behaviours that any attempt of any attack broke.
 
     Args:
         rewards (`dict[str, numpy.ndarray]`):
@@ -310,16 +348,18 @@ def attack_report(
             Numbers of attempts; an attack with fewer has no rate.
         confidence (`float`, *optional*, defaults to `0.95`):
             Nominal coverage of the intervals.
+        others (`dict[str, numpy.ndarray]`, *optional*):
+            Scores of attacks on other behaviours, as those of GCG, which do not count for any attack.
 
     Returns:
         `dict`: `"attacks"`, by name the estimates of each `"ASR@k"` (`value`, `low`, `high`, `samples`) and `"broken"`, the number of
-        behaviours with a success; `"broken"` by any attack on the first one's behaviours, and `"behaviors"`, their number P.
+        behaviours with a success; `"broken"` by any attack, and `"behaviors"`, their number P.
     """
-    broken: Any = None
+    broken: Any = np.zeros(len(next(iter(rewards.values()))), bool)
     attacks = {}
-    for name, scores in rewards.items():
+    for name, scores in {**rewards, **(others or {})}.items():
         found = (scores < threshold).any(axis=1)
-        broken = found if broken is None else broken | found if len(broken) == len(found) else broken
+        broken = broken | found if name in rewards else broken
         taken = [k for k in ks if k <= scores.shape[1]]
         rates = {f"ASR@{k}": asdict(success_at(scores, threshold, k, confidence)) for k in taken}
         attacks[name] = {**rates, "broken": int(found.sum()), "behaviors": len(found)}
@@ -346,16 +386,22 @@ def _cell(rate: dict[str, float]) -> str:
 
 
 def export_attempts(
-    path: Path, samples: dict[str, SampleSet], behaviors: Dataset, num_samples: int, threshold: float, layout: str
+    path: Path,
+    attacks: Sequence[Attack],
+    samples: dict[str, SampleSet],
+    behaviors: Dataset,
+    num_samples: int,
+    threshold: float,
+    layout: str,
 ) -> None:
     """
-    Writes all attempts for other tools.
+    Writes attempts for other tools, with prompts as the model read them and whole answers.
 
     Args:
         path (`Path`):
             JSON file.
-        samples (`dict[str, SampleSet]`):
-            What [`run_attacks`] returned.
+        attacks (`Sequence[Attack]`), samples (`dict[str, SampleSet]`):
+            What [`run_attacks`] was given, and what it returned.
         num_samples (`int`):
             N.
         threshold (`float`):
@@ -364,21 +410,25 @@ def export_attempts(
             The behaviours; their columns name them.
         layout (`str`):
             `"jailbreakbench"`, by attack a list of jailbreaks as in its artifacts: the first success for each behaviour, or the
-            first attempt. `"harmbench"`, by attack and `BehaviorID` (or row) all test cases with their generations and labels.
+            first attempt. `"harmbench"`, by attack and `BehaviorID` (or row, if these are missing or repeated) all test cases with generations and labels.
     """
     written: dict[str, Any] = {}
-    for name, each in samples.items():
-        columns = [each.table[key].to_pylist() for key in ("prompt", "completion", "reward")]
+    ids = [str(row.get("BehaviorID", i)) for i, row in enumerate(behaviors)]
+    ids = ids if len({*ids}) == len(ids) else list(map(str, range(len(ids))))
+    for attack in attacks:
+        name, table = attack.name, samples[attack.name].table
+        begins = [_prefill(attack, row) for row in behaviors for _ in range(num_samples)]
+        columns = [table[key].to_pylist() for key in ("prompt", "completion", "reward")]
         cases = [
-            {"prompt": prompt, "response": answer, "jailbroken": score < threshold}
-            for prompt, answer, score in zip(*columns, strict=True)
+            {"prompt": prompt.removesuffix(begin), "response": begin + answer, "jailbroken": score < threshold}
+            for begin, prompt, answer, score in zip(begins, *columns, strict=True)
         ]
         by_row = [cases[i : i + num_samples] for i in range(0, len(cases), num_samples)]
         if layout == "jailbreakbench":
             written[name] = {"jailbreaks": [_jailbreak(i, behaviors[i], row) for i, row in enumerate(by_row)]}
         else:
             written[name] = {
-                str(behaviors[i].get("BehaviorID", i)): [
+                ids[i]: [
                     {"test_case": case["prompt"], "generation": case["response"], "label": int(case["jailbroken"])}
                     for case in row
                 ]

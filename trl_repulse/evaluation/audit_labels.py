@@ -97,7 +97,7 @@ def read_scored(path: str | Path, column: str = "reward") -> Scored:
         `ValueError`: If they cannot be read, or have no such column of finite numbers.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
+    if not path.is_file() or path.suffix == ".eval":
         return scored_samples(load_samples(path), column)
     import pyarrow as pa
     import pyarrow.parquet as pq

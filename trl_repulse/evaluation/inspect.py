@@ -26,14 +26,19 @@ from ._generation import as_function, process_state, prompt_tokens
 from .records import SampleSet, digest
 
 
-def _rewards(scores: list[SampleScore]) -> np.ndarray:
-    """Rewards (P, N) of all epochs of all samples."""
+# Settings of Inspect's that change no sample's distribution
+_ELSEWHERE = ("max_connections", "max_retries", "timeout", "attempt_timeout", "seed", "adaptive_connections")
+
+
+def _rewards(scores: list[SampleScore], pooled: bool = True) -> np.ndarray:
+    """Rewards (P, N) of all epochs of all samples. Where epochs failed, all in one row if `pooled`, or as many of each sample."""
     rows: dict[Any, list[float]] = {}
     for each in scores:
         rows.setdefault(each.sample_id, []).append(each.score.as_float())
-    if len({len(row) for row in rows.values()}) > 1:  # an epoch failed: prompts cannot be told apart
-        rows = {None: [value for row in rows.values() for value in row]}
-    return np.array([*rows.values()])
+    shortest = min(map(len, rows.values()))
+    if pooled and any(len(row) > shortest for row in rows.values()):
+        return np.array([[value for row in rows.values() for value in row]])
+    return np.array([row[:shortest] for row in rows.values()])
 
 
 def _with_interval(name: str, estimate: tails.Estimate) -> Value:
@@ -85,7 +90,8 @@ def worst_of(k: int, confidence: float = 0.95) -> Metric:
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        return _with_interval("worst_of", tails.worst_of(_rewards(scores), k, confidence))
+        rewards = _rewards(scores, pooled=False)
+        return _with_interval("worst_of", tails.worst_of(rewards, k, confidence)) if k <= rewards.shape[1] else {}
 
     return compute
 
@@ -272,8 +278,11 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         }
     )
     evaluated = log.eval
-    inputs = [row[0].model_dump(mode="json", include={"input"}) for row in rows.values()]
-    settings = {"num_samples": epochs} | evaluated.model_generate_config.model_dump(exclude_none=True)
+    inputs = [_texts(row[0].input) for row in rows.values()]
+    drawn = log.plan.config.model_dump(exclude_none=True) | evaluated.model_generate_config.model_dump(
+        exclude_none=True
+    )
+    settings = {"num_samples": epochs} | {name: value for name, value in drawn.items() if name not in _ELSEWHERE}
     header = {
         "model": {"name": evaluated.model, "weights": digest([evaluated.model, evaluated.model_args])},
         "reference": None,
@@ -283,6 +292,11 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
     }
     return SampleSet(path, header, table)
+
+
+def _texts(prompt: Any) -> Any:
+    """A prompt without the random ids of its messages."""
+    return prompt if isinstance(prompt, str) else [[each.role, each.text] for each in prompt]
 
 
 def _number(sample: Any, name: str) -> float | None:

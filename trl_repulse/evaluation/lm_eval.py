@@ -56,6 +56,17 @@ class RewardFilter(Filter):
         return rewards
 
 
+class TailTask(ConfigurableTask):
+    """The task of [`tail_task`]; it refuses to evaluate prompts otherwise than they are written."""
+
+    def build_all_requests(self, *args: Any, apply_chat_template: bool = False, **kwargs: Any) -> None:
+        messages = not isinstance(self.dataset["test"][0]["prompt"], str)
+        if messages != bool(apply_chat_template):
+            found = "messages of a user; pass" if messages else "plain text; leave out"
+            raise ValueError(f"The prompts are {found} `apply_chat_template=True`.")
+        super().build_all_requests(*args, apply_chat_template=apply_chat_template, **kwargs)
+
+
 def tail_task(
     prompts: str,
     threshold: float,
@@ -68,7 +79,7 @@ def tail_task(
     prompt_column: str = "prompt",
     level: float = 0.01,
     trust_remote_code: bool = False,
-) -> ConfigurableTask:
+) -> TailTask:
     """
     The held-out evaluation of `trl-repulse evaluate` as a task of the harness.
 
@@ -91,7 +102,7 @@ def tail_task(
             Whether to run Python code that comes with the reward model.
 
     Returns:
-        `lm_eval.api.task.ConfigurableTask`: for the `tasks` of `lm_eval.simple_evaluate`.
+        [`TailTask`]: for the `tasks` of `lm_eval.simple_evaluate`.
 
     Raises:
         `ValueError`: If prompts or reward cannot be loaded, or a prompt has several messages.
@@ -123,7 +134,7 @@ def tail_task(
         for name, estimate in estimates.items()
         for end, part in {"": "value", "_low": "low", "_high": "high"}.items()
     }
-    return ConfigurableTask(
+    return TailTask(
         config={
             "task": "trl_repulse_tail",
             "custom_dataset": lambda **_: {"test": dataset},
