@@ -135,12 +135,14 @@ def run(folder: Path, name: str) -> list[dict]:
         flags = {"output_dir": output_dir, "max_steps": UPDATES, "logging_steps": 5, "disable_tqdm": "true"}
         flags |= {"num_table_completions": 0, "beta": 0.0, "learning_rate": 4e-4} | RUNS[name]
         arguments = two_tokens.flags("repulse")
-        if "max_completion_length" in flags:
+        own = "reward_type" in flags  # a function in the place of the reward model
+        if own or "max_completion_length" in flags:  # nothing is enumerated then
             lines = Path(arguments[1]).read_text(encoding="utf-8").splitlines(keepends=True)
             arguments[1] = str(folder / f"{name}.yaml")
-            kept = [line for line in lines if not line.startswith(("exact_tracking:", "bad_token_ids:"))]
-            Path(arguments[1]).write_text("".join(kept), encoding="utf-8")
-        if "reward_type" in flags:  # a function in the place of the reward model
+            left_out = ("exact_tracking:", "bad_token_ids:", *(["reward_model_path:"] if own else []))
+            folder.mkdir(parents=True, exist_ok=True)
+            Path(arguments[1]).write_text("".join(x for x in lines if not x.startswith(left_out)), encoding="utf-8")
+        if own:
             place = arguments.index("--reward_model_path")
             del arguments[place : place + 2]
         arguments += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
