@@ -28,7 +28,14 @@ def train(folder: Path) -> None:
         if (folder / name / "results.json").exists():
             continue
         flags = flags | {"output_dir": folder / name, "max_steps": 120, "disable_tqdm": "true"}
-        command = [sys.executable, str(example), *(part for k, v in flags.items() for part in (f"--{k}", str(v)))]
+        config = str(example.parent / "configs" / "two_tokens" / "repulse.yaml")
+        command = [
+            sys.executable,
+            str(example),
+            "--config",
+            config,
+            *(part for k, v in flags.items() for part in (f"--{k}", str(v))),
+        ]
         subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     train_proposal(folder / "trained", folder / "policy", 512, 120)
     train_proposal(folder / "elsewhere", folder / "beside", 256, 300)

@@ -19,6 +19,7 @@ from trl_repulse.cli.main import Parser
 from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
+from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 
@@ -63,12 +64,11 @@ def main() -> None:
     # At a higher temperature the proposal also draws what training made it neglect
     temperature = find_temperature(proposal, tokenizer, prompts, max_completion_length=2)
     draws = draw(
-        [policy, proposal, proposal],
+        [policy, proposal, Component(proposal, temperature=temperature)],
         tokenizer,
         prompts,
         reward_model,
         counts=(options.num_samples,) * 3,
-        temperatures=(1.0, 1.0, temperature),
         max_completion_length=2,
         reward_tokenizer=reward_tokenizer,
         batch_size=500,

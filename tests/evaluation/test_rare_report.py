@@ -100,8 +100,9 @@ def test_command(command, tmp_path, capsys):
     assert 0 < report["prob_bad"][0]["low"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["high"] < 1
     assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4  # each model was scored as itself
     assert report["settings"]["seed"] == 0
-    temperatures = report["temperatures"]  # the untrained models' tokens are alike: nothing takes them 2 nats away
-    assert temperatures[:2] == [1, 1] and temperatures[2] > 1 and temperatures[3] == 1 and temperatures[4] > 1
+    names = report["components"]
+    assert names[0] == "policy" and [" at temperature " in name for name in names] == [False, False, True, False, True]
+    assert all(float(name.split(" at temperature ")[1]) > 1 for name in names[2::2])
     assert report["settings"]["divergence"] == 2
     assert "P(r < -1)" in capsys.readouterr().out
     assert list(output.parent.iterdir()) == [output]

@@ -8,6 +8,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import largest_normalization_error
 from trl_repulse.evaluation.rare.sampling import completion_log_prob, draw, find_temperature
@@ -30,7 +31,7 @@ def test_log_probabilities_are_those_of_enumeration(models, tokenizer, prompts, 
     for model in models:
         exact = evaluator.log_probs(model)
         for prompt, expected in zip(prompts["prompt"], exact, strict=True):
-            log_prob = completion_log_prob(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id])[:, 0]
+            log_prob = completion_log_prob(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id])
             assert torch.allclose(log_prob, expected, atol=1e-4)
             assert float(log_prob.exp().sum()) == pytest.approx(1, abs=1e-4)
 
@@ -73,9 +74,9 @@ def test_a_hot_proposal_is_a_component_of_its_own(models, tokenizer, prompts, ev
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(proposal), "forward", counted)
-    counts, temperatures = (20, 300, 300), (1, 1, 3)
-    given = [policy, proposal, proposal], tokenizer, prompts["prompt"], reward, counts, 2
-    draws = draw(*given, temperatures=temperatures, batch_size=1000, seed=2)
+    counts, hot_proposal = (20, 300, 300), Component(proposal, temperature=3.0)
+    given = [policy, proposal, hot_proposal], tokenizer, prompts["prompt"], reward, counts, 2
+    draws = draw(*given, batch_size=1000, seed=2)
     assert sum(passes) == 2 * 4  # one pass a model and prompt scores all components
     hot = evaluator.log_probs(Tempered(proposal, 3.0))
     texts = tokenizer.batch_decode(
@@ -173,7 +174,7 @@ def test_several_end_tokens(tokenizer, prompts, reward):
     # A completion that ends at once has the first token's probability
     ids = tokenizer(prompts["prompt"][0])["input_ids"]
     first = torch.stack(
-        [completion_log_prob(model, ids, torch.tensor([[token, 0]]), [1, DOG])[0, 0] for token in (1, DOG)]
+        [completion_log_prob(model, ids, torch.tensor([[token, 0]]), [1, DOG])[0] for token in (1, DOG)]
     )
     with torch.no_grad():
         expected = model.eval()(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[[1, DOG]]
@@ -217,13 +218,11 @@ def test_messages(tokenizer, reward):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"counts": (4, 4)}, "`counts` has 2 numbers and `temperatures` 1 for 1"),
+        ({"counts": (4, 4)}, "`counts` has 2 numbers for 1 components"),
         ({"prompts": []}, "`prompts` is empty"),
         ({"prompts": ["fish " * 40]}, "context"),
         ({"max_completion_length": 0}, "`max_completion_length=0` must be at least 1"),
         ({"batch_size": 0}, "`batch_size=0` must be at least 1"),
-        ({"temperatures": [2.0]}, "the first, 1"),
-        ({"temperatures": [1.0, 2.0]}, "`temperatures` 2 for 1"),
         ({"reward": lambda prompts, completions: [None] * len(prompts)}, "`None`"),
         ({"reward": lambda prompts, completions: [1.0]}, "rewards for"),
         ({"reward": lambda prompts, completions: [math.inf] * len(prompts)}, "finite"),
@@ -287,7 +286,7 @@ def test_a_template_takes_further_variables(tmp_path):
 
     cases = (messages, template), (full, {}), (messages, {})
     found = [
-        draw([model, model], tokenizer, prompts, reward, (8, 8), 2, temperatures=(1, 2), **more)
+        draw([model, Component(model, temperature=2.0)], tokenizer, prompts, reward, (8, 8), 2, **more)
         for prompts, more in cases
     ]
     assert found[0].texts == found[1].texts and seen

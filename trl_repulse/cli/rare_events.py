@@ -15,12 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("policy", metavar="POLICY", help="path or Hub id of the model, full weights or an adapter")
     models.add_argument(
-        "--proposal",
+        "--reference",
         metavar="MODEL",
-        nargs="+",
-        default=[],
-        help="proposals, of one or several runs; none: plain sampling",
+        help="the model before training, which may say more often what the policy learned not to",
     )
+    models.add_argument("--proposal", metavar="MODEL", nargs="+", default=[], help="proposals, of one or several runs")
     add_options(models, "dtype", "trust_remote_code")
     add_reward(parser.add_argument_group("reward"))
     drawing = parser.add_argument_group("completions")
@@ -28,15 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(drawing, "chat_template_kwargs", "seed")
     add_options(drawing, "batch_size", default=64)
     drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
-    drawing.add_argument("--num_samples", type=int, default=1000, help="completions a prompt from the policy (1000)")
     drawing.add_argument(
-        "--num_proposal_samples", type=int, help="completions a prompt from each proposal (as many as from the policy)"
+        "--num_samples",
+        type=int,
+        default=1000,
+        help="completions a prompt, at least half of them from the policy (1000)",
+    )
+    drawing.add_argument(
+        "--num_proposal_samples",
+        type=int,
+        help="so many more a prompt from each proposal, in place of a choice by a pilot; 0: plain sampling",
     )
     drawing.add_argument(
         "--divergence",
         metavar="NATS",
         type=float,
-        help="each proposal draws as many again at the temperature that takes it so far from itself; 0: none (2)",
+        help="nats from each proposal to a hotter copy of it, which draws too; 0: none (2)",
     )
     estimates = parser.add_argument_group("estimates")
     estimates.add_argument(
@@ -82,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> int:
-    """Refuses what can be refused before anything is loaded. Returns the completions a prompt from each proposal."""
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before anything is loaded."""
     from ..evaluation._generation import check_dtype
     from ..evaluation.audit_labels import read_rows
     from ..evaluation.rare.mixture import check_counts
@@ -99,14 +105,20 @@ def _check(args: argparse.Namespace) -> int:
                 f"There is no `{name}`: only a run with `proposal='learned'` saves one. Leave `--proposal` out to draw from the "
                 "policy alone, or train a proposal for it."
             )
-    if not args.proposal:
-        for name in ("num_proposal_samples", "divergence"):
-            if getattr(args, name) is not None:
-                raise ValueError(f"`--{name}` has no effect without `--proposal`; name a proposal, or leave it out.")
+    if args.divergence is not None and not args.proposal:
+        raise ValueError("`--divergence` has no effect without `--proposal`; name a proposal, or leave it out.")
     if args.divergence is None:
         args.divergence = 2.0
     if not 0 <= args.divergence < math.inf:
         raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above, and finite.")
+    if args.reference is not None and args.num_proposal_samples is not None:
+        raise ValueError(
+            "`--reference` is for the pilot, which `--num_proposal_samples` leaves out; leave out one of them."
+        )
+    if args.num_proposal_samples and not args.proposal:
+        raise ValueError(
+            "`--num_proposal_samples` has no effect without `--proposal`; name a proposal, or leave it out."
+        )
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
     for name, values in (("threshold", args.threshold), ("forecast", args.forecast)):
@@ -123,23 +135,24 @@ def _check(args: argparse.Namespace) -> int:
     check_output(args.samples, "--samples")
     if args.labels is not None:
         read_rows(args.labels)
-    others = args.num_samples if args.num_proposal_samples is None else args.num_proposal_samples
-    check_counts([args.num_samples, *(others for _ in args.proposal)])
-    return others
+    if args.num_proposal_samples is not None:
+        check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])
 
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """
     Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, the
-    `temperatures` of the components, and `audit`, an [`~trl_repulse.evaluation.audit.Audit`] or `None`.
+    names of the `components`, and `audit`, an [`~trl_repulse.evaluation.audit.Audit`] or `None`.
     """
-    others = _check(args)
+    _check(args)
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
     from ..evaluation.audit import audit_judge
     from ..evaluation.audit_labels import read_labels, scored_draws, write_scored
+    from ..evaluation.rare.components import Component
+    from ..evaluation.rare.pilot import draw_by_pilot, policy_components
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
     from ..models._loading import check_same_tokens, load_model, load_tokenizer
@@ -159,37 +172,39 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
             device
         )
-    for name in args.proposal:
-        check_same_tokens(name, f"The proposal `{name}`", tokenizer, args.trust_remote_code)
-    models = [
-        load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
-        for name, part in [(args.policy, "policy"), *((name, "proposal") for name in args.proposal)]
-    ]
-    components, temperatures = models[:1], [1.0]
-    for model in models[1:]:
-        components.append(model)
-        temperatures.append(1.0)
+    loaded = []
+    for part, name in (("reference", args.reference), *(("proposal", name) for name in args.proposal)):
+        if name is not None:
+            check_same_tokens(name, f"The {part} `{name}`", tokenizer, args.trust_remote_code)
+    for part, name in (
+        ("policy", args.policy),
+        ("reference", args.reference),
+        *(("proposal", n) for n in args.proposal),
+    ):
+        model = load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code) if name is not None else None
+        loaded.append(None if model is None else model.to(device))
+    policy, reference, *proposals = loaded
+    shared = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
+    components: dict[str, Component] = {}
+    for name, model in zip(args.proposal, proposals, strict=True):
+        components[name] = Component(model)
         if args.divergence:
-            components.append(model)
-            options = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
-            temperatures.append(
-                find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **options)
-            )
-    broadcast_object_list(temperatures)  # devices of two kinds may round otherwise
-    counts = [args.num_samples, *(others for _ in components[1:])]
-    draws = draw(
-        components,
-        tokenizer,
-        prompts,
-        reward,
-        counts,
-        args.max_completion_length,
-        temperatures=temperatures,
-        reward_tokenizer=reward_tokenizer,
-        chat_template_kwargs=template,
-        batch_size=args.batch_size,
-        seed=args.seed,
-    )
+            found = [find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **shared)]
+            broadcast_object_list(found)  # devices of two kinds may round otherwise
+            components[f"{name} at temperature {found[0]:.3g}"] = Component(model, temperature=found[0])
+    shared["reward_tokenizer"] = reward_tokenizer
+    if args.num_proposal_samples is None:
+        components |= policy_components(policy, reference)
+        draws, names = draw_by_pilot(
+            *(policy, components, tokenizer, prompts, reward, args.num_samples, args.max_completion_length),
+            thresholds=args.threshold,
+            levels=args.level,
+            **shared,
+        )
+    else:
+        names, parts = ["policy", *components], [policy, *components.values()]
+        counts = [args.num_samples, *(args.num_proposal_samples for _ in components)]
+        draws = draw(parts, tokenizer, prompts, reward, counts, args.max_completion_length, **shared)
     audit = None
     if args.samples is not None or args.labels is not None:
         scored = scored_draws(texts, draws.sample, draws.texts)
@@ -204,7 +219,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
     if isinstance(reward, RemoteReward):  # an address may hold a key
         settings["reward_model_path"] = ",".join(reward.shown_urls)
-    return {"settings": settings, "temperatures": temperatures, "audit": audit, **report}
+    return {"settings": settings, "components": names, "audit": audit, **report}
 
 
 def _count(value: str) -> int:

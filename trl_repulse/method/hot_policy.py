@@ -19,6 +19,7 @@ from .._rules_of_thumb import bad_threshold_for
 from ..engine.sampling import Scorer, UnitSampling
 from ..generation._samplers import POLICY, Sampler
 from ..math.importance import log_mixture_weights, normalize_weights, sequence_log_prob
+from ..math.token_effects import TILTS, TokenEffects, deviations_of, reward_scale
 from .collapse import CollapseWatch
 from .negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
 
@@ -26,11 +27,8 @@ from .negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
 logger = get_logger(__name__)
 
 TEMPERATURES = (1.3, 1.6, 2.0)
-TILTS = (0.5, 1.0, 1.5)  # nats by which a token is raised whose completions have rewards one spread lower
-HIGHEST = 3.0  # nats: the most that a token is raised
 _KEPT = 0.98  # share of the counts that the next generation batch keeps
 _REWARDS, _FINDS = 1024, 200  # latest rewards and finds that are kept
-_FARTHEST = 6.0  # spreads: the largest deviation of a reward
 # Samples that are used, but no more than this share of a run's, and at least the last
 _SAMPLES, _SHARE, _LEAST = 500, 0.1, 50
 _MOST_BAD = 0.1  # largest share of the samples that may be under a threshold
@@ -231,8 +229,9 @@ class SamplerChoice:
 
     def _raise_tokens(self) -> None:
         if self._tilts:
-            raised = -self.effects().float().to(self._scorer.trainer.accelerator.device)
-            self.samplers[-len(TILTS) :] = [Sampler(bias=(size * raised).clamp(max=HIGHEST)) for size in TILTS]
+            biases = self.effects.biases()
+            device = self._scorer.trainer.accelerator.device
+            self.samplers[-len(TILTS) :] = [Sampler(bias=bias.to(device)) for bias in biases]
 
     def gain(self) -> float | None:
         """
@@ -262,14 +261,14 @@ class SamplerChoice:
             self._rewards.extend(rewards[rewards.isfinite()].tolist())
         if not self._rewards or not self._tilts:
             return
-        low, middle, high = np.quantile(self._rewards, (0.16, 0.5, 0.84))
-        spread = (high - low) / 2 or float(np.std(self._rewards))
+        middle, spread = reward_scale(self._rewards)
         if spread == 0:
             return
         new: torch.Tensor | float = 0.0
         for (ids, mask, rewards), of_all in zip(sets, everyone, strict=True):
-            mean = ((of_all - middle) / spread).clamp(-_FARTHEST, _FARTHEST).nanmean()
-            deviations = ((rewards.flatten() - middle) / spread).clamp(-_FARTHEST, _FARTHEST) - mean
+            deviations = (
+                deviations_of(rewards.flatten(), middle, spread) - deviations_of(of_all, middle, spread).nanmean()
+            )
             new = new + TokenEffects.of(ids.flatten(0, -2), mask.flatten(0, -2), deviations, self._vocabulary)
         self.effects.sums += self._scorer.trainer.accelerator.reduce(new, "sum").cpu().double()
 
@@ -301,31 +300,6 @@ class SamplerChoice:
         self.counts = np.array(state["counts"])
         self._random.bit_generator.state = state["random"]
         self._raise_tokens()
-
-
-class TokenEffects:
-    """
-    Effect of each of V tokens on the reward of completions that have it: the mean deviation of their rewards, shrunk towards 0.
-    """
-
-    def __init__(self, vocabulary: int):
-        # Completions that have the token, and the sum of their rewards' deviations
-        self.sums = torch.zeros(2, vocabulary, dtype=torch.float64)
-
-    @staticmethod
-    def of(ids: torch.Tensor, mask: torch.Tensor, deviations: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """The sums, (2, V), of completions (B, T) with deviations (B,); NaN leaves a completion out."""
-        ids = ids.masked_fill((mask == 0) | deviations.isnan().unsqueeze(1), -1).sort(dim=1).values
-        first = torch.ones_like(ids, dtype=torch.bool)
-        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        row, column = torch.where(first & (ids >= 0) & (ids < vocabulary))
-        sums = torch.zeros(2, vocabulary, device=ids.device)
-        values = torch.stack([torch.ones_like(deviations), deviations]).float()[:, row]
-        return sums.index_add_(1, ids[row, column], values)
-
-    def __call__(self) -> torch.Tensor:
-        """Effects (V,), in spreads of the reward. A token that was seen once has half the deviation of its completion."""
-        return self.sums[1] / (self.sums[0] + 1.0)
 
 
 class MeasuredThreshold:

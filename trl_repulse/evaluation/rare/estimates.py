@@ -144,9 +144,8 @@ class Diagnostics:
         if len(self.counts) == 2:
             steps.append("Draw from a hotter copy of the proposal too, or from a second proposal.")
         if uneven and others and self.own_share <= 0.5:
-            now = max(others)
-            draws = _round_up(now * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0)))
-            steps.append(f"Draw {draws:,} completions a prompt from each proposal ({now:,} now).")
+            times = max(2, math.ceil(MIN_VARIANCE_ESS / max(self.variance_ess, 1.0)))
+            steps.append(f"Draw {times} times as many completions from the proposals.")
         if self.halves_error > MAX_ERROR:
             steps.append("Draw again with another seed, and twice as many.")
         return tuple(steps)
@@ -300,6 +299,13 @@ def _count(
     return _count_interval(log_x, counts, confidence)
 
 
+def weighted_quantile(sample: MixtureSample, level: float) -> float:
+    """The lowest reward up to which completions have probability `level` under the policy, by their weights."""
+    rewards, order = sample.rewards.double().flatten().sort(stable=True)
+    cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
+    return float(rewards[min(int((cumulative < math.log(level)).sum()), len(rewards) - 1)])
+
+
 def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareEstimate:
     """
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
@@ -310,21 +316,18 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     """
     check_share("confidence", confidence)
     check_share("level", level)
-    log_level = math.log(level)
-    rewards, order = sample.rewards.double().flatten().sort(stable=True)
-    cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
-    quantile = rewards[min(int((cumulative < log_level).sum()), len(rewards) - 1)]
+    log_level, quantile = math.log(level), weighted_quantile(sample, level)
     log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - log_level  # (P, N)
     log_x = sample.log_w + log_depth
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)
     one, other = diagnostics.halves
-    diagnostics = replace(diagnostics, halves=(float(quantile) - one, float(quantile) - other))
+    diagnostics = replace(diagnostics, halves=(quantile - one, quantile - other))
     if float(log_x.max()) == -math.inf:  # no reward below the quantile
-        value, high = float(quantile), _quantile_bound(sample, level, confidence)
+        value, high = quantile, _quantile_bound(sample, level, confidence)
         return RareEstimate(value, -math.inf, high, diagnostics.tail_samples, confidence, 0.0, diagnostics)
     *numbers, error = _count_interval(log_x, sample.counts, confidence)
-    value, high, low = (float(quantile) - number for number in numbers)
+    value, high, low = (quantile - number for number in numbers)
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
 
 

@@ -31,7 +31,7 @@ class MixtureSample:
             Log-probability of each completion under each component, the policy first, in nats; −inf where a component
             cannot draw it.
         counts (`tuple[int, ...]`):
-            Completions that each component drew for each prompt: at least 2, or 0 for the policy.
+            Completions that each component drew for each prompt: 0, or at least 2.
 
     Raises:
         `ValueError`: If shapes and counts do not fit, a reward is not finite, or a log-probability is NaN, +inf, or −inf
@@ -86,17 +86,29 @@ class MixtureSample:
         """log p − log m of each completion, of shape (P, N), in nats; −inf where the policy cannot draw it."""
         return self.log_density[..., 0].double() - self.log_mixture
 
+    def joined(self, other: "MixtureSample") -> "MixtureSample":
+        """Both samples of the same prompts and components as one."""
+        return MixtureSample(
+            join_parts(self.rewards, other.rewards, self.counts, other.counts),
+            join_parts(self.log_density, other.log_density, self.counts, other.counts),
+            tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
+        )
+
     def prompt(self, index: int) -> "MixtureSample":
         """The completions of one prompt, with P = 1."""
         return MixtureSample(self.rewards[index : index + 1], self.log_density[index : index + 1], self.counts)
 
 
 def check_counts(counts: Sequence[int]) -> None:
-    """Raises `ValueError` unless each component, the policy first, drew at least 2 completions; the policy may have 0."""
-    if any(n < 2 for n in counts[1:]) or counts[0] < 0 or counts[0] == 1 or not sum(counts):
-        raise ValueError(
-            f"`counts={tuple(counts)}` must be at least 2 of each component (a model at a temperature); only the policy's may be 0."
-        )
+    """Raises `ValueError` unless each component, the policy first, drew none or at least 2 completions, and one drew some."""
+    if any(n < 0 or n == 1 for n in counts) or not sum(counts):
+        raise ValueError(f"`counts={tuple(counts)}` must be 0 or at least 2 for each component, and not all 0.")
+
+
+def join_parts(one: torch.Tensor, other: torch.Tensor, of_one: Sequence[int], of_other: Sequence[int]) -> torch.Tensor:
+    """Values (P, N, ...) and (P, M, ...) of completions, with these counts, in the order of the components."""
+    pairs = zip(one.split(list(of_one), dim=1), other.split(list(of_other), dim=1), strict=True)
+    return torch.cat([part for pair in pairs for part in pair], dim=1)
 
 
 def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float]:

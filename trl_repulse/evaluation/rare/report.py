@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._numbers import plain
 from ..report import text_table
+from .components import Component
 from .estimates import RareEstimate, cvar, prob_bad
 from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
 from .mixture import MixtureSample
@@ -76,7 +77,7 @@ def format_report(report: dict[str, Any]) -> str:
                     notes[-1] += f": between {plain(low)} and {plain(high)}, whatever the proposals miss"
                 notes += [f"  why   {reason}" for reason in entry["reasons"]]
                 notes += [f"  next  {step}" for step in entry["next_steps"]]
-    lines = [*text_table(rows), *notes]
+    lines = [*_drawn(report), *text_table(rows), *notes]
     if "refused" in report.get("forecast", {}):
         lines += ["", f"No forecast: {report['forecast']['refused']}"]
     elif "forecast" in report:
@@ -91,6 +92,18 @@ def format_report(report: dict[str, Any]) -> str:
         )
         lines += [f"UNRELIABLE: {reason}" for reason in report["forecast"]["reasons"]]
     return "\n".join(lines)
+
+
+def _drawn(report: dict[str, Any]) -> list[str]:
+    """What the components drew; those that drew little are counted together."""
+    if len(report.get("components", ())) < 2:
+        return []
+    total, shown = sum(report["counts"]), []
+    for name, count in zip(report["components"], report["counts"], strict=True):
+        if count >= 0.02 * total:
+            shown.append((name, count))
+    shown.append(("others", total - sum(count for _, count in shown)))
+    return ["Completions of each prompt", *(f"{count:>9,}  {name}" for name, count in shown if count), ""]
 
 
 def _entry(estimate: RareEstimate) -> dict[str, Any]:
@@ -146,10 +159,8 @@ def estimate_prob_bad(
     shared = {name: kwargs[name] for name in ("chat_template_kwargs", "batch_size", "seed") if name in kwargs}
     hot = find_temperature(policy, tokenizer, prompts["prompt"][:], max_completion_length, DIVERGENCE, **shared)
     counts = [num_samples, num_samples]
-    models = [policy, policy]
-    sample = draw(
-        models, tokenizer, prompts, reward, counts, max_completion_length, temperatures=[1.0, hot], **kwargs
-    ).sample
+    components = [policy, Component(policy, temperature=hot)]
+    sample = draw(components, tokenizer, prompts, reward, counts, max_completion_length, **kwargs).sample
     return prob_bad(sample, threshold)
 
 

@@ -37,7 +37,8 @@ from .._generation import (
     transformers_engine,
 )
 from ..tails import check_sizes
-from .mixture import MixtureSample, check_counts
+from .components import Component, drawn_by
+from .mixture import MixtureSample, check_counts, join_parts
 
 
 Reward = Callable[..., Any]
@@ -45,21 +46,31 @@ Reward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Draws:
-    """Completions as a sample of the mixture and as text: the N of each prompt, without special tokens."""
+    """Completions as a sample of the mixture, as text, and as tokens: the N of each prompt; texts are without special tokens."""
 
     sample: MixtureSample
     texts: list[list[str]]
+    ids: list[list[list[int]]]
+
+    def joined(self, other: "Draws") -> "Draws":
+        """Both draws from the same prompts and components as one."""
+        one, more = self.sample.counts, other.sample.counts
+
+        def both(mine: list[list[Any]], others: list[list[Any]]) -> list[list[Any]]:
+            places = join_parts(torch.arange(sum(one))[None], sum(one) + torch.arange(sum(more))[None], one, more)[0]
+            return [[(a + b)[i] for i in places.tolist()] for a, b in zip(mine, others, strict=True)]
+
+        return Draws(self.sample.joined(other.sample), both(self.texts, other.texts), both(self.ids, other.ids))
 
 
 def draw(
-    models: Sequence[PreTrainedModel],
+    components: Sequence[PreTrainedModel | Component],
     tokenizer: PreTrainedTokenizerBase,
     prompts: Dataset | Sequence[Prompt],
     reward: Reward | nn.Module,
     counts: Sequence[int],
     max_completion_length: int,
     *,
-    temperatures: Sequence[float] | None = None,
     reward_tokenizer: PreTrainedTokenizerBase | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
@@ -69,14 +80,14 @@ def draw(
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    A component is a model at a temperature. One pass scores a model at several temperatures. Sampling ignores the
+    One pass scores all components of a model that read the same prompt. Sampling ignores the
     model's generation configuration. A completion ends with one of the policy's end tokens or at T tokens. Equal
     completions of a prompt are rewarded once. Under `accelerate launch`, processes share the work; all must call this
     function and get the same result.
 
     Args:
-        models (`Sequence` of [`~transformers.PreTrainedModel`] or `peft.PeftModel`):
-            Models of the K components: the policy, then proposals, with one vocabulary. Their training modes are
+        components (`Sequence` of [`~transformers.PreTrainedModel`], `peft.PeftModel` or [`Component`]):
+            What draws: the policy, a model, then K − 1 others, whose models share its vocabulary. Training modes are
             restored.
         tokenizer, reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer of the models, and that of the reward if it is a model.
@@ -85,8 +96,8 @@ def draw(
             reward.
         reward (`Callable` or `torch.nn.Module`):
             A reward function as in TRL, with a finite reward for each completion, or a sequence-classification model.
-        counts (`Sequence[int]`), temperatures (`Sequence[float]`, *optional*):
-            Completions of each prompt from each component, and its temperature, by default 1. The policy's must be 1.
+        counts (`Sequence[int]`):
+            Completions of each prompt from each component: 0, or at least 2.
         max_completion_length, batch_size (`int`): T and B.
         chat_template_kwargs (`dict`, *optional*): Variables for the chat templates of both tokenizers.
         seed (`int`, *optional*, defaults to `0`): Seed of the draws. The global random state is restored.
@@ -97,58 +108,71 @@ def draw(
         reward is not
             finite.
     """
-    temperatures = [1.0] * len(models) if temperatures is None else [float(value) for value in temperatures]
-    if not models or not len(models) == len(counts) == len(temperatures):
-        raise ValueError(
-            f"`counts` has {len(counts)} numbers and `temperatures` {len(temperatures)} for {len(models)} models; give one a "
-            "model."
-        )
+    if not components or len(components) != len(counts):
+        raise ValueError(f"`counts` has {len(counts)} numbers for {len(components)} components; give one each.")
     check_counts(counts)
-    if temperatures[0] != 1 or not all(0 < value < float("inf") for value in temperatures):
-        raise ValueError(f"`temperatures={temperatures}` must be above 0, and that of the policy, the first, 1.")
+    parts = [each if isinstance(each, Component) else Component(each) for each in components]
+    policy = parts[0].model
+    if not parts[0].is_plain:
+        raise ValueError("The first of `components` must be the policy as it is; pass the model itself.")
     check_sizes(max_completion_length=max_completion_length, batch_size=batch_size)
     if isinstance(reward, nn.Module) and reward_tokenizer is None:
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
-    prompt_ids = _prompt_ids(models, tokenizer, prompts, max_completion_length, chat_template_kwargs)
-    sizes = [model.config.get_text_config().vocab_size for model in models]
+    by_prefix = {
+        prefix: _prompt_ids(
+            [part.model for part in parts if part.prefix in ("", prefix)],
+            tokenizer,
+            read,
+            max_completion_length,
+            chat_template_kwargs,
+        )
+        for prefix, read in {part.prefix: [part.read(prompt) for prompt in prompts] for part in parts}.items()
+    }
+    prompt_ids = by_prefix[""]
+    sizes = [part.model.config.get_text_config().vocab_size for part in parts]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
-    for k, model in enumerate(models):
-        check_causal(model, f"The proposal `models[{k}]`" if k else "The policy")
-    end, state, seeds = end_tokens(models[0], tokenizer), process_state(), _seeds(seed)
+    for k, part in enumerate(parts):
+        check_causal(part.model, f"The model of `components[{k}]`" if k else "The policy")
+    end, state, seeds = end_tokens(policy, tokenizer), process_state(), _seeds(seed)
     bar = functools.partial(tqdm, disable=not (progress and state.is_main_process))
     units = [(p, k, next(seeds)) for p in range(len(prompts)) for k, count in enumerate(counts) if count]
-    parts = []
+    found = []
     # Prompt by prompt, since completions of a prompt are scored together. Each is drawn in one pass, scored in another
     with (
         state.split_between_processes(units) as mine,
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
     ):
-        engines = [
-            transformers_engine(
-                *(model, tokenizer, max_completion_length, batch_size),
-                temperature=temperature,
-                end=end,
-                on_drawn=drawn.update,
-            )
-            for model, temperature in zip(models, temperatures, strict=True)
-        ]
+        models = {id(part.model): part.model for part in parts}
+        options = {"end": end, "on_drawn": drawn.update}
+        engines = {
+            key: transformers_engine(model, tokenizer, max_completion_length, batch_size, **options)
+            for key, model in models.items()
+        }
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
-            rows = [row for _, k, seed in own for row in engines[k]([prompt_ids[p]] * counts[k], seed)]
-            density = _score(models, temperatures, prompt_ids[p], rows, end, batch_size, drawn.update)
-            read = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
-            parts.append((p, read, density))
+            read = {prefix: rows[p] for prefix, rows in by_prefix.items()}
+            rows = []
+            for _, k, seed in own:
+                source = parts[k].model if parts[k].draws_alone else policy
+                ids = read[parts[k].prefix if parts[k].draws_alone else ""]
+                with drawn_by(policy, parts[k], len(ids), read[parts[k].prefix]):
+                    rows += engines[id(source)]([ids] * counts[k], seed)
+            density = _score(parts, read, rows, end, batch_size, drawn.update)
+            texts_of = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
+            found.append((p, texts_of, rows, density))
     texts: list[list[str]] = [[] for _ in prompts]
+    ids_of: list[list[list[int]]] = [[] for _ in prompts]
     densities: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for p, part, density in gather_object(parts):
-        texts[p] += part
+    for p, own_texts, rows, density in gather_object(found):
+        texts[p] += own_texts
+        ids_of[p] += rows
         densities[p].append(density)
     log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
-    named = as_function(reward, reward_tokenizer, models[0].device, chat_template_kwargs)
+    named = as_function(reward, reward_tokenizer, policy.device, chat_template_kwargs)
     rewards = _rewards(*named, prompts, columns, texts, batch_size, state, bar)
-    return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts)
+    return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts, ids_of)
 
 
 def completion_log_prob(
@@ -156,10 +180,9 @@ def completion_log_prob(
     prompt_ids: Sequence[int],
     completion_ids: torch.Tensor,
     end_token_ids: Sequence[int],
-    temperatures: Sequence[float] = (1.0,),
 ) -> torch.Tensor:
     """
-    Log-probability of completions of one prompt, at several temperatures, which divide the logits.
+    Log-probability of completions of one prompt.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -169,15 +192,10 @@ def completion_log_prob(
             Completions; tokens after the first token of `end_token_ids` of a row, which counts, do not count.
 
     Returns:
-        `torch.Tensor` of shape `(B, K)`: log-probabilities in nats, float64, on the CPU.
+        `torch.Tensor` of shape `(B,)`: log-probabilities in nats, float64, on the CPU.
     """
-    logits, completion, counts = _completion_logits(model, prompt_ids, completion_ids, end_token_ids)
-    chosen = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1)  # (B, T)
-    columns = []
-    for temperature in temperatures:
-        log_prob = chosen / temperature - (logits / temperature).logsumexp(dim=-1)
-        columns.append(log_prob.masked_fill(~counts, 0.0).double().sum(dim=1).cpu())
-    return torch.stack(columns, dim=-1)
+    logits, completion, counts = completion_logits(model, prompt_ids, completion_ids, end_token_ids)
+    return Component(model).log_prob(logits, logits, completion, counts).cpu()
 
 
 def find_temperature(
@@ -221,7 +239,7 @@ def find_temperature(
     total, rows = torch.zeros_like(inverse), 0
     for ids in _prompt_ids([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
         for batch in _padded_batches(engine([ids] * num_samples, next(seeds)), batch_size):
-            logits, _, counts = _completion_logits(model, ids, batch, end)
+            logits, _, counts = completion_logits(model, ids, batch, end)
             log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
             mean = -torch.special.entr(log_q.exp()).sum(dim=-1)  # 0 for tokens of probability 0
             for i, s in enumerate(inverse.tolist()):
@@ -264,7 +282,7 @@ def _padded_batches(rows: list[list[int]], size: int) -> Iterator[torch.Tensor]:
         yield torch.tensor([row + [row[-1]] * (width - len(row)) for row in batch])
 
 
-def _completion_logits(
+def completion_logits(
     model: nn.Module, prompt_ids: Sequence[int], completion_ids: torch.Tensor, end_token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of the completion's tokens, (B, T, V) in float32; the tokens, and which of them count, (B, T)."""
@@ -280,27 +298,27 @@ def _completion_logits(
 
 
 def _score(
-    models: Sequence[PreTrainedModel],
-    temperatures: Sequence[float],
-    prompt_ids: list[int],
+    parts: Sequence[Component],
+    read: dict[str, list[int]],
     rows: list[list[int]],
     end: list[int],
     batch_size: int,
     on_scored: Callable[[int], object],
 ) -> torch.Tensor:
-    """Log-probability of each completion under each component, (N, K); one pass a model."""
-    places: dict[int, list[int]] = {}
-    for k, model in enumerate(models):
-        places.setdefault(id(model), []).append(k)
-    parts = []
+    """Log-probability of each completion under each component, (N, K); `read` has the prompt behind each prefix."""
+    scored = []
     for batch in _padded_batches(rows, batch_size):
-        part = torch.empty(len(batch), len(models), dtype=torch.float64)
-        for own in places.values():
-            at = [temperatures[k] for k in own]
-            part[:, own] = completion_log_prob(models[own[0]], prompt_ids, batch, end, at)
-        parts.append(part)
+        passes = {}
+        for part in (part for part in parts if (id(part.model), part.prefix) not in passes):
+            passes[id(part.model), part.prefix] = completion_logits(part.model, read[part.prefix], batch, end)
+        of_policy, completion, counts = passes[id(parts[0].model), ""]
+        columns = [
+            part.log_prob(of_policy, passes[id(part.model), part.prefix][0], completion, counts).cpu()
+            for part in parts
+        ]
+        scored.append(torch.stack(columns, dim=-1))
         on_scored(len(batch))
-    return torch.cat(parts)
+    return torch.cat(scored)
 
 
 def _rewards(

@@ -1,0 +1,296 @@
+"""Components that a pilot chooses, against fixed mixtures and plain sampling, in worlds whose completions can be enumerated.
+
+    python -m benchmarks.rare_pilot
+    python -m benchmarks.rare_pilot --tables runs/rare --worlds
+    python -m benchmarks.rare_pilot --mbar
+
+Every completion's probability under every component is known, and repetitions draw from these tables as `draw_by_pilot` does from
+models. The *grid* is the policy with each component alone, half of the completions each, and with all of them alike; the mean squared
+error of each is known exactly.
+
+A random world has prompts of its own, completions of four tokens of ten, a reference in which a token depends on the last, a reward of
+tokens and pairs of them, and the policy that is best for reward minus KL. A *blind* world has rewards at random, so that nothing can be
+learned, and its reference for a policy. `--tables` adds the two policies of `rare_events.py` in the world of two tokens, which are
+trained first if they are not there.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.rare_world import load_tables, train
+from examples.worlds import two_tokens
+from trl_repulse.evaluation.rare.components import Component
+from trl_repulse.evaluation.rare.estimates import prob_bad
+from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
+from trl_repulse.evaluation.rare.pilot import choose_counts, pilot_counts, policy_components, raised_tokens
+from trl_repulse.evaluation.rare.sampling import Draws, completion_logits
+
+
+POLICY, REFERENCE = "policy", "reference"
+LENGTH, VOCABULARY, PROMPTS, STRENGTH = 4, 10, 6, 0.7
+
+
+@dataclass
+class World:
+    """
+    Logits (P, S, T, V) by model, all S completions of each prompt (P, S, T), which tokens count, and rewards (P, S). S is the same for
+    all prompts.
+    """
+
+    name: str
+    logits: dict[str, torch.Tensor]
+    completion: torch.Tensor
+    counts: torch.Tensor
+    rewards: torch.Tensor
+    threshold: float
+
+    def __post_init__(self) -> None:
+        self.bad = self.rewards < self.threshold
+        self.components = policy_components(POLICY, REFERENCE if REFERENCE in self.logits else None)
+        self.columns = [self.log_prob(each) for each in (Component(POLICY), *self.components.values())]
+        self.truth = float((self.columns[0].exp() * self.bad).sum(dim=1).mean())
+
+    def log_prob(self, component: Component) -> torch.Tensor:
+        models = self.logits[POLICY], self.logits[component.model]
+        return torch.stack(
+            [component.log_prob(*each) for each in zip(*models, self.completion, self.counts, strict=True)]
+        )
+
+    def draw(
+        self,
+        columns: list[torch.Tensor],
+        counts: list[int],
+        generator: torch.Generator,
+        scored: list[torch.Tensor] | None = None,
+        ids: bool = False,
+    ) -> Draws:
+        """Completions from tables (P, S) of log-probabilities, by which they are also scored unless others are given."""
+        parts = []
+        for log_q, count in zip(columns, counts, strict=True):
+            steps = log_q.exp().cumsum(dim=1)
+            points = torch.rand(len(steps), count, generator=generator, dtype=torch.float64) * steps[:, -1:]
+            parts.append(torch.searchsorted(steps, points))
+        index = torch.cat(parts, dim=1)  # (P, N)
+        density = torch.stack([log_q.gather(1, index) for log_q in scored or columns], dim=-1)
+        sample = MixtureSample(self.rewards.gather(1, index), density, tuple(counts))
+        lengths = self.counts.sum(dim=2)
+        rows = (
+            [[self.completion[p, i, : lengths[p, i]].tolist() for i in row] for p, row in enumerate(index)]
+            if ids
+            else []
+        )
+        return Draws(sample, [[] for _ in rows], rows)
+
+    def drawn_by_pilot(self, total: int, generator: torch.Generator) -> MixtureSample:
+        """As `draw_by_pilot`."""
+        first, pilot = pilot_counts(total, len(self.columns) + 2)
+        hot = self.columns[1 + [*self.components].index("policy at temperature 1.6")]
+        biases = raised_tokens(
+            self.draw([self.columns[0], hot], [first, first], generator, ids=True), self.logits[POLICY].size(-1)
+        )
+        columns = [*self.columns, *(self.log_prob(Component(POLICY, bias=bias)) for bias in biases)]
+        seen = self.draw(columns, pilot, generator).sample
+        counts = choose_counts(seen, total - 2 * first - sum(pilot), [self.threshold])
+        return seen.joined(self.draw(columns, counts, generator).sample)
+
+    def squared_error(self, shares: dict[int, float], total: int) -> float:
+        """Mean squared error of the mixture of components with these shares, relative to P(bad)²."""
+        mixture = torch.stack([self.columns[k] + math.log(share) for k, share in shares.items()]).logsumexp(dim=0)
+        second = ((2 * self.columns[0] - mixture).exp() * self.bad).sum(dim=1).mean()
+        return float(second / self.truth**2 - 1) / (total * len(self.rewards))
+
+
+def random_world(seed: int, probability: float, reference: bool = True, blind: bool = False) -> World:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    grid = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * LENGTH)  # (S, T)
+    last, start = normal(VOCABULARY, VOCABULARY, scale=1.5), normal(PROMPTS, VOCABULARY, scale=1.5)
+    worth, pairs = normal(VOCABULARY, scale=1.0), normal(VOCABULARY, VOCABULARY, scale=0.7)
+    of_prompt = normal(PROMPTS, VOCABULARY, scale=0.5)
+    rewards = worth[grid].sum(dim=1) + pairs[grid[:, :-1], grid[:, 1:]].sum(dim=1) + of_prompt[:, grid].sum(dim=2)
+    if blind:
+        rewards = normal(PROMPTS, len(grid), scale=1.0)
+    steps = [start[:, None, :].expand(PROMPTS, len(grid), -1)]
+    steps += [last[grid[:, t]] + 0.5 * start[:, None, :] for t in range(LENGTH - 1)]
+    before = torch.stack(steps, dim=2)  # (P, S, T, V)
+    completion = grid.expand(PROMPTS, -1, -1)
+
+    def of_completions(logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1).sum(-1)
+
+    joint, steps = of_completions(before) + (0.0 if blind else rewards / STRENGTH), []
+    joint = joint.view(PROMPTS, *[VOCABULARY] * LENGTH)
+    for t in range(LENGTH):
+        step = joint.flatten(t + 2).logsumexp(-1) if t + 1 < LENGTH else joint
+        places = VOCABULARY**t
+        steps.append(step.reshape(PROMPTS, places, VOCABULARY).repeat_interleave(len(grid) // places, dim=1))
+    policy = torch.stack(steps, dim=2)
+    ordered, order = rewards.flatten().sort()
+    mass = (of_completions(policy).exp() / PROMPTS).flatten()[order].cumsum(0)
+    threshold = float(ordered[int((mass < probability).sum())])
+    logits = {POLICY: policy.float()} | ({REFERENCE: before.float()} if reference else {})
+    kind = "blind" if blind else "random" + ("" if reference else ", no reference")
+    counts = torch.ones_like(completion, dtype=torch.bool)
+    return World(f"{kind} {seed}", logits, completion, counts, rewards, threshold)
+
+
+def two_token_world(folder: Path, name: str) -> World:
+    """A policy of `rare_events.py`; the reference is the policy before training."""
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
+    end, words = tokenizer.eos_token_id, len(tokenizer)
+    rest = torch.tensor([i for i in range(words) if i != end])
+    pairs = torch.stack([rest.repeat_interleave(words), torch.arange(words).repeat(len(rest))], dim=1)
+    rows = torch.cat([torch.tensor([[end, end]]), pairs])  # as the tables have them is checked below
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in two_tokens.load_prompts()["prompt"]]
+    logits, tables = {}, load_tables(folder)
+    for key, path in ((POLICY, folder / name), (REFERENCE, two_tokens.policy_path())):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        found = [completion_logits(model, ids, rows, [end]) for ids in prompts]
+        logits[key] = torch.stack([each[0] for each in found])
+    counts = torch.stack([each[2] for each in found])
+    world = World(f"two tokens, {name}", logits, rows.expand(len(prompts), -1, -1), counts, tables["rewards"], -5.0)
+    expected = tables[name if name == POLICY else f"{name}_policy"]
+    if not torch.allclose(world.columns[0], expected, atol=1e-4):
+        raise ValueError("The tables list completions in another order; they are of another version.")
+    return world
+
+
+def report(world: World, total: int, seeds: int) -> tuple[str, ...]:
+    others = len(world.components)
+    grid = {name: world.squared_error({0: 0.5, k: 0.5}, total) for k, name in enumerate(world.components, 1)}
+    grid["all alike"] = world.squared_error({0: 0.5} | dict.fromkeys(range(1, others + 1), 0.5 / others), total)
+    plain = world.squared_error({0: 1.0}, total)
+    best = min([*grid, "plain"], key=lambda name: (grid | {"plain": plain})[name])
+    squares, held, found = [], 0, 0.0
+    for seed in range(seeds):
+        estimate = prob_bad(world.drawn_by_pilot(total, torch.Generator().manual_seed(seed)), world.threshold)
+        squares.append((estimate.value / world.truth - 1) ** 2)
+        held += estimate.low <= world.truth <= estimate.high
+        found += estimate.value / world.truth / seeds
+    error, spread = (float(each) for each in (torch.tensor(squares).mean(), torch.tensor(squares).std() / seeds**0.5))
+    least = (grid | {"plain": plain})[best]
+    numbers = f"{error:.4f} ± {spread:.4f}", best, f"{error / least:.2f}", f"{grid['all alike'] / error:.1f}"
+    return (
+        world.name,
+        f"{world.truth:.1e}",
+        *numbers,
+        f"{plain / error:.1f}",
+        f"{held / seeds:.1%}",
+        f"{found - 1:+.1%}",
+    )
+
+
+def mbar(sample: MixtureSample, bad: torch.Tensor) -> tuple[float, float]:
+    """
+    P(bad) by the multistate Bennett acceptance ratio (Shirts and Chodera, 2008), which takes the components' normalisation for unknown,
+    and how many standard errors it differs from the mean of the weights. Its influence function is that of the estimating equations.
+    """
+    density = sample.log_density.double().flatten(0, 1)
+    drawn = torch.tensor(sample.counts, dtype=torch.float64) * sample.num_prompts
+    log_z = torch.zeros(len(drawn), dtype=torch.float64)
+    for _ in range(100):
+        total = (density + drawn.log() - log_z).logsumexp(dim=1)
+        new = (density - total[:, None]).logsumexp(dim=0)
+        log_z, before = new - new[0], log_z
+        if float((log_z - before).abs().max()) < 1e-10:
+            break
+    u = (density - log_z - (density + drawn.log() - log_z).logsumexp(dim=1)[:, None]).exp()
+    u, event = u / u[:, 0].sum(), bad.flatten()
+    jacobian = drawn * (u.T @ u) - torch.eye(len(drawn), dtype=torch.float64)
+    slope = drawn * (u[event, 0] @ u[event])
+    slope[0] -= u[event, 0].sum()
+    influence = event * u[:, 0] - u @ torch.linalg.pinv(jacobian, rtol=1e-8).T @ slope
+    difference = (sample.log_w.exp().flatten() * event / len(event) - influence).view(bad.shape)
+    variance = sum(float(part.var()) * part.numel() for part in difference.split(list(sample.counts), dim=1))
+    value = float(u[event, 0].sum())
+    apart = float((sample.log_w.exp() * bad).mean()) - value
+    return value, abs(apart) / math.sqrt(variance) if variance else 0.0
+
+
+FAULTS = {
+    "none": lambda world, columns: columns,
+    "a component is drawn at temperature 2.2, and scored at 2": lambda world, columns: [
+        world.log_prob(Component(POLICY, temperature=2.2)) if k == 3 else column for k, column in enumerate(columns)
+    ],
+    "the same at 3": lambda world, columns: [
+        world.log_prob(Component(POLICY, temperature=3.0)) if k == 3 else column for k, column in enumerate(columns)
+    ],
+    "the policy is drawn at temperature 1.1": lambda world, columns: [
+        world.log_prob(Component(POLICY, temperature=1.1)),
+        *columns[1:],
+    ],
+    "the policy never draws the likeliest half of its bad outputs": lambda world, columns: [
+        (columns[0] - 30.0 * likeliest(world)).log_softmax(dim=1),
+        *columns[1:],
+    ],
+}
+
+
+def likeliest(world: World) -> torch.Tensor:
+    """The likeliest bad completions (P, S) of each prompt, up to half of its P(bad)."""
+    ordered, order = world.columns[0].masked_fill(~world.bad, -math.inf).sort(dim=1, descending=True)
+    share = ordered.softmax(dim=1)
+    return torch.zeros_like(world.bad).scatter(1, order, share.cumsum(dim=1) - share < 0.5) & world.bad
+
+
+def second_opinion(worlds: list[World], total: int, seeds: int) -> None:
+    """Whether MBAR finds faults that the check of normalisation does not, at 4 standard errors each."""
+    print("| fault | MBAR differs | check of normalisation fails | error, weights | error, MBAR |")
+    print("|---|---|---|---|---|")
+    for name, fault in FAULTS.items():
+        differs = fails = 0
+        errors = torch.zeros(2, dtype=torch.float64)
+        for world in worlds:
+            others = len(world.components)
+            counts = [total // 2, *[total // 2 // others] * others]
+            wrong = fault(world, world.columns)
+            for seed in range(seeds):
+                sample = world.draw(wrong, counts, torch.Generator().manual_seed(seed), world.columns).sample
+                bad = sample.rewards < world.threshold
+                value, apart = mbar(sample, bad)
+                differs, fails = differs + (apart > 4), fails + (largest_normalization_error(sample) > 4)
+                mean = float((sample.log_w.exp() * bad).mean())
+                errors += torch.tensor([mean, value], dtype=torch.float64).div(world.truth).sub(1).square()
+        runs = seeds * len(worlds)
+        shown = (errors / runs).sqrt().tolist()
+        print(f"| {name} | {differs / runs:.1%} | {fails / runs:.1%} | {shown[0]:.1%} | {shown[1]:.1%} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--total", type=int, default=2000, help="completions a prompt")
+    parser.add_argument("--seeds", type=int, default=400)
+    parser.add_argument("--worlds", type=int, nargs="*", default=[10, 11, 12, 13], help="seeds of random worlds")
+    parser.add_argument("--tables", type=Path, help="folder of `rare_events.py`")
+    parser.add_argument("--mbar", action="store_true", help="the second opinion alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.mbar:
+        second_opinion([random_world(seed, 1e-4) for seed in options.worlds], options.total, options.seeds)
+        return
+    header = "world", "P(bad)", "squared error", "best of the grid", "ratio to it", "gain over all alike"
+    for line in ((*header, "gain over plain", "coverage", "bias"), ("---",) * 9):
+        print("| " + " | ".join(line) + " |")
+    makers = [
+        lambda seed=seed, known=known: random_world(seed, 1e-4, known)
+        for seed in options.worlds
+        for known in (True, False)
+    ]
+    makers += [lambda seed=seed: random_world(seed, 1e-3, False, blind=True) for seed in options.worlds[:2]]
+    if options.tables:
+        train(options.tables)
+        makers += [lambda name=name: two_token_world(options.tables, name) for name in (POLICY, "beside")]
+    for make in makers:
+        print("| " + " | ".join(report(make(), options.total, options.seeds)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

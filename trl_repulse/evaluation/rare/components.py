@@ -1,0 +1,144 @@
+"""
+What draws completions of a policy: the policy, proposals, and the policy changed in ways whose density is known.
+
+Axis letters: B rows, T completion tokens, V vocabulary.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from ...generation._cache import generating_by, growing_cache, with_cache
+from ...models._adapters import base_of, in_mode
+from .._generation import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """
+    A part of the mixture.
+
+    Each of the first `tokens` tokens is drawn from softmax(((1 − share) · log p + share · log q) / temperature + bias), where p is
+    the policy and q is `model`, which reads `prefix` before the prompt. Later tokens are drawn from p.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): q: the policy, a proposal, or a reference model.
+        share (`float`, *optional*, defaults to `1.0`): Weight of q in the geometric mean with the policy.
+        temperature (`float`, *optional*, defaults to `1.0`): Temperature.
+        bias (`torch.Tensor` of shape `(V,)`, *optional*): What is added to each token's logit, nats.
+        prefix (`str`, *optional*, defaults to `""`):
+            Text that q reads before a prompt of plain text, or as the system message of a conversation.
+        tokens (`int`, *optional*): Number of first tokens that are changed, by default all.
+        min_p (`float`, *optional*, defaults to `0.0`):
+            Leaves out tokens with less than this share of the likeliest one's probability.
+    """
+
+    model: PreTrainedModel
+    share: float = 1.0
+    temperature: float = 1.0
+    bias: torch.Tensor | None = None
+    prefix: str = ""
+    tokens: int | None = None
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"`temperature={self.temperature}` must be above 0, and finite.")
+        if not math.isfinite(self.share):
+            raise ValueError(f"`share={self.share}` must be a number.")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"`tokens={self.tokens}` must be at least 1; leave it out to change all tokens.")
+
+    def logits(self, of_policy: torch.Tensor, of_model: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V) of the tokens that are changed."""
+        logits = of_model
+        if self.share != 1:
+            logits = (1 - self.share) * of_policy.log_softmax(dim=-1) + self.share * of_model.log_softmax(dim=-1)
+        if self.temperature != 1:
+            logits = logits / self.temperature
+        if self.bias is not None:
+            logits = logits + self.bias.to(logits)
+        if self.min_p:
+            floor = logits.amax(dim=-1, keepdim=True) + math.log(self.min_p)
+            logits = logits.masked_fill(logits < floor, -torch.inf)
+        return logits
+
+    def log_prob(
+        self, of_policy: torch.Tensor, of_model: torch.Tensor, completion: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Log-probabilities (B,) of completions (B, T), nats, float64, from logits (B, T, V) of the policy and of `model`. `counts`
+        (B, T) says which tokens count.
+        """
+        logits = self.logits(of_policy, of_model)
+        if self.tokens is not None:
+            logits = torch.cat([logits[:, : self.tokens], of_policy[:, self.tokens :]], dim=1)
+        chosen = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
+        return chosen.masked_fill(~counts, 0.0).double().sum(dim=1)
+
+    @property
+    def draws_alone(self) -> bool:
+        """Whether `model` draws whole completions without the policy's logits."""
+        return self.share == 1 and self.tokens is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it draws from its model as it is."""
+        return self.draws_alone and self.temperature == 1 and self.bias is None and not (self.prefix or self.min_p)
+
+    def read(self, prompt: Prompt) -> Prompt:
+        """A prompt as `model` reads it."""
+        if not self.prefix:
+            return prompt
+        if isinstance(prompt, str):
+            return self.prefix + prompt
+        return [{"role": "system", "content": self.prefix}, *prompt]
+
+
+class _Changed(LogitsProcessor):
+    """A component's logits in place of those of the model that generates, for rows of one prompt of `length` tokens."""
+
+    def __init__(self, component: Component, length: int, read_ids: list[int] | None, use_cache: bool):
+        self.component, self.length, self.read_ids, self.use_cache = component, length, read_ids, use_cache
+        self.cache = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        completion = input_ids[:, self.length :]
+        if self.component.tokens is not None and completion.size(1) >= self.component.tokens:
+            return scores
+        return self.component.logits(scores, scores if self.read_ids is None else self._read(completion))
+
+    def _read(self, completion: torch.Tensor) -> torch.Tensor:
+        model, first = self.component.model, completion.size(1) == 0
+        if first:
+            self.cache = growing_cache(model) if self.use_cache else None
+        ids = completion[:, -1:]
+        if first or self.cache is None:
+            prompt = torch.tensor(self.read_ids, device=completion.device).expand(len(completion), -1)
+            ids = torch.cat([prompt, completion], dim=1)
+        with torch.no_grad(), in_mode(model, training=False):
+            return model(input_ids=ids, logits_to_keep=1, **with_cache(model, self.cache)).logits[:, -1].float()
+
+
+@contextlib.contextmanager
+def drawn_by(
+    policy: PreTrainedModel, component: Component, length: int, read_ids: list[int], use_cache: bool = True
+) -> Iterator[None]:
+    """
+    Context in which `generate` of the component's model, or of the policy if that takes part, draws as the component does. `length`
+    is the number of tokens of the prompt that it is given, and `read_ids` are those that the component's model reads.
+    """
+    alone = component.draws_alone
+    base = base_of(component.model if alone else policy)
+    changed = _Changed(component, length, None if alone else read_ids, use_cache)
+    generate = base.generate
+
+    def changed_generate(*args, **kwargs):
+        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([changed]))
+
+    with generating_by(base, changed_generate):
+        yield

@@ -1,0 +1,165 @@
+"""
+Draws from a mixture whose components a pilot chose, and says how many completions each drew.
+
+Axis letters: P prompts, N completions per prompt, K components, V vocabulary.
+
+A first pilot draws from the policy and from it at a higher temperature; tokens' effects on the reward are learned from its
+completions. A second one draws from all components, among them the policy with such tokens raised. Counts of the rest minimise the
+variance that this pilot estimates (Owen and Zhou, 2000, show how it depends on them). The second pilot and the rest are one sample.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...math.token_effects import TILTS, TokenEffects, deviations_of, reward_scale
+from .._generation import Prompt
+from .components import Component
+from .estimates import weighted_quantile
+from .mixture import MixtureSample
+from .sampling import Draws, draw
+
+
+LEAST_OF_THE_POLICY = 0.5  # share of the completions
+FIRST, SECOND = 1 / 16, 1 / 8  # shares of the pilots
+ENOUGH = 10.0  # effective completions of the tail that a choice rests on
+_STEPS = 200
+_LEARNED_AT = 1.6  # temperature of half of the first pilot
+
+
+def policy_components(policy: PreTrainedModel, reference: PreTrainedModel | None = None) -> dict[str, Component]:
+    """What finds bad outputs of a policy without a proposal; `reference` is the model before training."""
+    found = {f"policy at temperature {t:g}": Component(policy, temperature=t) for t in (1.3, 1.6, 2.0)}
+    for temperature, tokens in ((2.0, 1), (4.0, 1), (2.0, 3)):
+        name = f"policy, first {tokens} at temperature {temperature:g}"
+        found[name] = Component(policy, temperature=temperature, tokens=tokens)
+    if reference is not None:
+        for share, temperature in ((0.5, 1.0), (1.0, 1.0), (0.5, 1.3), (1.0, 1.6)):
+            name = "reference" if share == 1 else "between policy and reference"
+            name += "" if temperature == 1 else f", temperature {temperature:g}"
+            found[name] = Component(reference, share=share, temperature=temperature)
+    return found
+
+
+def draw_by_pilot(
+    policy: PreTrainedModel,
+    components: Mapping[str, Component],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Dataset | Sequence[Prompt],
+    reward: Callable[..., Any] | nn.Module,
+    num_samples: int,
+    max_completion_length: int,
+    *,
+    thresholds: Sequence[float] = (),
+    levels: Sequence[float] = (),
+    seed: int = 0,
+    **kwargs: Any,
+) -> tuple[Draws, list[str]]:
+    """
+    Draws completions of each prompt: at least half from the policy, the others from components that a pilot chose.
+
+    Args:
+        policy, tokenizer, prompts, reward, max_completion_length, kwargs: As in [`~trl_repulse.evaluation.rare.sampling.draw`].
+        components (`Mapping[str, Component]`): Candidates by name, beside the policy with raised tokens.
+        num_samples (`int`): Completions of each prompt in all.
+        thresholds, levels (`Sequence[float]`): The quantities P(r < threshold) and CVaR at a level to choose for, at least one.
+        seed (`int`, *optional*, defaults to `0`): Seed of the draws.
+
+    Returns:
+        `tuple[Draws, list[str]]`: The completions, without those of the first pilot, and the names of the components.
+
+    Raises:
+        `ValueError`: If `num_samples` is too low for the pilots.
+    """
+    tilted = [f"policy, raised tokens × {size:g}" for size in TILTS]
+    names = ["policy", *components, *tilted]
+    first, counts = pilot_counts(num_samples, len(names) - 1)
+    given = tokenizer, prompts, reward
+
+    def drawn(parts: Sequence[PreTrainedModel | Component], counts: Sequence[int], stage: int) -> Draws:
+        return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **kwargs)
+
+    learning = drawn([policy, Component(policy, temperature=_LEARNED_AT)], [first, first], 0)
+    biases = raised_tokens(learning, policy.config.get_text_config().vocab_size)
+    parts = [policy, *components.values(), *(Component(policy, bias=bias) for bias in biases)]
+    pilot = drawn(parts, counts, 1)
+    counts = choose_counts(pilot.sample, num_samples - 2 * first - sum(counts), thresholds, levels)
+    broadcast_object_list(counts)  # devices of two kinds may round otherwise
+    return pilot.joined(drawn(parts, counts, 2)), names
+
+
+def pilot_counts(num_samples: int, others: int) -> tuple[int, list[int]]:
+    """Completions of each prompt from each of the first pilot's two components, and from each of the second's, the policy first."""
+    first, each = max(2, round(num_samples * FIRST / 2)), max(2, round(num_samples * SECOND / (2 * others)))
+    if 2 * first + 2 * each * others > num_samples / 2:
+        raise ValueError(
+            f"`num_samples={num_samples}` is too low for a pilot of {others} components; give at least {8 * (1 + others)} completions a "
+            "prompt, or `num_proposal_samples` to draw without a pilot."
+        )
+    return first, [each * others, *[each] * others]
+
+
+def raised_tokens(draws: Draws, vocabulary: int) -> list[torch.Tensor]:
+    """Biases (V,) of logits, nats, that make low rewards more frequent, learned from completions."""
+    rewards, rows = draws.sample.rewards.flatten(), [row for prompt in draws.ids for row in prompt]
+    effects = TokenEffects(vocabulary)
+    middle, spread = reward_scale(rewards.tolist())
+    if spread:
+        lengths = torch.tensor([len(row) for row in rows])
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+        mask = torch.arange(ids.size(1)) < lengths.unsqueeze(1)
+        deviations = deviations_of(rewards, middle, spread)
+        effects.sums += TokenEffects.of(ids, mask.long(), deviations - deviations.mean(), vocabulary).double()
+    return effects.biases()
+
+
+def choose_counts(
+    pilot: MixtureSample, number: int, thresholds: Sequence[float] = (), levels: Sequence[float] = ()
+) -> list[int]:
+    """Completions of each prompt from each of the K components, `number` in all, for the least variance that a pilot estimates."""
+    quantiles = [weighted_quantile(pilot, level) for level in levels]
+    tails = [tail(pilot, pilot.rewards < each) for each in thresholds]
+    tails += [tail(pilot, pilot.rewards <= each) for each in quantiles]
+    shares = choose_shares(pilot, sum(part / part.sum().square() for part in tails))
+    counts = [int(number * share) for share in shares.tolist()]
+    counts = [0 if k and n < 2 else n for k, n in enumerate(counts)]
+    counts[0] += number - sum(counts)
+    return counts
+
+
+def tail(sample: MixtureSample, bad: torch.Tensor) -> torch.Tensor:
+    """
+    What each completion (P, N) contributes to the probability of the `bad` ones (P, N), which have the lowest rewards. If they are few,
+    the next lowest are taken too, until there are enough effective completions.
+    """
+    rewards, order = sample.rewards.flatten().sort(stable=True)
+    weights = sample.log_w.flatten()[order].exp()
+    ess = weights.cumsum(0).square() / weights.square().cumsum(0).clamp(min=torch.finfo(weights.dtype).tiny)
+    enough = torch.where(ess >= ENOUGH)[0]
+    last = max(int(bad.sum()), int(enough[0]) + 1 if len(enough) else len(rewards))
+    return sample.log_w.exp().masked_fill(sample.rewards > rewards[last - 1], 0.0)
+
+
+def choose_shares(
+    sample: MixtureSample, contributions: torch.Tensor, least: float = LEAST_OF_THE_POLICY
+) -> torch.Tensor:
+    """
+    Shares (K,) of the components of the mixture m for which the second moment Σ contribution · p / m is lowest, with at least so much
+    for the policy p. The problem is convex; the multiplicative algorithm for optimal designs solves it (Yu, 2010).
+    """
+    found = contributions > 0
+    density = sample.log_density[found].double()  # (F, K)
+    ratio, weight = (density - density[:, :1]).exp(), contributions[found].double()  # q / p
+    own = torch.zeros(ratio.size(1), dtype=torch.float64)
+    own[0] = 1.0
+    rest = torch.full_like(own, 1 / len(own))
+    for _ in range(_STEPS):
+        mixture = ratio @ (least * own + (1 - least) * rest)  # m / p
+        rest = rest * (ratio.T @ (weight / mixture.square())).sqrt()
+        rest = rest / rest.sum()
+    return least * own + (1 - least) * rest
