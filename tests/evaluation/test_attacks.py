@@ -19,12 +19,13 @@ from trl_repulse.evaluation.attacks import (
     format_attacks,
     load_attacks,
     refusal,
+    run_attacks,
     success_at,
 )
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.sampling import SamplingSettings
 
-from ..conftest import build_tokenizer
+from ..conftest import build_model, build_tokenizer
 
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the cat"}]
@@ -178,3 +179,53 @@ def test_the_command(tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert main([*words, "--k", "5"]) == 1
     assert "`--k 5` must be from 1 to `--num_samples 4`" in capsys.readouterr().err
+
+
+LONG = " the cat" * 15  # 30 tokens of a context of 32
+
+
+@pytest.mark.parametrize(
+    ("attack", "prompts", "benign", "culprit"),
+    [
+        ({"name": "long", "template": "{prompt}" + LONG}, ["fish"], ["fish"], "long"),
+        ({"name": "long", "prefill": LONG}, ["fish"], ["fish"], "long"),
+        ({"name": "short", "template": "{prompt}"}, ["fish", "fish" + LONG], ["fish"], "prompt"),
+        ({"name": "short", "template": "{prompt}"}, ["fish"], ["fish", "fish" + LONG], "benign"),
+    ],
+    ids=["template", "prefill", "prompt", "benign"],
+)
+def test_prompts_that_are_too_long_are_refused_before_anything_is_drawn(
+    tmp_path, capsys, model_dirs, attack, prompts, benign, culprit
+):
+    (tmp_path / "attacks.jsonl").write_text(json.dumps(attack), encoding="utf-8")
+    (tmp_path / "mine.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    for name, rows in (("prompts", prompts), ("benign", benign)):
+        lines = [json.dumps({"prompt": text}) + "\n" for text in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    words = ["attacks", str(tmp_path / "out"), "--model", model_dirs["gpt2"], "--threshold", "0"]
+    words += ["--attacks", str(tmp_path / "attacks.jsonl"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    words += ["--benign", str(tmp_path / "benign.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
+    assert main([*words, "--num_samples", "2", "--max_completion_length", "2"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"trl-repulse attacks: The attack '{culprit}' cannot be made: A prompt of 31 tokens and")
+    assert "the model's context of 32 tokens; shorten or drop the prompt" in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_attacks_of_equal_text_share_random_numbers(tmp_path):
+    """A template that changes nothing, and an empty beginning of the answer, draw what the plain prompt draws."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for each in (build_model("gpt2", len(tokenizer)), tokenizer):
+        each.save_pretrained(tmp_path / "model")
+    attacks = [
+        Attack("other", template="fish {prompt}"),
+        Attack("prompt"),
+        Attack("same"),
+        Attack("begun", prefill=""),
+    ]
+    behaviors = Dataset.from_list([{"prompt": MESSAGES}, {"prompt": MESSAGES[1:]}])
+    settings = SamplingSettings(num_samples=8, max_completion_length=4)
+    samples = run_attacks(tmp_path / "out", str(tmp_path / "model"), behaviors, attacks, refusal, settings)
+    other, *equal = (each.table["completion_ids"].to_pylist() for each in samples.values())
+    assert equal[0] == equal[1] == equal[2] != other

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         format_attacks,
         gcg_scores,
         load_attacks,
+        prepare,
         refusal,
         run_attacks,
         success_at,
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     code = {"trust_remote_code": args.trust_remote_code}
 
+    if benign is not None:
+        prepare(args.model, benign, [Attack("benign")], settings, **code)  # mistakes in it, before anything is drawn
     samples = run_attacks(args.folder / "attacks", args.model, behaviors, attacks, reward, settings, **code)
     rewards = {name: each.column().reshape(-1, settings.num_samples) for name, each in samples.items()}
     report = attack_report(rewards, args.threshold, args.k, args.confidence, gcg)

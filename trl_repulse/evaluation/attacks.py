@@ -18,8 +18,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .._numbers import percent
+from ..data._checks import check_prompt_lengths
+from ..models._loading import load_config, load_tokenizer
 from . import tails
-from ._generation import as_function, event_loop, load_tokenizer, process_state, render
+from ._generation import as_function, check_template_kwargs, event_loop, process_state, prompt_tokens, render
 from .gcg.evaluator import RefusalJudge
 from .gcg.results import _scores, read_results
 from .records import SampleSet, write_atomically
@@ -224,6 +226,38 @@ def _as_text(prompt: Any, tokenizer: PreTrainedTokenizerBase, settings: Sampling
     return plain
 
 
+def prepare(
+    model: str,
+    behaviors: Dataset,
+    attacks: Sequence[Attack],
+    settings: SamplingSettings,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedTokenizerBase, list[tuple[Dataset, SamplingSettings]]]:
+    """
+    The model's tokenizer, and by attack the prompts and the settings to draw with. No weights are loaded.
+
+    Raises:
+        `ValueError`: As [`attempts`], or if a prompt leaves no room for a completion in the model's context.
+    """
+    check_template_kwargs(behaviors[:1]["prompt"], settings.chat_template_kwargs)
+    options: Any = {"revision": settings.revision, "trust_remote_code": trust_remote_code}
+    tokenizer, config = load_tokenizer(model, "model", **options), load_config(model, "model", **options)
+    # An adapter may have added tokens to its base
+    config.get_text_config().vocab_size = max(config.get_text_config().vocab_size, len(tokenizer))
+    made = []
+    for attack in attacks:
+        rows, count = attempts(attack, behaviors, tokenizer, settings)
+        prompts, template = rows["prompt"][:], settings.chat_template_kwargs
+        template = None if isinstance(prompts[0], str) else template  # it has been applied
+        try:
+            ids = prompt_tokens(tokenizer, prompts, template)
+            check_prompt_lengths(ids, prompts, config, settings.max_completion_length)
+        except ValueError as error:
+            raise ValueError(f"The attack '{attack.name}' cannot be made: {error}") from error
+        made.append((rows, replace(settings, num_samples=count, chat_template_kwargs=template)))
+    return tokenizer, made
+
+
 def run_attacks(
     output_dir: str | Path,
     model: str,
@@ -257,26 +291,20 @@ def run_attacks(
         `dict[str, SampleSet]`: The samples by the attack's name; the column `"reward"` of each can be reshaped to (P, N).
 
     Raises:
-        `ValueError`: As [`~trl_repulse.evaluation.sampling.sample_completions`] and [`attempts`].
+        `ValueError`: As [`~trl_repulse.evaluation.sampling.sample_completions`] and [`prepare`].
     """
     check_names(attacks)
     settings = settings or SamplingSettings()
-    code = {"trust_remote_code": trust_remote_code}
     folders = [Path(output_dir).expanduser() / _folder(attack) for attack in attacks]
     for folder in folders:
         check_early(folder, settings, 1, None)
-    tokenizer = load_tokenizer(model, "model", revision=settings.revision, **code)
-    made = [attempts(attack, behaviors, tokenizer, settings) for attack in attacks]  # before anything is drawn
+    tokenizer, made = prepare(model, behaviors, attacks, settings, trust_remote_code)  # before anything is drawn
     judge = OnBehavior(reward, settings.chat_template_kwargs, trust_remote_code)
-    samples = {}
-    for attack, folder, (rows, count) in zip(attacks, folders, made, strict=True):
-        its_settings = replace(settings, num_samples=count)
-        if isinstance(rows[0]["prompt"], str):  # in which the template has been applied
-            its_settings = replace(its_settings, chat_template_kwargs=None)
-        samples[attack.name] = sample_completions(
-            folder, model, rows, judge, its_settings, tokenizer=tokenizer, **code
-        )
-    return samples
+    options: Any = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+    return {
+        attack.name: sample_completions(folder, model, rows, judge, its_settings, **options)
+        for attack, folder, (rows, its_settings) in zip(attacks, folders, made, strict=True)
+    }
 
 
 def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:

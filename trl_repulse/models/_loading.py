@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from ._model_checks import check_language_model, vocab_size
@@ -95,6 +102,19 @@ def load_adapter(
     if missing:
         raise ValueError(f"its base `{source}` {_lacks(missing, model)}")
     return adapted.eval()
+
+
+def load_config(name: str, part: str, revision: str | None = None, **options: Any) -> PretrainedConfig:
+    """Loads a model's configuration without its weights; that of the base for an adapter. Raises `ValueError` if it
+    cannot be loaded."""
+    _check_path(name, part)
+    adapter = _adapter_config(name, revision) or {}
+    base = adapter.get("base_model_name_or_path")
+    revision = adapter.get("revision") if base else revision
+    try:
+        return AutoConfig.from_pretrained(base or name, revision=revision, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The {part} `{name}` cannot be loaded: {error}") from error
 
 
 def load_tokenizer(name: str, part: str, **options: Any) -> PreTrainedTokenizerBase:
