@@ -217,6 +217,7 @@ def test_what_is_no_number_is_an_option(capsys):
 def test_help_and_version(capsys):
     for arguments, expected in (
         (["--help"], [*TRAINING, *COMMANDS]),
+        (["gcg", "--help"], ["[--config FILE]", "YAML file", "--table"]),
         (["serve-reward", "--help"], ["--reward_type", "--max_batch_size", "--config"]),
         (["--version"], [f"trl-repulse {__version__}"]),
     ):

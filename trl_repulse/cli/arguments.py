@@ -191,8 +191,11 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
 class FieldsParser(Parser, TrlParser):
     """[`~trl.TrlParser`] that raises mistakes as one line each, and reads a YAML file as it reads flags."""
 
+    description = "Every flag is also a key of the YAML file that --config names; flags win over the file."
+
     def __init__(self, dataclass_types: Iterable[type], **kwargs: Any):
-        super().__init__(dataclass_types, **kwargs)
+        usage = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
+        super().__init__(dataclass_types, **{"usage": usage, "description": self.description} | kwargs)
         self.hints = {name: hint for cls in dataclass_types for name, hint in get_type_hints(cls).items()}
 
     def error(self, message: str) -> NoReturn:
@@ -244,12 +247,11 @@ class TrainingParser(FieldsParser):
 
     def __init__(self, classes: tuple[type, type], default_config: str, **kwargs: Any):
         description = (
-            "Every flag is also a key of the YAML file that --config names; flags win over the file. In parentheses is the "
-            "value that will apply, or what decides it, for a model of your own, and with the file where --config is given too; "
+            f"{self.description} In parentheses is the value that will apply, or what decides it, for a model of your own, and "
+            "with the file where --config is given too; "
             f"flags may change values that others depend on. Without --config and --model_name_or_path the command trains in the embedded world, with the settings of {default_config}."
         )
-        usage = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
-        super().__init__((*classes, ModelConfig), **{"usage": usage, "description": description} | kwargs)
+        super().__init__((*classes, ModelConfig), **{"description": description} | kwargs)
         self.add_argument("--help-all", "--help_all", action=_HelpAll, dest=argparse.SUPPRESS, help="list all flags")
         if not torch.accelerator.is_available():
             self.set_defaults_with_config(use_cpu=True, bf16=False)
