@@ -6,8 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from trl_repulse._numbers import plain as plain_number
 from trl_repulse.cli.main import main
 
+from ..conftest import build_model
 from ..evaluation_support import write_samples
 
 
@@ -167,3 +169,46 @@ def test_labels_are_read_before_a_model_is_loaded(drawn, capsys):
     assert "has no labels; write 1" in capsys.readouterr().err
     assert main(["evaluate", str(samples), "--model", "no/model", "--labels", str(labels)]) == 1
     assert "`--labels` are of one folder that is stored" in capsys.readouterr().err
+
+
+def by_word(number, row):
+    """Truly bad is "bad" beside another word; from row 21 on, none is labelled."""
+    words = row["completion"].split()
+    row["label"] = str(int("bad" in words and words != ["bad", "bad"])) if number < 20 else ""
+
+
+def test_labels_of_importance_samples_reach_their_report(tmp_path, model_dirs, tokenizer, capsys):
+    """From the draws of `rare-events` to its report with labels; labels of other draws cost no estimate."""
+    build_model("gpt2", len(tokenizer), seed=1).save_pretrained(tmp_path / "proposal")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **_):\n    return [-3.0 * c.count('bad') for c in completions]"
+    )
+    stored, labels, output = (tmp_path / name for name in ("rare.parquet", "rare.csv", "report.json"))
+    command = ["rare-events", model_dirs["gpt2"], "--proposal", str(tmp_path / "proposal"), "--threshold", "-1"]
+    command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
+    command += ["--max_completion_length", "2", "--num_samples", "200", "--output", str(output)]
+    assert main([*command, "--samples", str(stored)]) == 0
+    plain = json.loads(output.read_text())
+    assert "audit" not in plain
+    assert main(["audit", str(stored), str(labels), "--draw", "60", "--threshold", "-1"]) == 0
+
+    relabel(labels, by_word)
+    capsys.readouterr()
+    assert main([*command, "--labels", str(labels)]) == 0
+    (printed, err), found = capsys.readouterr(), json.loads(output.read_text())
+    assert found["prob_bad"] == plain["prob_bad"] and "left out" not in err
+    truth = found["audit"]["estimates"]["P(truly bad)"]
+    assert 0 < truth["low"] < truth["value"] < truth["high"] < 1 and found["audit"]["unlabelled"] > 0
+    line = next(line for line in printed.splitlines() if line.startswith("P(truly bad)"))
+    assert f"{plain_number(truth['low'])} to {plain_number(truth['high'])}" in line
+    assert main(["audit", str(stored), str(labels), "--output", str(tmp_path / "audit.json")]) == 0
+    audit = json.loads((tmp_path / "audit.json").read_text())
+    assert found["audit"] == {key: audit[key] for key in found["audit"]}
+
+    capsys.readouterr()
+    assert main([*command, "--labels", str(labels), "--seed", "1"]) == 0  # other draws
+    printed, err = capsys.readouterr()
+    (note,) = [line for line in err.splitlines() if line.startswith("trl-repulse rare-events: ")]
+    assert "`--labels` is left out: Row 1 of `" in note and "belongs to other samples" in note
+    assert "P(r < -1)" in printed and "P(truly bad)" not in printed and "audit" not in json.loads(output.read_text())
