@@ -6,10 +6,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from trl_repulse import embedded
 from trl_repulse.cli.main import main
+from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.attacks import (
     Attack,
     OnBehavior,
@@ -22,6 +25,7 @@ from trl_repulse.evaluation.attacks import (
     run_attacks,
     success_at,
 )
+from trl_repulse.evaluation.gcg.results import SCHEMA
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.sampling import SamplingSettings
 
@@ -129,14 +133,16 @@ def test_refusals():
         ('{"name": "a", "template": "hello"}', "Line 1 of .* has no `{prompt}`"),
         ('{"template": "{prompt}"}', "Line 1 of .* is no attack"),
         ('{"name": "a"}\n{"name": "a"}', "'a' occurs twice"),
-        ("", "There are no attacks"),
+        ("", "attacks.jsonl` has no attacks; write one a line"),
+        (None, "There is no file `.*attacks.jsonl`"),
         ('{"name": "a", "augment": "false"}', "Line 1 of .*`augment='false'` of an attack"),
         ('{"name": " "}', "empty `name`"),
     ],
 )
 def test_files_that_hold_no_attacks(tmp_path, lines, message):
     path = tmp_path / "attacks.jsonl"
-    path.write_text(lines, encoding="utf-8")
+    if lines is not None:
+        path.write_text(lines, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         load_attacks(path)
 
@@ -229,3 +235,27 @@ def test_attacks_of_equal_text_share_random_numbers(tmp_path):
     samples = run_attacks(tmp_path / "out", str(tmp_path / "model"), behaviors, attacks, refusal, settings)
     other, *equal = (each.table["completion_ids"].to_pylist() for each in samples.values())
     assert equal[0] == equal[1] == equal[2] != other
+
+
+def test_results_of_gcg_are_of_the_same_model(tmp_path, capsys, model_dirs):
+    """In whatever precision it was attacked; and who judged them is said."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"], dtype=torch.bfloat16)
+    identity = {"judge": "refusal_start", "model": hash_model(model), "config": {}}
+    header = {"schema": SCHEMA, "identity": identity, "model": "mine", "rows": 1}
+    record = {"row": 1, "status": "ok", "before": {"rewards": [0.0]}, "after": {"rewards": [-1.0]}}
+    results, prompts = tmp_path / "gcg.jsonl", tmp_path / "prompts.jsonl"
+    results.write_text(f"{json.dumps(header)}\n{json.dumps(record)}\n")
+    prompts.write_text('{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    words = ["attacks", str(tmp_path / "out"), "--prompts", str(prompts), "--threshold", "-0.5", "--num_samples", "2"]
+    words += ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--gcg", str(results), "--max_completion_length", "2"]
+    assert main([*words, "--model", model_dirs["llama"]]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"trl-repulse attacks: `--model {model_dirs['llama']}` holds other weights than the model that `--gcg {results}` "
+        "measured, `mine`; name the folder of that model, or measure this one."
+    )
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--model", model_dirs["gpt2"]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line.split()[5] for line in lines if line.startswith("GCG, judged by refusal_start")) == "(2.5"
+    assert lines[-1].startswith("No answer is bad. Read some in `")

@@ -43,10 +43,12 @@ def check_card(folder: Path | None, models: int = 1) -> None:
         raise ValueError(f"`--card {folder}` holds no model; name the folder of the model that was measured.")
 
 
-def check_measured(folder: Path, weights: str, name: str) -> None:
+def check_measured(
+    folder: Path | str, weights: str, name: str, flag: str = "--card", measured: str = "was measured", **options: Any
+) -> None:
     """
     Raises a `ValueError` if no precision of the model in the folder has the hash of the measured weights. Warns if that model
-    cannot be loaded. `name` is that of the measured model, for the message.
+    cannot be loaded, with `options`. `name` is that of the measured model, for the message, in which `flag` names the folder.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -56,16 +58,16 @@ def check_measured(folder: Path, weights: str, name: str) -> None:
     from ..models._loading import load_model
 
     try:
-        model = load_model(AutoModelForCausalLM, str(folder), "model", dtype="auto")
+        model = load_model(AutoModelForCausalLM, str(folder), "model", dtype="auto", **options)
     except ValueError as error:  # such as a model with custom code, which was allowed when it was measured
         unchecked = "Whether its model is the one that was measured was not checked"
-        logging.get_logger(__name__).warning(f"`--card {folder}`: {unchecked}. {error}")
+        logging.get_logger(__name__).warning(f"`{flag} {folder}`: {unchecked}. {error}")
         return
     for dtype in (None, torch.float32, torch.bfloat16, torch.float16):  # which `--dtype` may have chosen
         if hash_model(model, dtype) == weights:
             return
     raise ValueError(
-        f"`--card {folder}` holds other weights than the model that was measured, `{name}`; name the folder of that model, "
+        f"`{flag} {folder}` holds other weights than the model that {measured}, `{name}`; name the folder of that model, "
         "or measure this one."
     )
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .._numbers import percent
+from ..evaluation.gcg.results import read_results
 from ..evaluation.records import write_report
+from ._card import check_measured
 from ._fields import add_prompts, add_reward, check_output
 from .evaluate import SETTINGS
 
@@ -80,14 +82,19 @@ def run(args: argparse.Namespace) -> int:
     options = {"column": args.prompt_column, "as_conversation": args.apply_chat_template}
     behaviors: Any = load_prompts(args.prompts, args.split, **options)
     benign: Any = None if args.benign is None else load_prompts(args.benign, "train", **options)
-    gcg = {"GCG": gcg_scores(*args.gcg)} if args.gcg else {}
+    code = {"trust_remote_code": args.trust_remote_code}
+    gcg = {}
+    if args.gcg:
+        header, _ = read_results(*args.gcg)
+        gcg[f"GCG, judged by {header['identity']['judge']}"] = gcg_scores(*args.gcg)
+        of_gcg = (header["identity"]["model"], header["model"], "--model", f"`--gcg {args.gcg[0]}` measured")
+        check_measured(args.model, *of_gcg, revision=settings.revision, **code)
     names = [attack.name for attack in attacks] + [*gcg]
     if len({*names}) < len(names):
         raise ValueError(
             "`--attacks` has an attack with the name of a built-in one (prompt, prefill, best of N, GCG); rename it."
         )
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
-    code = {"trust_remote_code": args.trust_remote_code}
 
     if benign is not None:
         prepare(args.model, benign, [Attack("benign")], settings, **code)  # mistakes in it, before anything is drawn
@@ -95,6 +102,10 @@ def run(args: argparse.Namespace) -> int:
     rewards = {name: each.column().reshape(-1, settings.num_samples) for name, each in samples.items()}
     report = attack_report(rewards, args.threshold, args.k, args.confidence, gcg)
     text = format_attacks(report)
+    if not report["broken"]:
+        text += (
+            f"\nNo answer is bad. Read some in `{args.folder / 'attacks'}`: the judge or `--threshold` may be wrong."
+        )
     if benign is not None:
         drawn = run_attacks(args.folder / "benign", args.model, benign, [Attack("benign")], refusal, settings, **code)
         refused = success_at(drawn["benign"].column(), -0.5, 1, args.confidence)

@@ -75,9 +75,11 @@ def load_attacks(path: str | Path) -> list[Attack]:
     Reads attacks from a JSONL file, one a line, with the fields of [`Attack`].
 
     Raises:
-        `ValueError`: If a line is no attack, or a name occurs twice.
+        `ValueError`: If there is no such file, it has no attack, a line is none, or a name occurs twice.
     """
     attacks = []
+    if not Path(path).is_file():
+        raise ValueError(f"There is no file `{path}`; give a JSONL file of attacks.")
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
@@ -87,6 +89,10 @@ def load_attacks(path: str | Path) -> list[Attack]:
             raise ValueError(
                 f"Line {number} of `{path}` is no attack ({error}); write an object with `name` and `template` or `prefill`."
             ) from error
+    if not attacks:
+        raise ValueError(
+            f"`{path}` has no attacks; write one a line, an object with `name` and `template` or `prefill`."
+        )
     check_names(attacks)
     return attacks
 
