@@ -99,6 +99,14 @@ def other_threshold(number, row):
     row["threshold"] = "-3" if number else "-1"
 
 
+def twice(number, row):
+    """The second row is the first one with another label."""
+    if number == 0:
+        twice.first = dict(row)
+    if number < 2:
+        row.update(twice.first, label=str(number))
+
+
 def no_column(number, row):
     del row["label"]
 
@@ -111,6 +119,7 @@ MISTAKES = {
     "no number": (not_a_number, "its numbers cannot be read; restore it"),
     "other samples": (other_samples, "belongs to other samples (`samples-of-another-model`", "or draw again"),
     "other threshold": (other_threshold, "has another `threshold` than the rows above; read one file"),
+    "twice": (twice, "Row 2 of `", "is there twice; delete one"),
     "no column": (no_column, "has no column `label`; keep all columns"),
 }
 
@@ -125,6 +134,18 @@ def test_mistakes_in_the_file(drawn, capsys, name, command):
     out, err = capsys.readouterr()
     assert not out and err.startswith(f"trl-repulse {command}: ") and len(err.splitlines()) == 1
     assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("command", ["audit", "evaluate"])
+def test_what_is_no_file_of_labels(drawn, capsys, tmp_path, command):
+    samples, labels = drawn
+    labels.write_text("")
+    for path, message in (
+        (labels, f"`{labels}` is empty; draw completions to label with `trl-repulse audit`."),
+        (tmp_path, f"`{tmp_path}` cannot be read ([Errno 21] Is a directory: '{tmp_path}'); save it as CSV in UTF-8."),
+    ):
+        assert main([command, str(samples), *([] if command == "audit" else ["--labels"]), str(path)]) == 1
+        assert capsys.readouterr() == ("", f"trl-repulse {command}: {message}\n")
 
 
 def test_contradictory_labels(tmp_path, capsys):

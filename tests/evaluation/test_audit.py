@@ -160,6 +160,8 @@ def test_choice_has_the_shares_of_each_stratum():
     assert (scores[chosen[0]] < -1).all() and (scores[chosen[1]] <= near).all() and (scores[chosen[2]] > near).all()
     assert all(len(set(each)) == len(each) for each in chosen)  # without replacement
     assert (scores[(scores >= -1) & (scores <= near)]).size == ANY(100, abs=2)  # 1 % of those that are not bad
+    two = np.repeat([-2.0, 1.0], [500, 9500])  # of a judge with two scores, whose good ones are all near
+    assert [len(each) for each in choose(scored(two), -1.0, 200)[1]] == [50, 150, 0]
     for size, threshold, message in (3, -1.0, "at least 4"), (9, -5.0, "never fires"), (9, math.nan, "finite"):
         with pytest.raises(ValueError, match=message):
             choose(scored(scores), threshold, size)

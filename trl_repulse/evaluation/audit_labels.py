@@ -152,7 +152,8 @@ def write_scored(path: Path, scored: Scored) -> None:
 def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[float, list[np.ndarray]]:
     """
     Draws completions to label: a quarter of bad ones, a quarter near the threshold, and the others of ordinary ones, whose
-    truly bad ones are the hardest to rule out. What a stratum does not have is drawn from the next.
+    truly bad ones are the hardest to rule out. What a stratum does not have is drawn from the next; the last that has any, as the
+    second of a judge with two scores, gets all that are left.
 
     Of equal weights, completions are drawn without replacement; of importance weights, with replacement and with probability
     proportional to the weight, so that the labels of a stratum are a sample of the policy's completions in it.
@@ -195,7 +196,8 @@ def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[
     left = size
     for number in range(3):
         members = np.flatnonzero((strata == number) & (weights > 0))
-        want, equal = left // PARTS[number], scored.mixture is None
+        later = ((strata > number) & (weights > 0)).any()
+        want, equal = left // (PARTS[number] if later else 1), scored.mixture is None
         count = min(want, members.size) if equal else want if members.size else 0
         shares = None if equal else weights[members] / weights[members].sum()
         chosen.append(rng.choice(members, count, replace=not equal, p=shares) if count else members[:0])
@@ -247,10 +249,12 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             # A spreadsheet may have put semicolons or tabs between the cells
             reader = csv.DictReader(file, restval="", delimiter=max(",;\t", key=head.count), strict=True)
             rows, names = list(reader), reader.fieldnames or ()
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"`{path}` cannot be read ({error}); save it as CSV in UTF-8.") from error
     except FileNotFoundError:
         raise ValueError(f"There is no file `{path}`; draw completions to label with `trl-repulse audit`.") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"`{path}` cannot be read ({error}); save it as CSV in UTF-8.") from error
+    if not names:
+        raise ValueError(f"`{path}` is empty; draw completions to label with `trl-repulse audit`.")
     missing = [name for name in COLUMNS if name not in names]
     if missing:
         raise ValueError(f"`{path}` has no column `{missing[0]}`; keep all columns that `trl-repulse audit` wrote.")
