@@ -92,6 +92,12 @@ def test_the_card_of_another_model_is_refused(model, weights, tmp_path, capsys):
     assert (model / "README.md").exists()
 
 
+def test_the_card_of_a_log_is_refused(model, tmp_path, capsys):
+    """It does not identify the weights, of which it would be said that they are others."""
+    assert main(["evaluate", str(tmp_path / "log.eval"), "--card", str(model)]) == 1
+    assert "which the log `" in (err := capsys.readouterr().err) and "does not identify; leave it out" in err
+
+
 def test_what_has_no_card_is_refused_first(model, tmp_path, capsys):
     write_samples(tmp_path / "s", [[-5.0, 1.0]])
     for path in model.iterdir():

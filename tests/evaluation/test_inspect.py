@@ -121,6 +121,13 @@ def test_other_tokens_than_in_training_are_refused(prompts, tmp_path):
         load_samples(path)
 
 
+def test_numbers_out_of_range_are_refused_before_anything_is_drawn(prompts):
+    reward = str(embedded.reward_model_path())
+    for options in ({"threshold": np.nan}, {"threshold": 0.0, "level": 2.0}):
+        with pytest.raises(ValueError, match="`threshold` is NaN|`level=2.0`"):
+            integration.tail(str(prompts), reward_model_path=reward, **options)
+
+
 def test_what_is_no_log_is_refused(tmp_path):
     path = tmp_path / "a.eval"
     path.write_text("nothing", encoding="utf-8")

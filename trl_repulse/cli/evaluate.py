@@ -118,6 +118,10 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     if args.figure is not None and args.figure.suffix not in FIGURES:
         raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
     check_card(args.card, len(args.folders))
+    if args.card is not None and args.folders[0].suffix == ".eval":
+        raise ValueError(
+            f"`--card` needs weights to compare, which the log `{args.folders[0]}` does not identify; leave it out."
+        )
     if args.per_prompt and len(args.folders) > 1:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     if args.labels is not None and (args.model is not None or len(args.folders) > 1):

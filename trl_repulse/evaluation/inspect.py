@@ -56,6 +56,9 @@ def prob_bad(threshold: float, confidence: float = 0.95) -> Metric:
         threshold (`float`): Reward under which an output is bad.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
     """
+    tails.prob_below(
+        np.zeros((1, 1)), threshold, confidence
+    )  # refuses arguments out of range before anything is drawn
 
     def compute(scores: list[SampleScore]) -> Value:
         return _with_interval("prob_bad", tails.prob_below(_rewards(scores), threshold, confidence))
@@ -72,6 +75,7 @@ def cvar(level: float = 0.01, confidence: float = 0.95) -> Metric:
         level (`float`, *optional*, defaults to `0.01`): Share of the samples.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
     """
+    tails.cvar(np.zeros((1, 1)), level, confidence)  # refuses arguments out of range before anything is drawn
 
     def compute(scores: list[SampleScore]) -> Value:
         return _with_interval("cvar", tails.cvar(_rewards(scores), level, confidence))
@@ -250,7 +254,9 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
     try:
         log: EvalLog = read_eval_log(str(path))
     except Exception as error:  # of zip files, JSON and Inspect's checks
-        raise ValueError(f"`{path}` cannot be read as a log of Inspect ({type(error).__name__}: {error}).") from error
+        raise ValueError(
+            f"`{path}` cannot be read as a log of Inspect ({type(error).__name__}: {error}); name a finished log."
+        ) from error
     samples, epochs = sorted(log.samples or [], key=lambda each: each.epoch), log.eval.config.epochs or 1
     rows: dict[Any, list[Any]] = {}
     for each in samples:

@@ -129,6 +129,8 @@ def tail_task(
         "prob_bad": lambda rewards: tails.prob_below(rewards, threshold),
         "cvar": lambda rewards: tails.cvar(rewards, level),
     }
+    for estimate in estimates.values():
+        estimate(np.zeros((1, 1)))  # refuses arguments out of range before anything is drawn
     metrics = {
         name + end: lambda rows, estimate=estimate, part=part: getattr(estimate(np.array(rows)), part)
         for name, estimate in estimates.items()

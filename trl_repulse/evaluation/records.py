@@ -180,7 +180,9 @@ def read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"`{folder}` holds no samples: it has no `{HEADER}`.") from None
+        raise ValueError(
+            f"`{folder}` holds no samples: it has no `{HEADER}`; name a folder that `trl-repulse evaluate` has written."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again into another folder.") from error
     content = {key: value for key, value in header.items() if key != "hash"} if isinstance(header, dict) else {}
