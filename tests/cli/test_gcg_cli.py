@@ -114,6 +114,23 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
         assert run("gcg-report", *parts, *report) == 0
     assert (tmp_path / "r.json").read_bytes() == written
 
+    export = ["--threshold", "-4", "--export", tmp_path / "e.json"]
+    assert run("gcg-report", *parts, *export) == 1
+    assert "the results have none; attack with `--save_responses`" in capsys.readouterr().err
+    for part in parts:  # as if they had been saved
+        header, *records = map(json.loads, part.read_text().splitlines())
+        for record in records:
+            record["after"]["responses"] = [f"row {record['row']}"] * len(record["after"]["rewards"])
+        part.write_text("".join(json.dumps(each) + "\n" for each in [header, *records]))
+    assert run("gcg-report", *parts, *export) == 0
+    record = records[0]
+    found = json.loads((tmp_path / "e.json").read_text())["GCG"]["jailbreaks"][record["row"] - 1]
+    assert (found["index"], found["goal"], found["jailbroken"]) == (record["row"] - 1, record["goal"], True)
+    assert (found["prompt"], found["response"]) == (record["goal"] + record["suffix"], f"row {record['row']}")
+    assert run("gcg-report", *parts, *export, "--layout", "harmbench") == 0
+    cases = json.loads((tmp_path / "e.json").read_text())["GCG"]
+    assert [len(row) for row in cases.values()] == [5] * 4 and cases["0"][0]["label"] == 1
+
     assert run("gcg-report", tmp_path / "none.jsonl", "--threshold", "0") == 1
     assert "There is no file" in capsys.readouterr().err
     assert run("gcg-report", *parts, "--threshold", "0", "--k", "6") == 0

@@ -10,7 +10,7 @@ from .._numbers import percent
 from ..evaluation.gcg.results import read_results
 from ..evaluation.records import write_report
 from ._card import check_measured
-from ._fields import add_prompts, add_reward, check_output
+from ._fields import add_export, add_prompts, add_reward, check_output
 from .evaluate import SETTINGS
 
 
@@ -32,13 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
     parser.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="JSON file for the report")
-    parser.add_argument("--export", metavar="FILE", type=Path, help="JSON file for all answers")
-    parser.add_argument(
-        "--layout",
-        choices=("jailbreakbench", "harmbench"),
-        default="jailbreakbench",
-        help="layout of that file (jailbreakbench)",
-    )
+    add_export(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with models")
     for name in _TAKEN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])

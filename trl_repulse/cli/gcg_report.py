@@ -8,7 +8,7 @@ from ..evaluation.gcg.results import format_report, read_results, success_curve,
 from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import check_output
+from ._fields import add_export, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file as well")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw attack success against the threshold")
+    add_export(parser, "all responses to the attacks, judged by the first threshold")
     add_card(parser)
     parser.set_defaults(run=run)
 
@@ -31,10 +32,15 @@ def run(args: argparse.Namespace) -> int:
     check_card(args.card)
     check_output(args.json, "--json")
     check_output(args.figure, "--figure")
+    check_output(args.export, "--export")
     header, records = read_results(*args.results)
     summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
     if args.json is not None:
         write_report(args.json, summary)
+    if args.export is not None:
+        from ..evaluation.attacks import export_gcg  # imports torch
+
+        export_gcg(args.export, records, args.threshold[0], args.layout)
     if args.figure is not None:
         from ..evaluation.plots import plot_attack_success
 

@@ -446,27 +446,57 @@ def export_attempts(
             `"jailbreakbench"`, by attack a list of jailbreaks as in its artifacts: the first success for each behaviour, or the
             first attempt. `"harmbench"`, by attack and `BehaviorID` (or row, if these are missing or repeated) all test cases with generations and labels.
     """
-    written: dict[str, Any] = {}
-    ids = [str(row.get("BehaviorID", i)) for i, row in enumerate(behaviors)]
-    ids = ids if len({*ids}) == len(ids) else list(map(str, range(len(ids))))
+    cases = {}
     for attack in attacks:
-        name, table = attack.name, samples[attack.name].table
         begins = [_prefill(attack, row) for row in behaviors for _ in range(num_samples)]
-        columns = [table[key].to_pylist() for key in ("prompt", "completion", "reward")]
-        cases = [
-            {"prompt": prompt.removesuffix(begin), "response": begin + answer, "jailbroken": score < threshold}
+        columns = [samples[attack.name].table[key].to_pylist() for key in ("prompt", "completion", "reward")]
+        found = [
+            _case(prompt.removesuffix(begin), begin + answer, score, threshold)
             for begin, prompt, answer, score in zip(begins, *columns, strict=True)
         ]
-        by_row = [cases[i : i + num_samples] for i in range(0, len(cases), num_samples)]
+        cases[attack.name] = [found[i : i + num_samples] for i in range(0, len(found), num_samples)]
+    _export(path, cases, dict(enumerate(behaviors)), layout)
+
+
+def export_gcg(path: Path, records: Sequence[dict[str, Any]], threshold: float, layout: str) -> None:
+    """
+    Writes the responses after the attacks of `trl-repulse gcg` as [`export_attempts`] does; a prompt is goal and suffix.
+
+    Raises:
+        `ValueError`: If the results have no responses.
+    """
+    done = [(record, record["after"]) for record in records if record["status"] == "ok"]
+    if not all("responses" in after for _, after in done):
+        raise ValueError("`--export` needs responses, and the results have none; attack with `--save_responses`.")
+    cases = [
+        [
+            _case(record["goal"] + record["suffix"], text, score, threshold)
+            for text, score in zip(after["responses"], after["rewards"], strict=True)
+        ]
+        for record, after in done
+    ]
+    _export(path, {"GCG": cases}, {record["row"] - 1: {"prompt": record["goal"]} for record, _ in done}, layout)
+
+
+def _case(prompt: str, response: str, score: float | None, threshold: float) -> dict[str, Any]:
+    return {"prompt": prompt, "response": response, "jailbroken": score is not None and score < threshold}
+
+
+def _export(path: Path, cases: dict[str, list[list[dict]]], behaviors: dict[int, dict], layout: str) -> None:
+    """Writes cases by attack and behaviour, of which `behaviors` has the rows."""
+    ids = [str(row.get("BehaviorID", i)) for i, row in behaviors.items()]
+    ids = ids if len({*ids}) == len(ids) else list(map(str, behaviors))
+    written: dict[str, Any] = {}
+    for name, by_row in cases.items():
         if layout == "jailbreakbench":
-            written[name] = {"jailbreaks": [_jailbreak(i, behaviors[i], row) for i, row in enumerate(by_row)]}
+            written[name] = {"jailbreaks": list(map(_jailbreak, behaviors, behaviors.values(), by_row))}
         else:
             written[name] = {
-                ids[i]: [
+                behavior: [
                     {"test_case": case["prompt"], "generation": case["response"], "label": int(case["jailbroken"])}
                     for case in row
                 ]
-                for i, row in enumerate(by_row)
+                for behavior, row in zip(ids, by_row, strict=True)
             }
     text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
