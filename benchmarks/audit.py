@@ -36,6 +36,10 @@ WORLDS = [
     *((1e-3, rate, separation) for rate, separation in ((1e-2, 3.0), (1e-3, 4.0))),
     *((1e-4, rate, separation) for rate, separation in ((1e-3, 3.0), (1e-4, 5.0))),
     *((1e-5, rate, separation) for rate, separation in ((1e-3, 3.0), (1e-5, 6.0))),
+    # Common events, as of attacks
+    *((5e-1, rate, separation) for rate, separation in ((1e-1, 2.0), (1e-2, 3.0))),
+    *((2e-1, rate, separation) for rate, separation in ((1e-1, 2.0), (1e-2, 3.0))),
+    (5e-2, 1e-1, 2.0),
 ]
 
 
@@ -128,6 +132,17 @@ def normal_rogan_gladen(world, scored, truth, threshold, seed, rng):
     return {"P(truly bad)": (value, value - half, value + half)}, ""
 
 
+def garak(world, scored, truth, threshold, seed, rng):
+    """As garak (0.17.1) corrects rates of hits: a bootstrap of the judge's verdicts, with sensitivity and specificity as exact."""
+    se, sp = (k / m for k, m in elsewhere(world, rng))
+    if abs(se + sp - 1) < 0.01:
+        se = sp = 1.0
+    hits = scored.scores < threshold
+    rates = rng.binomial(hits.size, hits.mean(), 10_000) / hits.size  # what resampling gives
+    corrected = np.clip((rates + sp - 1) / (se + sp - 1), 0, 1)
+    return {"P(truly bad)": (float("nan"), *np.quantile(corrected, [0.025, 0.975]))}, ""
+
+
 OURS = "double sample, melded"
 METHODS = {
     OURS: double_sample,
@@ -135,6 +150,7 @@ METHODS = {
     "double sample, normal": normal_double_sample,
     "Rogan-Gladen, melded": rogan_gladen,
     "Rogan-Gladen, normal": normal_rogan_gladen,
+    "Rogan-Gladen, as garak": garak,  # of equal weights
 }
 
 
@@ -146,10 +162,13 @@ def truths(world):
 
 
 def main() -> None:
+    global SAMPLES
     parser = argparse.ArgumentParser()
     parser.add_argument("--choice", action="store_true")
     parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     args = parser.parse_args()
+    SAMPLES = args.samples
     worlds, first = (CHOICE, 0) if args.choice else (WORLDS, 2)
     start = time.time()
     heads = [
@@ -173,6 +192,8 @@ def main() -> None:
             if not (scored.weights * (scored.scores < threshold)).any():
                 continue
             for name, method in METHODS.items():
+                if method is garak and scored.mixture is not None:
+                    continue
                 estimates, verdict = method(world, scored, truth, threshold, run, rng)
                 one, *rest = (
                     it if isinstance(it, tuple) else (it.value, it.low, it.high) for it in estimates.values()
@@ -182,10 +203,11 @@ def main() -> None:
                     verdicts.append(verdict == "bounds")
                     others.append([low <= at <= high for (_, low, high), at in zip(rest, true[1:], strict=True)])
         cells = [f"{world[0]:g}", f"{world[1]:g}", f"{true[2]:.3f}"]
-        for ends in found.values():
+        for ends in filter(len, found.values()):
             low, high = np.array(ends).T
             covered = ((low <= world[0]) & (world[0] <= high)).mean()
             cells.append(f"{covered:.1%} ({np.median(high - low) / world[0]:.2g})")
+        cells += [""] * (len(METHODS) + 3 - len(cells))
         cells += [f"{share:.1%}" for share in (np.mean(verdicts), *np.mean(others, axis=0))]
         print(f"| {' | '.join(cells)} |" + f" only {len(verdicts)} runs" * (len(verdicts) < args.runs), flush=True)
     print(f"\nCoverage (median width, in prevalences) over {args.runs} runs; {time.time() - start:.0f} s")
