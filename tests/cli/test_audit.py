@@ -4,6 +4,7 @@ import csv
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from trl_repulse._numbers import plain as plain_number
@@ -50,6 +51,9 @@ def test_labels_reach_every_report(drawn, tmp_path, capsys):
     assert audit["estimates"]["P(truly bad)"]["value"] == pytest.approx(0.08)
     assert audit["estimates"]["sensitivity of r < -1"]["value"] == 1 and audit["verdict"] == "bounds"
     assert "Labels: bounds only. P(truly bad) is between" in printed
+    table = pd.read_csv(labels)
+    table["label"] = table["label"].astype(float)  # as where some are missing
+    table.to_csv(labels, index=False)
     report = tmp_path / "report.json"
     command = ["evaluate", str(samples), "--thresholds", "-1", "--labels", str(labels), "--output", str(report)]
     assert main(command) == 0

@@ -259,7 +259,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     if missing:
         raise ValueError(f"`{path}` has no column `{missing[0]}`; keep all columns that `trl-repulse audit` wrote.")
     for number, row in enumerate(rows, 1):
-        row["label"] = row["label"].strip().lower()
+        row["label"] = row["label"].strip().lower().removesuffix(".0")  # of programs that read numbers
         if row["label"] and row["label"] not in LABELS:
             raise ValueError(
                 f"Row {number} of `{path}` has the `label` {row['label']!r}; write 1 (truly bad), 0, or nothing."
