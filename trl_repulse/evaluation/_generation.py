@@ -25,7 +25,7 @@ from ..data._prompts import check_template_variables, render, warn_of_date
 from ..engine.scoring import with_checks
 from ..engine.trl_bridge import is_async_callable
 from ..generation._batches import end_tokens, until_end
-from ..generation._probe import probe
+from ..generation._probe import Guard, probe
 from ..generation.completions import tokenize
 from ..generation.transformers_generator import draw
 from ..models._loading import load_model, load_tokenizer
@@ -129,6 +129,7 @@ def transformers_engine(
     temperature: float = 1.0,
     end: list[int] | None = None,
     on_drawn: Callable[[int], object] = lambda count: None,
+    guard: Guard | None = None,
 ) -> Engine:
     """
     Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed.
@@ -139,7 +140,7 @@ def transformers_engine(
             "Neither model nor tokenizer has an end token: each completion has `max_completion_length` tokens. Set "
             "`tokenizer.eos_token` if completions are to end."
         )
-    guard, device = probe(model), next(model.parameters()).device
+    device, guard = next(model.parameters()).device, guard or probe(model)
     settings = {"max_new_tokens": max_completion_length, "temperature": temperature, "eos_token_id": end or None}
 
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:

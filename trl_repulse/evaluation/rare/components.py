@@ -8,9 +8,10 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ...generation._cache import generating_by, growing_cache, with_cache
 from ...models._adapters import base_of, in_mode
@@ -77,8 +78,7 @@ class Component:
         logits = self.logits(of_policy, of_model)
         if self.tokens is not None:
             logits = torch.cat([logits[:, : self.tokens], of_policy[:, self.tokens :]], dim=1)
-        chosen = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-        return chosen.masked_fill(~counts, 0.0).double().sum(dim=1)
+        return log_prob(logits, completion, counts)
 
     @property
     def draws_alone(self) -> bool:
@@ -86,9 +86,9 @@ class Component:
         return self.share == 1 and self.tokens is None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it draws from its model as it is."""
-        return self.draws_alone and self.temperature == 1 and self.bias is None and not (self.prefix or self.min_p)
+    def changes_nothing(self) -> bool:
+        """Whether it draws from its model as it is, behind the prefix."""
+        return self.draws_alone and self.temperature == 1 and self.bias is None and not self.min_p
 
     def read(self, prompt: Prompt) -> Prompt:
         """A prompt as `model` reads it."""
@@ -99,12 +99,18 @@ class Component:
         return [{"role": "system", "content": self.prefix}, *prompt]
 
 
+def log_prob(logits: torch.Tensor, completion: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities (B,), nats, float64, of the tokens of completions (B, T) that count (B, T), from logits (B, T, V)."""
+    chosen = logits.gather(-1, completion.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
+    return chosen.masked_fill(~counts, 0.0).double().sum(dim=1)
+
+
 class _Changed(LogitsProcessor):
     """A component's logits in place of those of the model that generates, for rows of one prompt of `length` tokens."""
 
     def __init__(self, component: Component, length: int, read_ids: list[int] | None, use_cache: bool):
         self.component, self.length, self.read_ids, self.use_cache = component, length, read_ids, use_cache
-        self.cache = None
+        self.cache: Cache | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         completion = input_ids[:, self.length :]
@@ -126,18 +132,21 @@ class _Changed(LogitsProcessor):
 
 @contextlib.contextmanager
 def drawn_by(
-    policy: PreTrainedModel, component: Component, length: int, read_ids: list[int], use_cache: bool = True
+    policy: PreTrainedModel, component: Component, length: int, read_ids: list[int], use_cache: bool
 ) -> Iterator[None]:
     """
     Context in which `generate` of the component's model, or of the policy if that takes part, draws as the component does. `length`
     is the number of tokens of the prompt that it is given, and `read_ids` are those that the component's model reads.
     """
     alone = component.draws_alone
+    if component.changes_nothing:
+        yield
+        return
     base = base_of(component.model if alone else policy)
     changed = _Changed(component, length, None if alone else read_ids, use_cache)
     generate = base.generate
 
-    def changed_generate(*args, **kwargs):
+    def changed_generate(*args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs, logits_processor=LogitsProcessorList([changed]))
 
     with generating_by(base, changed_generate):

@@ -81,12 +81,13 @@ def draw_by_pilot(
     first, counts = pilot_counts(num_samples, len(names) - 1)
     given = tokenizer, prompts, reward
 
-    def drawn(parts: Sequence[PreTrainedModel | Component], counts: Sequence[int], stage: int) -> Draws:
+    def drawn(parts: Sequence[Component], counts: Sequence[int], stage: int) -> Draws:
         return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **kwargs)
 
-    learning = drawn([policy, Component(policy, temperature=_LEARNED_AT)], [first, first], 0)
+    hot = Component(policy, temperature=_LEARNED_AT)
+    learning = drawn([Component(policy), hot], [first, first], 0)
     biases = raised_tokens(learning, policy.config.get_text_config().vocab_size)
-    parts = [policy, *components.values(), *(Component(policy, bias=bias) for bias in biases)]
+    parts = [Component(policy), *components.values(), *(Component(policy, bias=bias) for bias in biases)]
     pilot = drawn(parts, counts, 1)
     counts = choose_counts(pilot.sample, num_samples - 2 * first - sum(counts), thresholds, levels)
     broadcast_object_list(counts)  # devices of two kinds may round otherwise
@@ -125,7 +126,7 @@ def choose_counts(
     quantiles = [weighted_quantile(pilot, level) for level in levels]
     tails = [tail(pilot, pilot.rewards < each) for each in thresholds]
     tails += [tail(pilot, pilot.rewards <= each) for each in quantiles]
-    shares = choose_shares(pilot, sum(part / part.sum().square() for part in tails))
+    shares = choose_shares(pilot, torch.stack([part / part.sum().square() for part in tails]).sum(dim=0))
     counts = [int(number * share) for share in shares.tolist()]
     counts = [0 if k and n < 2 else n for k, n in enumerate(counts)]
     counts[0] += number - sum(counts)

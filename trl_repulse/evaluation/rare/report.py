@@ -159,7 +159,7 @@ def estimate_prob_bad(
     shared = {name: kwargs[name] for name in ("chat_template_kwargs", "batch_size", "seed") if name in kwargs}
     hot = find_temperature(policy, tokenizer, prompts["prompt"][:], max_completion_length, DIVERGENCE, **shared)
     counts = [num_samples, num_samples]
-    components = [policy, Component(policy, temperature=hot)]
+    components = [Component(policy), Component(policy, temperature=hot)]
     sample = draw(components, tokenizer, prompts, reward, counts, max_completion_length, **kwargs).sample
     return prob_bad(sample, threshold)
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
 from ...generation._batches import end_tokens
+from ...generation._probe import probe
 from ...models._adapters import in_mode
 from ...models._model_checks import check_causal
 from .._generation import (
@@ -37,7 +38,7 @@ from .._generation import (
     transformers_engine,
 )
 from ..tails import check_sizes
-from .components import Component, drawn_by
+from .components import Component, drawn_by, log_prob
 from .mixture import MixtureSample, check_counts, join_parts
 
 
@@ -113,7 +114,7 @@ def draw(
     check_counts(counts)
     parts = [each if isinstance(each, Component) else Component(each) for each in components]
     policy = parts[0].model
-    if not parts[0].is_plain:
+    if not parts[0].changes_nothing or parts[0].prefix:
         raise ValueError("The first of `components` must be the policy as it is; pass the model itself.")
     check_sizes(max_completion_length=max_completion_length, batch_size=batch_size)
     if isinstance(reward, nn.Module) and reward_tokenizer is None:
@@ -146,9 +147,14 @@ def draw(
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
     ):
         models = {id(part.model): part.model for part in parts}
-        options = {"end": end, "on_drawn": drawn.update}
+        guards = {key: probe(model) for key, model in models.items()}
         engines = {
-            key: transformers_engine(model, tokenizer, max_completion_length, batch_size, **options)
+            key: transformers_engine(
+                *(model, tokenizer, max_completion_length, batch_size),
+                end=end,
+                on_drawn=drawn.update,
+                guard=guards[key],
+            )
             for key, model in models.items()
         }
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
@@ -157,7 +163,8 @@ def draw(
             for _, k, seed in own:
                 source = parts[k].model if parts[k].draws_alone else policy
                 ids = read[parts[k].prefix if parts[k].draws_alone else ""]
-                with drawn_by(policy, parts[k], len(ids), read[parts[k].prefix]):
+                use_cache = guards[id(parts[k].model)].use_cache
+                with drawn_by(policy, parts[k], len(ids), read[parts[k].prefix], use_cache):
                     rows += engines[id(source)]([ids] * counts[k], seed)
             density = _score(parts, read, rows, end, batch_size, drawn.update)
             texts_of = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
@@ -195,7 +202,7 @@ def completion_log_prob(
         `torch.Tensor` of shape `(B,)`: log-probabilities in nats, float64, on the CPU.
     """
     logits, completion, counts = completion_logits(model, prompt_ids, completion_ids, end_token_ids)
-    return Component(model).log_prob(logits, logits, completion, counts).cpu()
+    return log_prob(logits, completion, counts).cpu()
 
 
 def find_temperature(

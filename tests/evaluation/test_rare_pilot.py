@@ -1,0 +1,264 @@
+"""Components whose density is known, and a pilot that shares completions out among them."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from trl_repulse.cli.main import main
+from trl_repulse.evaluation.rare.components import Component
+from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
+from trl_repulse.evaluation.rare.pilot import (
+    choose_counts,
+    choose_shares,
+    draw_by_pilot,
+    pilot_counts,
+    policy_components,
+    raised_tokens,
+    tail,
+)
+from trl_repulse.evaluation.rare.sampling import completion_logits, draw
+
+from ..conftest import build_model
+from ..distributed_support import launcher, run_forked
+
+
+@pytest.fixture
+def models(architecture, tokenizer):
+    return [build_model(architecture, len(tokenizer), seed) for seed in (0, 1)]
+
+
+def components_of(policy, other, vocabulary):
+    bias = torch.linspace(-1, 1, vocabulary)
+    return {
+        "half of another model": Component(other, share=0.5),
+        "beyond it, hotter": Component(other, share=1.5, temperature=1.5),
+        "first token": Component(policy, temperature=3.0, tokens=1),
+        "first token of another model": Component(other, tokens=1),
+        "bias": Component(policy, bias=bias),
+        "all": Component(other, share=0.5, temperature=2.0, bias=bias, tokens=1),
+    }
+
+
+def test_components_draw_as_they_are_scored(models, tokenizer, prompts, evaluator, reward):
+    """Against enumeration: probabilities of all completions sum to 1 and follow the formula, and draws have them."""
+    policy, other = models
+    components = components_of(policy, other, len(tokenizer))
+    ids = evaluator.completion_ids.masked_fill(evaluator.completion_ids < 0, tokenizer.pad_token_id)
+    prompt = tokenizer(prompts["prompt"][0])["input_ids"]
+    (of_policy, completion, counts), (of_other, *_) = (
+        completion_logits(model, prompt, ids, [tokenizer.eos_token_id]) for model in models
+    )
+    draws = draw(
+        [policy, *components.values()], tokenizer, prompts["prompt"][:1], reward_of(reward), [400] * 7, 2, seed=3
+    )
+    for k, (name, component) in enumerate(components.items(), 1):
+        given = of_policy if component.model is policy else of_other
+        log_q = component.log_prob(of_policy, given, completion, counts)
+        assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-4), name
+        mixed = (1 - component.share) * of_policy.log_softmax(-1) + component.share * given.log_softmax(-1)
+        changed = mixed / component.temperature + (0 if component.bias is None else component.bias)
+        changed = torch.cat(
+            [changed[:, : component.tokens], of_policy[:, component.tokens or 2 :]], dim=1
+        ).log_softmax(-1)
+        expected = changed.gather(2, completion.unsqueeze(2)).squeeze(2).masked_fill(~counts, 0).sum(dim=1)
+        assert torch.allclose(log_q, expected.double(), atol=1e-4), name
+        found, mean = draws.sample.log_density[0, 400 * k : 400 * (k + 1), k], float((log_q.exp() * log_q).sum())
+        deviation = float((log_q.exp() * log_q.square()).sum() - mean**2) ** 0.5
+        assert abs(float(found.mean()) - mean) < 4 * deviation / 20, name
+        for row, value in zip(draws.ids[0][400 * k :][:20], found, strict=False):
+            same = (ids[:, : len(row)] == torch.tensor(row)).all(dim=1)
+            assert any(torch.isclose(log_q[same], value, atol=1e-4)), name
+    assert largest_normalization_error(draws.sample) < 4
+
+
+def reward_of(reward):
+    return lambda prompts, completions, **_: reward([p + c for p, c in zip(prompts, completions, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "`temperature=0.0` must be above 0"),
+        ({"temperature": math.inf}, "finite"),
+        ({"share": math.nan}, "`share=nan` must be a number"),
+        ({"tokens": 0}, "`tokens=0` must be at least 1"),
+    ],
+)
+def test_what_a_component_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        Component(None, **change)
+
+
+def test_the_policy_comes_first_as_it_is(tokenizer, reward):
+    model = build_model("gpt2", len(tokenizer))
+    with pytest.raises(ValueError, match="must be the policy as it is"):
+        draw([Component(model, temperature=2.0)], tokenizer, ["the cat"], reward, [4], 2)
+
+
+def sample_from(log_p, log_q, counts, rewards, seed=0):
+    """Draws from tables (S,) of log-probabilities, the policy's first, of one prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.stack([log_p, *log_q])
+    drawn = [
+        torch.multinomial(q.exp(), max(n, 1), True, generator=generator)[:n]
+        for q, n in zip(columns, counts, strict=True)
+    ]
+    index = torch.cat(drawn)
+    return MixtureSample(rewards[index][None], columns.T[index][None], tuple(counts))
+
+
+@pytest.fixture
+def world():
+    """Policy, a good proposal, a useless one, and one that finds half of what is bad; rewards."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(200, generator=generator, dtype=torch.float64)
+    log_p = (torch.randn(200, generator=generator, dtype=torch.float64) + 2 * rewards).log_softmax(0)
+    bad = rewards < -1.2
+    good = (log_p - 3 * rewards).log_softmax(0)
+    half = (log_p + 6.0 * (bad & (torch.arange(200) % 2 == 0))).log_softmax(0)
+    return log_p, [good, (log_p + 5 * rewards).log_softmax(0), half], rewards, bad
+
+
+def second_moment(world, shares):
+    log_p, others, _, bad = world
+    mixture = (torch.stack([log_p, *others]) + torch.tensor(shares, dtype=torch.float64).log()[:, None]).logsumexp(0)
+    return float(((2 * log_p - mixture).exp() * bad).sum())
+
+
+def test_shares_are_the_best_of_all_mixtures(world):
+    """On contributions of every completion, against a search over the simplex."""
+    log_p, others, rewards, bad = world
+    everything = MixtureSample(rewards[None], torch.stack([log_p, *others], dim=-1)[None], (200, 0, 0, 0))
+    found = choose_shares(everything, (log_p.exp() * bad)[None], least=0.5).tolist()
+    assert sum(found) == pytest.approx(1) and found[0] >= 0.5 and found[2] < 1e-3
+    steps = [i / 20 for i in range(11)]
+    grid = [(1 - a - b - c, a, b, c) for a in steps for b in steps for c in steps if a + b + c <= 0.5]
+    assert second_moment(world, found) <= min(second_moment(world, each) for each in grid) * 1.0001
+    own = choose_shares(everything, (log_p.exp() * bad)[None], least=1.0).tolist()
+    assert own == pytest.approx([1, 0, 0, 0])
+
+
+def test_counts_of_a_pilot_are_near_the_best(world):
+    log_p, others, rewards, _ = world
+    pilot = sample_from(log_p, others, (300, 100, 100, 100), rewards)
+    counts = choose_counts(pilot, 1000, thresholds=[-1.2])
+    assert sum(counts) == 1000 and counts[0] >= 500 and all(n == 0 or n >= 2 for n in counts)
+    best = choose_counts(
+        sample_from(log_p, others, (40_000, 20_000, 20_000, 20_000), rewards), 1000, thresholds=[-1.2]
+    )
+    assert second_moment(world, [max(n, 1e-9) / 1000 for n in counts]) < 1.2 * second_moment(
+        world, [max(n, 1e-9) / 1000 for n in best]
+    )
+    level = float((log_p.exp() * (rewards < -1.2)).sum())
+    assert choose_counts(pilot, 1000, levels=[level])[0] >= 500
+    assert choose_counts(pilot, 1000, thresholds=[-1.2, -0.5])[1] > 0
+
+
+def test_a_tail_without_finds_is_widened():
+    """No reward is under the threshold: the ten lowest of the policy's own draws stand for it."""
+    rewards = torch.arange(100, dtype=torch.float64)[None]
+    sample = MixtureSample(rewards, torch.zeros(1, 100, 1), (100,))
+    assert torch.where(tail(sample, rewards < -1)[0])[0].tolist() == [*range(10)]
+    assert torch.where(tail(sample, rewards < 30)[0])[0].tolist() == [*range(30)]
+    alike = MixtureSample(torch.zeros(1, 100), torch.zeros(1, 100, 1), (100,))
+    assert bool((tail(alike, alike.rewards < -1) == 1).all())
+
+
+def test_samples_are_joined_by_component(world):
+    log_p, others, rewards, _ = world
+    one, other = (sample_from(log_p, others[:2], counts, rewards, seed=9) for counts in ((3, 2, 0), (2, 0, 4)))
+    both = one.joined(other)
+    assert both.counts == (5, 2, 4)
+    assert both.rewards[0].tolist() == [
+        *one.rewards[0, :3],
+        *other.rewards[0, :2],
+        *one.rewards[0, 3:],
+        *other.rewards[0, 2:],
+    ]
+    assert both.log_density.shape == (1, 11, 3)
+
+
+def test_tokens_of_low_rewards_are_raised(tokenizer, reward):
+    model = build_model("gpt2", len(tokenizer))
+
+    def judge(prompts, completions):
+        return [-3.0 * text.count("bad") for text in completions]
+
+    draws = draw([model], tokenizer, ["the cat", "fish"], judge, [300], 2, seed=0)
+    for bias in raised_tokens(draws, len(tokenizer)):
+        assert tokenizer.decode(int(bias.argmax())) == " bad" and 0 < float(bias.max()) <= 3
+    flat = draw([model], tokenizer, ["the cat"], lambda prompts, completions: [0.0] * len(prompts), [20], 2)
+    assert not any(bool(bias.any()) for bias in raised_tokens(flat, len(tokenizer)))
+
+
+@pytest.mark.parametrize("architecture", ["llama"], indirect=True)
+def test_a_pilot_estimates_what_enumeration_knows(models, tokenizer, prompts, evaluator, reward):
+    from trl_repulse.evaluation.rare.estimates import prob_bad
+
+    policy, reference = models
+    components = policy_components(policy, reference)
+    draws, names = draw_by_pilot(
+        policy, components, tokenizer, prompts["prompt"], reward_of(reward), 1200, 2, thresholds=[-2.0], seed=1
+    )
+    first, pilot = pilot_counts(1200, len(names) - 1)
+    assert sum(draws.sample.counts) == 1200 - 2 * first == len(draws.ids[0]) == len(draws.texts[0])
+    assert all(count >= least for count, least in zip(draws.sample.counts, pilot, strict=True))
+    assert names[0] == "policy" and names[-1] == "policy, raised tokens × 1.5" and len(names) == 14
+    truth = float((evaluator.log_probs(policy).exp() * (evaluator.rewards < -2.0)).sum(1).mean())
+    estimate = prob_bad(draws.sample, -2.0)
+    assert estimate.low < truth < estimate.high and largest_normalization_error(draws.sample) < 4
+    texts = [prompts["prompt"][0] + text for text in draws.texts[0]]
+    assert draws.sample.rewards[0].tolist() == reward(texts)
+    assert tokenizer.batch_decode(draws.ids[0], skip_special_tokens=True) == draws.texts[0]
+
+
+@pytest.fixture
+def command(tmp_path, model_dirs, tokenizer):
+    build_model("gpt2", len(tokenizer), seed=1).save_pretrained(tmp_path / "reference")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
+    )
+    arguments = ["rare-events", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type"]
+    arguments += [f"{tmp_path / 'mine.py'}:reward", "--max_completion_length", "2", "--threshold", "-1"]
+    return [*arguments, "--output", str(tmp_path / "report.json")]
+
+
+def test_command(command, tmp_path, capsys):
+    reference = ["--reference", str(tmp_path / "reference")]
+    for more, components in (([], 10), (reference, 14), (["--num_proposal_samples", "0"], 1)):
+        assert main([*command, "--num_samples", "300", *more]) == 0
+        report, printed = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr().out
+        assert len(report["components"]) == len(report["counts"]) == components
+        assert report["counts"][0] >= sum(report["counts"]) / 2
+        assert ("Completions of each prompt" in printed) == (components > 1)
+        assert report["prob_bad"][0]["low"] < report["prob_bad"][0]["value"] < report["prob_bad"][0]["high"]
+        assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 9 components; give at least 80"),
+        (["--divergence", "1"], "`--divergence` has no effect without `--proposal`"),
+        (["--num_proposal_samples", "5"], "`--num_proposal_samples` has no effect without `--proposal`"),
+        (["--reference", "x", "--num_proposal_samples", "0"], "`--reference` is for the pilot"),
+    ],
+)
+def test_command_refuses(command, capsys, change, message):
+    assert main([*command, *change]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_two_processes_choose_what_one_chooses(command, tmp_path):
+    command = [*command, "--num_samples", "300", "--reference", str(tmp_path / "reference")]
+    run_forked([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command])
+    two = json.loads((tmp_path / "report.json").read_text())
+    assert main(command) == 0
+    one = json.loads((tmp_path / "report.json").read_text())
+    assert two["counts"] == one["counts"]
+    assert two["prob_bad"][0]["value"] == pytest.approx(one["prob_bad"][0]["value"], rel=1e-4)
