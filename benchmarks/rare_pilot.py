@@ -2,6 +2,7 @@
 
     python -m benchmarks.rare_pilot
     python -m benchmarks.rare_pilot --tables runs/rare --worlds
+    python -m benchmarks.rare_pilot --models runs/policy runs/held_out/shop --total 400 --seeds 100
     python -m benchmarks.rare_pilot --mbar
 
 Every completion's probability under every component is known, and repetitions draw from these tables as `draw_by_pilot` does from
@@ -22,13 +23,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.held_out.evaluate import load_world
 from benchmarks.rare_world import load_tables, train
 from examples.worlds import two_tokens
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
 from trl_repulse.evaluation.rare.pilot import choose_counts, pilot_counts, policy_components, raised_tokens
-from trl_repulse.evaluation.rare.sampling import Draws, completion_logits
+from trl_repulse.evaluation.rare.sampling import Draws, completion_logits, draw
+from trl_repulse.math.token_effects import TILTS
 
 
 POLICY, REFERENCE = "policy", "reference"
@@ -188,6 +191,71 @@ def report(world: World, total: int, seeds: int) -> tuple[str, ...]:
     )
 
 
+def models_report(
+    policy: Path, folder: Path, prompts: int, size: int, total: int, seeds: int, threshold: float | None
+) -> None:
+    """
+    The same for a policy of a held-out world, or of one of real text, and the initial policy as reference. `size` completions of each
+    prompt are drawn from each component once, and twice as many from the policy. A repetition takes a pilot from them,
+    and the squared error of what it chose is estimated by all of them, as that of the grid is: so errors of intervals are not measured.
+    """
+    world = load_world(folder)
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, world.policy_path)
+    )
+    threshold = world.threshold if threshold is None else threshold
+    reward, rest = world.load_reward_model(), (world.completion_length,)
+    options = {"batch_size": 128, "progress": False}
+    if isinstance(reward, torch.nn.Module):
+        options["reward_tokenizer"] = AutoTokenizer.from_pretrained(world.reward_model_path)
+    given, components = (
+        (world.tokenizer, world.prompts("unseen")[:prompts], reward),
+        policy_components(model, reference),
+    )
+    first, pilot = pilot_counts(total, len(components) + 3)
+    learning = draw([model, Component(model, temperature=1.6)], *given, [first, first], *rest, seed=1, **options)
+    for size_of, bias in zip(TILTS, raised_tokens(learning, model.config.vocab_size), strict=True):
+        components[f"policy, raised tokens × {size_of:g}"] = Component(model, bias=bias)
+    counts = [2 * size, *[size] * len(components)]
+    pool = draw([model, *components.values()], *given, counts, *rest, seed=2, **options).sample
+    found = pool.log_w.exp() * (pool.rewards < threshold)
+    truth, effective = float(found.mean()), float(found.sum() ** 2 / found.square().sum())
+
+    def error(shares: list[float]) -> float:
+        mixture = (pool.log_density + torch.tensor(shares, dtype=torch.float64).log()).logsumexp(dim=-1)
+        return (float((found * (pool.log_density[..., 0] - mixture).exp()).mean()) / truth**2 - 1) / (total * prompts)
+
+    others = len(components)
+    grid = {name: error([0.5, *(0.5 * (k == other) for other in range(others))]) for k, name in enumerate(components)}
+    grid |= {"all alike": error([0.5, *[0.5 / others] * others]), "plain": error([1.0, *[0.0] * others])}
+    best, generator, errors = min(grid, key=grid.__getitem__), torch.Generator().manual_seed(0), []
+    for _ in range(seeds):
+        starts = [sum(counts[:k]) for k in range(len(counts))]
+        places = [
+            start + torch.rand(len(found), n, generator=generator).argsort(dim=1)[:, :m]
+            for start, n, m in zip(starts, counts, pilot, strict=True)
+        ]
+        index = torch.cat(places, dim=1)
+        density = pool.log_density.gather(1, index.unsqueeze(-1).expand(-1, -1, len(counts)))
+        seen = MixtureSample(pool.rewards.gather(1, index), density, tuple(pilot))
+        chosen = choose_counts(seen, total - 2 * first - sum(pilot), [threshold])
+        drawn = [a + b for a, b in zip(pilot, chosen, strict=True)]
+        errors.append(error([n / sum(drawn) for n in drawn]) * total / sum(drawn))
+    middle, low, high = (float(torch.tensor(errors).quantile(q)) for q in (0.5, 0.05, 0.95))
+    print(
+        f"{world.name}, r < {threshold:g}: P(bad) {truth:.1e}, from {effective:.0f} effective completions; normalisation is off by"
+    )
+    print(f"{largest_normalization_error(pool):.1f} standard errors. Gain of each over plain sampling:")
+    for name, value in sorted(grid.items(), key=lambda item: item[1]):
+        print(f"| {name} | {grid['plain'] / value:.2f} |")
+    print(
+        f"| **chosen by a pilot** (5 % and 95 % of {seeds}) | {grid['plain'] / middle:.1f} ({grid['plain'] / high:.1f}, {grid['plain'] / low:.1f}) |"
+    )
+    print(
+        f"Squared error over that of the best, {best}: {middle / grid[best]:.2f} ({low / grid[best]:.2f}, {high / grid[best]:.2f})"
+    )
+
+
 def mbar(sample: MixtureSample, bad: torch.Tensor) -> tuple[float, float]:
     """
     P(bad) by the multistate Bennett acceptance ratio (Shirts and Chodera, 2008), which takes the components' normalisation for unknown,
@@ -270,9 +338,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=400)
     parser.add_argument("--worlds", type=int, nargs="*", default=[10, 11, 12, 13], help="seeds of random worlds")
     parser.add_argument("--tables", type=Path, help="folder of `rare_events.py`")
+    parser.add_argument(
+        "--models", type=Path, nargs=2, metavar=("POLICY", "WORLD"), help="a policy of a held-out world alone"
+    )
+    parser.add_argument("--prompts", type=int, default=30, help="of those, how many")
+    parser.add_argument("--size", type=int, default=100, help="completions of each from each component")
+    parser.add_argument("--threshold", type=float, help="in place of the world's")
     parser.add_argument("--mbar", action="store_true", help="the second opinion alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.models:
+        models_report(*options.models, options.prompts, options.size, options.total, options.seeds, options.threshold)
+        return
     if options.mbar:
         second_opinion([random_world(seed, 1e-4) for seed in options.worlds], options.total, options.seeds)
         return

@@ -188,7 +188,7 @@ def test_tokens_of_low_rewards_are_raised(tokenizer, reward):
 
     draws = draw([model], tokenizer, ["the cat", "fish"], judge, [300], 2, seed=0)
     for bias in raised_tokens(draws, len(tokenizer)):
-        assert tokenizer.decode(int(bias.argmax())) == " bad" and 0 < float(bias.max()) <= 3
+        assert tokenizer.decode(int(bias.argmax())) == "bad" and 0 < float(bias.max()) <= 3
     flat = draw([model], tokenizer, ["the cat"], lambda prompts, completions: [0.0] * len(prompts), [20], 2)
     assert not any(bool(bias.any()) for bias in raised_tokens(flat, len(tokenizer)))
 
