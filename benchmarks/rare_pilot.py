@@ -191,6 +191,16 @@ def report(world: World, total: int, seeds: int) -> tuple[str, ...]:
     )
 
 
+def gain_of_prompts(known: torch.Tensor, moments: torch.Tensor, floor: float = 0.5) -> float:
+    """
+    The factor on the squared error if prompts got completions by the square root of their second moments (P,), as `known` has them,
+    mixed with as many for each; `moments` (P,) are those that count.
+    """
+    roots = known.sqrt()
+    share = floor / len(roots) + (1 - floor) * roots / roots.sum() if float(roots.sum()) else roots + 1 / len(roots)
+    return float((moments / (len(roots) * share)).sum() / moments.sum())
+
+
 def models_report(
     policy: Path, folder: Path, prompts: int, size: int, total: int, seeds: int, threshold: float | None
 ) -> None:
@@ -221,14 +231,18 @@ def models_report(
     found = pool.log_w.exp() * (pool.rewards < threshold)
     truth, effective = float(found.mean()), float(found.sum() ** 2 / found.square().sum())
 
-    def error(shares: list[float]) -> float:
+    def second(shares: list[float]) -> torch.Tensor:
         mixture = (pool.log_density + torch.tensor(shares, dtype=torch.float64).log()).logsumexp(dim=-1)
-        return (float((found * (pool.log_density[..., 0] - mixture).exp()).mean()) / truth**2 - 1) / (total * prompts)
+        return found * (pool.log_density[..., 0] - mixture).exp()  # (P, N)
+
+    def error(shares: list[float]) -> float:
+        return (float(second(shares).mean()) / truth**2 - 1) / (total * prompts)
 
     others = len(components)
     grid = {name: error([0.5, *(0.5 * (k == other) for other in range(others))]) for k, name in enumerate(components)}
     grid |= {"all alike": error([0.5, *[0.5 / others] * others]), "plain": error([1.0, *[0.0] * others])}
     best, generator, errors = min(grid, key=grid.__getitem__), torch.Generator().manual_seed(0), []
+    by_prompt, by_half = [], []
     for _ in range(seeds):
         starts = [sum(counts[:k]) for k in range(len(counts))]
         places = [
@@ -240,7 +254,13 @@ def models_report(
         seen = MixtureSample(pool.rewards.gather(1, index), density, tuple(pilot))
         chosen = choose_counts(seen, total - 2 * first - sum(pilot), [threshold])
         drawn = [a + b for a, b in zip(pilot, chosen, strict=True)]
-        errors.append(error([n / sum(drawn) for n in drawn]) * total / sum(drawn))
+        shares = [n / sum(drawn) for n in drawn]
+        errors.append(error(shares) * total / sum(drawn))
+        moments = second(shares)
+        seen_moments = moments.gather(1, index).sum(dim=1)  # (P,), of the pilot's completions alone
+        by_prompt.append(gain_of_prompts(seen_moments, moments.sum(dim=1)))
+        by_half.append(gain_of_prompts(moments[:, ::2].sum(dim=1), moments[:, 1::2].sum(dim=1)))
+    known = [float(torch.tensor(each).mean()) for each in (by_prompt, by_half)]
     middle, low, high = (float(torch.tensor(errors).quantile(q)) for q in (0.5, 0.05, 0.95))
     print(
         f"{world.name}, r < {threshold:g}: P(bad) {truth:.1e}, from {effective:.0f} effective completions; normalisation is off by"
@@ -253,6 +273,9 @@ def models_report(
     )
     print(
         f"Squared error over that of the best, {best}: {middle / grid[best]:.2f} ({low / grid[best]:.2f}, {high / grid[best]:.2f})"
+    )
+    print(
+        f"Completions shared out over prompts: squared error × {known[0]:.2f} by the pilot, × {known[1]:.2f} by half of all"
     )
 
 
