@@ -26,7 +26,7 @@ from .sampling import Draws, draw
 
 
 LEAST_OF_THE_POLICY = 0.5  # share of the completions
-FIRST, SECOND = 1 / 16, 1 / 8  # shares of the pilots
+FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
 ENOUGH = 10.0  # effective completions of the tail that a choice rests on
 _STEPS = 200
 _LEARNED_AT = 1.6  # temperature of half of the first pilot
@@ -123,9 +123,9 @@ def choose_counts(
     pilot: MixtureSample, number: int, thresholds: Sequence[float] = (), levels: Sequence[float] = ()
 ) -> list[int]:
     """Completions of each prompt from each of the K components, `number` in all, for the least variance that a pilot estimates."""
-    quantiles = [weighted_quantile(pilot, level) for level in levels]
-    tails = [tail(pilot, pilot.rewards < each) for each in thresholds]
-    tails += [tail(pilot, pilot.rewards <= each) for each in quantiles]
+    bad = [pilot.rewards < each for each in thresholds]
+    bad += [pilot.rewards <= weighted_quantile(pilot, level) for level in levels]
+    tails = [tail(pilot, each) for each in bad]
     shares = choose_shares(pilot, torch.stack([part / part.sum().square() for part in tails]).sum(dim=0))
     counts = [int(number * share) for share in shares.tolist()]
     counts = [0 if k and n < 2 else n for k, n in enumerate(counts)]
