@@ -241,7 +241,7 @@ def test_command(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 9 components; give at least 80"),
+        (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 9 components; give at least 90"),
         (["--divergence", "1"], "`--divergence` has no effect without `--proposal`"),
         (["--num_proposal_samples", "5"], "`--num_proposal_samples` has no effect without `--proposal`"),
         (["--reference", "x", "--num_proposal_samples", "0"], "`--reference` is for the pilot"),

@@ -4,8 +4,8 @@ Draws from a mixture whose components a pilot chose, and says how many completio
 Axis letters: P prompts, N completions per prompt, K components, V vocabulary.
 
 A first pilot draws from the policy and from it at a higher temperature; tokens' effects on the reward are learned from its
-completions. A second one draws from all components, among them the policy with such tokens raised. Counts of the rest minimise the
-variance that this pilot estimates (Owen and Zhou, 2000, show how it depends on them). The second pilot and the rest are one sample.
+completions. A second one draws from all components, among them the policy with such tokens raised. The rest is drawn from the
+mixture that is nearest to the bad completions of this pilot. The second pilot and the rest are one sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from .sampling import Draws, draw
 
 LEAST_OF_THE_POLICY = 0.5  # share of the completions
 FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
-ENOUGH = 10.0  # effective completions of the tail that a choice rests on
+ENOUGH = 50.0  # effective completions of the tail that a choice rests on
 _STEPS = 200
 _LEARNED_AT = 1.6  # temperature of half of the first pilot
 
@@ -122,11 +122,11 @@ def raised_tokens(draws: Draws, vocabulary: int) -> list[torch.Tensor]:
 def choose_counts(
     pilot: MixtureSample, number: int, thresholds: Sequence[float] = (), levels: Sequence[float] = ()
 ) -> list[int]:
-    """Completions of each prompt from each of the K components, `number` in all, for the least variance that a pilot estimates."""
+    """Completions of each prompt from each of the K components, `number` in all, that find most of the tail of a pilot."""
     bad = [pilot.rewards < each for each in thresholds]
     bad += [pilot.rewards <= weighted_quantile(pilot, level) for level in levels]
     tails = [tail(pilot, each) for each in bad]
-    shares = choose_shares(pilot, torch.stack([part / part.sum().square() for part in tails]).sum(dim=0))
+    shares = choose_shares(pilot, torch.stack([part / part.sum() for part in tails]).sum(dim=0))
     counts = [int(number * share) for share in shares.tolist()]
     counts = [0 if k and n < 2 else n for k, n in enumerate(counts)]
     counts[0] += number - sum(counts)
@@ -150,8 +150,8 @@ def choose_shares(
     sample: MixtureSample, contributions: torch.Tensor, least: float = LEAST_OF_THE_POLICY
 ) -> torch.Tensor:
     """
-    Shares (K,) of the components of the mixture m for which the second moment Σ contribution · p / m is lowest, with at least so much
-    for the policy p. The problem is convex; the multiplicative algorithm for optimal designs solves it (Yu, 2010).
+    Shares (K,) of the components of the mixture m for which the cross-entropy −Σ contribution · log m is lowest, with at least so
+    much for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex; expectation-maximisation solves it.
     """
     found = contributions > 0
     density = sample.log_density[found].double()  # (F, K)
@@ -161,6 +161,6 @@ def choose_shares(
     rest = torch.full_like(own, 1 / len(own))
     for _ in range(_STEPS):
         mixture = ratio @ (least * own + (1 - least) * rest)  # m / p
-        rest = rest * (ratio.T @ (weight / mixture.square())).sqrt()
+        rest = rest * (ratio.T @ (weight / mixture))
         rest = rest / rest.sum()
     return least * own + (1 - least) * rest
