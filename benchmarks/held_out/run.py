@@ -11,7 +11,6 @@ instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are no
 
 import argparse
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -96,10 +95,6 @@ def train(
     if method["trainer"] in offline.TRAINERS:
         return offline.train(world, method, seed, completions, folder)
     trainer_class, config_class = trainer_of(method["trainer"])
-    if "prompts" in method:
-        from .prompts import DrawnPromptsTrainer
-
-        trainer_class = functools.partial(DrawnPromptsTrainer, drawn=method["prompts"])
     drawn_by = 2 if method.get("draws_twice") else 1  # from a proposal too
     size = COMPLETIONS_PER_PROMPT // drawn_by
     fields = COMMON | {
@@ -203,7 +198,6 @@ def run(
     completions: int,
     folder: Path,
     samples: int | None,
-    hot_samples: int | None = None,
 ) -> str:
     """
     Trains and evaluates one run; `results.json` appears when it is done. One that is kept goes on where it was killed. Returns what it
@@ -232,7 +226,7 @@ def run(
                 "definition": method,
                 "command": sys.argv,
                 "spent": spent,
-                "policy": evaluate(world, trainer.model, seed, samples, hot_samples, suffix=suffix),
+                "policy": evaluate(world, trainer.model, seed, samples, suffix=suffix),
             }
             if (proposal := getattr(trainer, "proposal", None)) is not None:
                 results["proposal"] = proposed(world, proposal.module, seed, 1.0)
@@ -267,7 +261,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="some of the plan's methods; by default all")
     parser.add_argument("--completions", type=int, default=16_000)
     parser.add_argument("--samples", type=int, help="evaluated completions a prompt; by default the world's")
-    parser.add_argument("--hot_samples", type=int, help="the same of those at a higher temperature")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
@@ -280,11 +273,10 @@ def main() -> None:
             label = "".join(letter if letter.isalnum() else "-" for letter in name)
             folder = options.output_dir / f"{options.completions}-{label}-{digest}-seed{seed}"
             if not (folder / "results.json").exists():
-                samples = options.samples, options.hot_samples
-                jobs.append((options.world, name, plan[name], seed, options.completions, folder, *samples))
+                jobs.append((options.world, name, plan[name], seed, options.completions, folder, options.samples))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:
-        waiting = {pool.submit(run, *job): job[5].name for job in jobs}
+        waiting = {pool.submit(run, *job): job[-2].name for job in jobs}
         for done, future in enumerate(as_completed(waiting), 1):
             error = future.exception()
             said = f"failed: {error!r}" if error else f"done, {future.result()}"
