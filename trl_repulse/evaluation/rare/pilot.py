@@ -99,7 +99,7 @@ def pilot_counts(num_samples: int, others: int) -> tuple[int, list[int]]:
     first, each = max(2, round(num_samples * FIRST / 2)), max(2, round(num_samples * SECOND / (2 * others)))
     if 2 * first + 2 * each * others > num_samples / 2:
         raise ValueError(
-            f"`num_samples={num_samples}` is too low for a pilot of {others} components; give at least {8 * (1 + others)} completions a "
+            f"`num_samples={num_samples}` is too low for a pilot of {others} components; give at least {10 * others} completions a "
             "prompt, or `num_proposal_samples` to draw without a pilot."
         )
     return first, [each * others, *[each] * others]
