@@ -15,7 +15,6 @@ from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrained
 
 from ...generation._cache import generating_by, growing_cache, with_cache
 from ...models._adapters import base_of, in_mode
-from .._generation import Prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,27 +23,21 @@ class Component:
     A part of the mixture.
 
     Each of the first `tokens` tokens is drawn from softmax(((1 − share) · log p + share · log q) / temperature + bias), where p is
-    the policy and q is `model`, which reads `prefix` before the prompt. Later tokens are drawn from p.
+    the policy and q is `model`. Later tokens are drawn from p.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): q: the policy, a proposal, or a reference model.
         share (`float`, *optional*, defaults to `1.0`): Weight of q in the geometric mean with the policy.
         temperature (`float`, *optional*, defaults to `1.0`): Temperature.
         bias (`torch.Tensor` of shape `(V,)`, *optional*): What is added to each token's logit, nats.
-        prefix (`str`, *optional*, defaults to `""`):
-            Text that q reads before a prompt of plain text, or as the system message of a conversation.
         tokens (`int`, *optional*): Number of first tokens that are changed, by default all.
-        min_p (`float`, *optional*, defaults to `0.0`):
-            Leaves out tokens with less than this share of the likeliest one's probability.
     """
 
     model: PreTrainedModel
     share: float = 1.0
     temperature: float = 1.0
     bias: torch.Tensor | None = None
-    prefix: str = ""
     tokens: int | None = None
-    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -63,9 +56,6 @@ class Component:
             logits = logits / self.temperature
         if self.bias is not None:
             logits = logits + self.bias.to(logits)
-        if self.min_p:
-            floor = logits.amax(dim=-1, keepdim=True) + math.log(self.min_p)
-            logits = logits.masked_fill(logits < floor, -torch.inf)
         return logits
 
     def log_prob(
@@ -87,16 +77,8 @@ class Component:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether it draws from its model as it is, behind the prefix."""
-        return self.draws_alone and self.temperature == 1 and self.bias is None and not self.min_p
-
-    def read(self, prompt: Prompt) -> Prompt:
-        """A prompt as `model` reads it."""
-        if not self.prefix:
-            return prompt
-        if isinstance(prompt, str):
-            return self.prefix + prompt
-        return [{"role": "system", "content": self.prefix}, *prompt]
+        """Whether it draws from its model as it is."""
+        return self.draws_alone and self.temperature == 1 and self.bias is None
 
 
 def log_prob(logits: torch.Tensor, completion: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -106,48 +88,43 @@ def log_prob(logits: torch.Tensor, completion: torch.Tensor, counts: torch.Tenso
 
 
 class _Changed(LogitsProcessor):
-    """A component's logits in place of those of the model that generates, for rows of one prompt of `length` tokens."""
+    """A component's logits in place of those of the model that generates, behind prompts of `length` tokens."""
 
-    def __init__(self, component: Component, length: int, read_ids: list[int] | None, use_cache: bool):
-        self.component, self.length, self.read_ids, self.use_cache = component, length, read_ids, use_cache
+    def __init__(self, component: Component, reads: bool, length: int, use_cache: bool):
+        self.component, self.reads, self.length, self.use_cache = component, reads, length, use_cache
         self.cache: Cache | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        completion = input_ids[:, self.length :]
-        if self.component.tokens is not None and completion.size(1) >= self.component.tokens:
+        drawn = input_ids.size(1) - self.length
+        if self.component.tokens is not None and drawn >= self.component.tokens:
             return scores
-        return self.component.logits(scores, scores if self.read_ids is None else self._read(completion))
+        return self.component.logits(scores, self._read(input_ids, drawn == 0) if self.reads else scores)
 
-    def _read(self, completion: torch.Tensor) -> torch.Tensor:
-        model, first = self.component.model, completion.size(1) == 0
-        if first:
+    def _read(self, input_ids: torch.Tensor, is_first: bool) -> torch.Tensor:
+        model = self.component.model
+        if is_first:
             self.cache = growing_cache(model) if self.use_cache else None
-        ids = completion[:, -1:]
-        if first or self.cache is None:
-            prompt = torch.tensor(self.read_ids, device=completion.device).expand(len(completion), -1)
-            ids = torch.cat([prompt, completion], dim=1)
+        ids = input_ids if is_first or self.cache is None else input_ids[:, -1:]
         with torch.no_grad(), in_mode(model, training=False):
             return model(input_ids=ids, logits_to_keep=1, **with_cache(model, self.cache)).logits[:, -1].float()
 
 
 @contextlib.contextmanager
-def drawn_by(
-    policy: PreTrainedModel, component: Component, length: int, read_ids: list[int], use_cache: bool
-) -> Iterator[None]:
+def drawn_by(policy: PreTrainedModel, component: Component, length: int, use_cache: bool) -> Iterator[PreTrainedModel]:
     """
-    Context in which `generate` of the component's model, or of the policy if that takes part, draws as the component does. `length`
-    is the number of tokens of the prompt that it is given, and `read_ids` are those that the component's model reads.
+    Context with the model whose `generate` draws as a component does, behind prompts of `length` tokens without padding.
+    `use_cache` says whether the component's model may use a cache.
     """
-    alone = component.draws_alone
+    model = component.model if component.draws_alone else policy
     if component.changes_nothing:
-        yield
+        yield model
         return
-    base = base_of(component.model if alone else policy)
-    changed = _Changed(component, length, None if alone else read_ids, use_cache)
+    base = base_of(model)
+    changed = _Changed(component, component.model is not model, length, use_cache)
     generate = base.generate
 
     def changed_generate(*args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs, logits_processor=LogitsProcessorList([changed]))
 
     with generating_by(base, changed_generate):
-        yield
+        yield model

@@ -81,7 +81,7 @@ def draw(
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    One pass scores all components of a model that read the same prompt. Sampling ignores the
+    One pass of a model scores all of its components. Sampling ignores the
     model's generation configuration. A completion ends with one of the policy's end tokens or at T tokens. Equal
     completions of a prompt are rewarded once. Under `accelerate launch`, processes share the work; all must call this
     function and get the same result.
@@ -114,24 +114,15 @@ def draw(
     check_counts(counts)
     parts = [each if isinstance(each, Component) else Component(each) for each in components]
     policy = parts[0].model
-    if not parts[0].changes_nothing or parts[0].prefix:
+    if not parts[0].changes_nothing:
         raise ValueError("The first of `components` must be the policy as it is; pass the model itself.")
     check_sizes(max_completion_length=max_completion_length, batch_size=batch_size)
     if isinstance(reward, nn.Module) and reward_tokenizer is None:
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
-    by_prefix = {
-        prefix: _prompt_ids(
-            [part.model for part in parts if part.prefix in ("", prefix)],
-            tokenizer,
-            read,
-            max_completion_length,
-            chat_template_kwargs,
-        )
-        for prefix, read in {part.prefix: [part.read(prompt) for prompt in prompts] for part in parts}.items()
-    }
-    prompt_ids = by_prefix[""]
+    models = {id(part.model): part.model for part in parts}
+    prompt_ids = _prompt_ids(list(models.values()), tokenizer, prompts, max_completion_length, chat_template_kwargs)
     sizes = [part.model.config.get_text_config().vocab_size for part in parts]
     if len(set(sizes)) > 1:
         raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
@@ -146,7 +137,6 @@ def draw(
         state.split_between_processes(units) as mine,
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
     ):
-        models = {id(part.model): part.model for part in parts}
         guards = {key: probe(model) for key, model in models.items()}
         engines = {
             key: transformers_engine(
@@ -158,15 +148,12 @@ def draw(
             for key, model in models.items()
         }
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
-            read = {prefix: rows[p] for prefix, rows in by_prefix.items()}
             rows = []
             for _, k, seed in own:
-                source = parts[k].model if parts[k].draws_alone else policy
-                ids = read[parts[k].prefix if parts[k].draws_alone else ""]
                 use_cache = guards[id(parts[k].model)].use_cache
-                with drawn_by(policy, parts[k], len(ids), read[parts[k].prefix], use_cache):
-                    rows += engines[id(source)]([ids] * counts[k], seed)
-            density = _score(parts, read, rows, end, batch_size, drawn.update)
+                with drawn_by(policy, parts[k], len(prompt_ids[p]), use_cache) as source:
+                    rows += engines[id(source)]([prompt_ids[p]] * counts[k], seed)
+            density = _score(parts, prompt_ids[p], rows, end, batch_size, drawn.update)
             texts_of = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
             found.append((p, texts_of, rows, density))
     texts: list[list[str]] = [[] for _ in prompts]
@@ -306,23 +293,18 @@ def completion_logits(
 
 def _score(
     parts: Sequence[Component],
-    read: dict[str, list[int]],
+    prompt_ids: list[int],
     rows: list[list[int]],
     end: list[int],
     batch_size: int,
     on_scored: Callable[[int], object],
 ) -> torch.Tensor:
-    """Log-probability of each completion under each component, (N, K); `read` has the prompt behind each prefix."""
-    scored = []
+    """Log-probability of each completion under each component, (N, K); one pass a model."""
+    models, scored = {id(part.model): part.model for part in parts}, []
     for batch in _padded_batches(rows, batch_size):
-        passes = {}
-        for part in (part for part in parts if (id(part.model), part.prefix) not in passes):
-            passes[id(part.model), part.prefix] = completion_logits(part.model, read[part.prefix], batch, end)
-        of_policy, completion, counts = passes[id(parts[0].model), ""]
-        columns = [
-            part.log_prob(of_policy, passes[id(part.model), part.prefix][0], completion, counts).cpu()
-            for part in parts
-        ]
+        passes = {key: completion_logits(model, prompt_ids, batch, end) for key, model in models.items()}
+        of_policy, completion, counts = passes[id(parts[0].model)]
+        columns = [part.log_prob(of_policy, passes[id(part.model)][0], completion, counts).cpu() for part in parts]
         scored.append(torch.stack(columns, dim=-1))
         on_scored(len(batch))
     return torch.cat(scored)
