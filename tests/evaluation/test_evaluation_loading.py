@@ -29,7 +29,7 @@ def command(tmp_path, model_dirs):
     def command(name, *changes):
         start = ["evaluate", str(tmp_path / "s"), "--model", model_dirs["gpt2"], "--num_samples", "2"]
         if name == "rare-events":
-            start = ["rare-events", model_dirs["gpt2"], "--num_samples", "4", "--threshold", "-5"]
+            start = ["rare-events", model_dirs["gpt2"], "--num_samples", "120", "--threshold", "-5"]
         start += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
         return main([*start, "--max_completion_length", "2", *map(str, changes)])
 

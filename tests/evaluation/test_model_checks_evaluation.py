@@ -172,7 +172,7 @@ def command_line(tmp_path, capsys):
     def run(policy, proposal):
         arguments = ["rare-events", policy, "--proposal", proposal, "--prompts", str(tmp_path / "prompts.jsonl")]
         arguments += ["--reward_type", f"{tmp_path / 'reward.py'}:reward", "--max_completion_length", "2"]
-        arguments += ["--num_samples", "20", "--threshold", "0", "--divergence", "0"]
+        arguments += ["--num_samples", "20", "--num_proposal_samples", "20", "--threshold", "0", "--divergence", "0"]
         return main(arguments), capsys.readouterr().err
 
     return run

@@ -65,7 +65,12 @@ def test_a_folder_does_not_know_where_its_server_was(remote, tmp_path, model_dir
 def test_a_report_does_not_show_the_key_of_a_server(remote, tmp_path, model_dirs, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
     command = f"--prompts {tmp_path / 'prompts.jsonl'} --reward_type remote --reward_model_path {SECRET}".split()
-    command = ["rare-events", model_dirs["gpt2"], *command, *"--max_completion_length 2 --num_samples 20".split()]
+    command = [
+        "rare-events",
+        model_dirs["gpt2"],
+        *command,
+        *"--max_completion_length 2 --num_samples 20 --num_proposal_samples 0".split(),
+    ]
     command += ["--threshold", "0"]
     assert main([*command, "--output", str(tmp_path / "report.json")]) == 0
     said, report = capsys.readouterr(), (tmp_path / "report.json").read_text()

@@ -93,8 +93,10 @@ def _check(args: argparse.Namespace) -> None:
     from ..evaluation._generation import check_dtype
     from ..evaluation.audit_labels import read_rows
     from ..evaluation.rare.mixture import check_counts
+    from ..evaluation.rare.pilot import pilot_counts, policy_components
     from ..evaluation.rare.sampling import check_sizes
     from ..evaluation.tails import check_share
+    from ..math.token_effects import TILTS
 
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
@@ -137,6 +139,9 @@ def _check(args: argparse.Namespace) -> None:
         read_rows(args.labels)
     if args.num_proposal_samples is not None:
         check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])
+    else:
+        candidates = len(policy_components(None, args.reference)) + len(args.proposal) * (1 + bool(args.divergence))
+        pilot_counts(args.num_samples, candidates + len(TILTS))
 
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:

@@ -32,8 +32,8 @@ _STEPS = 200
 _LEARNED_AT = 1.6  # temperature of half of the first pilot
 
 
-def policy_components(policy: PreTrainedModel, reference: PreTrainedModel | None = None) -> dict[str, Component]:
-    """What finds bad outputs of a policy without a proposal; `reference` is the model before training."""
+def policy_components(policy: Any, reference: Any = None) -> dict[str, Component]:
+    """What finds bad outputs of a policy, a model, without a proposal; `reference` is the model before training."""
     found = {f"policy at temperature {t:g}": Component(policy, temperature=t) for t in (1.3, 1.6, 2.0)}
     for temperature, tokens in ((2.0, 1), (4.0, 1), (2.0, 3)):
         name = f"policy, first {tokens} at temperature {temperature:g}"
