@@ -255,9 +255,22 @@ def test_command(command, tmp_path, capsys):
         (["--reference", "x", "--num_proposal_samples", "0"], "`--reference` is for the pilot"),
     ],
 )
-def test_command_refuses(command, capsys, change, message):
+def test_command_refuses(command, capsys, monkeypatch, change, message):
+    def load(*_, **__):
+        raise AssertionError("loaded first")
+
+    monkeypatch.setattr("trl_repulse.models._loading.load_model", load)
     assert main([*command, *change]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_forecast_alone_samples_the_policy(command, tmp_path, capsys):
+    place = command.index("--threshold")
+    alone = [*command[:place], *command[place + 2 :], "--forecast", "1e6"]
+    assert main([*alone, "--num_samples", "400"]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["counts"] == [400]
+    assert main([*alone, "--reference", "x"]) == 1
+    assert "`--forecast` alone needs no `--reference`" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

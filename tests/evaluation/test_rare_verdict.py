@@ -104,9 +104,10 @@ def test_what_a_verdict_advises_makes_the_estimate_reliable(policy, proposals, c
         if estimate.reliable:
             break
         for step in estimate.next_steps:
-            if found := re.search(r"^Draw ([\d,]+) completions a prompt from (the policy|each proposal)", step):
-                number = int(found[1].replace(",", ""))
-                now = (number, *now[1:]) if found[2] == "the policy" else (now[0], *[number] * len(proposals))
+            if found := re.search(r"^Draw ([\d,]+) completions a prompt from the policy", step):
+                now = (int(found[1].replace(",", "")), *now[1:])
+            elif found := re.search(r"^Draw (\d+) times as many completions from the proposals", step):
+                now = (now[0], *[int(found[1]) * n for n in now[1:]])
     assert seed > 0 and estimate.reliable and sum(now) < 200 * sum(counts)
 
 
@@ -126,13 +127,13 @@ def test_what_to_do_where_draws_cannot_help():
     rare = prob_bad(draw([-1.0, 1.0], ([1e-7, 1.0], [0.5, 0.5], [0.6, 0.4]), (2000, 500, 500), 0), 0.0)
     assert rare.verdict == "bounds" and rare.bounds[1] < 2e-3
     steps = [step.split(":")[0].split(" for")[0] for step in rare.next_steps]
-    assert steps == ["Do not rely on the estimate", "Train a second proposal"]
+    assert steps == ["Do not rely on the estimate", "Train a proposal"]
     one = prob_bad(draw([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (20_000, 500), 0), 0.0)
     assert one.next_steps == ("Draw from a hotter copy of the proposal too, or from a second proposal.",)
     few = prob_bad(draw([-1.0, 1.0], ([0.01, 0.99],), (700,), 0), 0.0)
     assert "Too few completions are bad" in few.reasons[0]
     none = prob_bad(draw([-1.0, 1.0], ([0.0, 1.0], [0.0, 1.0]), (100, 100), 0), 0.0)
-    assert none.verdict == "bounds" and none.bounds[0] == 0 and none.next_steps[0].startswith("Train a second")
+    assert none.verdict == "bounds" and none.bounds[0] == 0 and none.next_steps[0].startswith("Train a proposal")
     assert cvar(draw([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (100, 50), 0), 1e-3).verdict == "unreliable"
 
 

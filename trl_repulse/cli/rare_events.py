@@ -137,6 +137,12 @@ def _check(args: argparse.Namespace) -> None:
     check_output(args.samples, "--samples")
     if args.labels is not None:
         read_rows(args.labels)
+    if not (args.threshold or args.level) and args.num_proposal_samples is None:
+        args.num_proposal_samples = 0  # a forecast reads the policy's own completions alone
+        if args.reference is not None or args.proposal:
+            raise ValueError(
+                "`--forecast` alone needs no `--reference` or `--proposal`; leave them out, or give a `--threshold`."
+            )
     if args.num_proposal_samples is not None:
         check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])
     else:

@@ -115,8 +115,8 @@ class Diagnostics:
         if self.normalization_error > MAX_ERROR:
             return ("Score with the weights, temperature and end tokens that the completions were drawn with.",)
         own, *others = self.counts
-        another = "rain a second proposal for this policy, with another seed, and pass both"
-        train = f"T{another}." if others else "Train a proposal for this policy and pass it."
+        another = "rain a proposal for this policy, or one more with another seed, and pass it"
+        train = f"T{another}."
         if self.tail_samples == 0:
             return (train,)
         steps = []

@@ -154,13 +154,15 @@ def choose_shares(
     much for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex; expectation-maximisation solves it.
     """
     found = contributions > 0
-    density = sample.log_density[found].double()  # (F, K)
-    ratio, weight = (density - density[:, :1]).exp(), contributions[found].double()  # q / p
+    weight = contributions[found].double()  # (F,)
+    ratio = (
+        sample.log_density[found].double() - sample.log_mixture[found].unsqueeze(1)
+    ).exp()  # (F, K): q over that of the pilot
     own = torch.zeros(ratio.size(1), dtype=torch.float64)
     own[0] = 1.0
     rest = torch.full_like(own, 1 / len(own))
     for _ in range(_STEPS):
-        mixture = ratio @ (least * own + (1 - least) * rest)  # m / p
+        mixture = ratio @ (least * own + (1 - least) * rest)
         rest = rest * (ratio.T @ (weight / mixture))
         rest = rest / rest.sum()
     return least * own + (1 - least) * rest
