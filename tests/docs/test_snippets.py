@@ -58,7 +58,7 @@ RUN = {
     "trl-repulse evaluate samples --model": "--num_samples 8 --max_completion_length 4",
     "trl-repulse evaluate samples --thresholds": "",
     "trl-repulse negatives": "",
-    "trl-repulse rare-events": "--num_samples 20 --max_completion_length 4",
+    "trl-repulse rare-events": "--num_samples 200 --max_completion_length 4",
     "trl-repulse gcg --model_name_or_path": "--num_steps 1 --max_targets 1 --num_samples 2 --max_new_tokens 3 --search_width 4",
     "trl-repulse gcg-report": "",
 }

@@ -213,7 +213,9 @@ def test_prompts_that_are_too_long_are_refused_before_anything_is_drawn(
     words += ["--benign", str(tmp_path / "benign.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
     assert main([*words, "--num_samples", "2", "--max_completion_length", "2"]) == 1
     error = capsys.readouterr().err.strip()
-    assert error.startswith(f"trl-repulse attacks: The attack '{culprit}' cannot be made: A prompt of 31 tokens and")
+    where = f"The attack '{culprit}' cannot be made"
+    where = f"`--benign {tmp_path / 'benign.jsonl'}`" if culprit == "benign" else where
+    assert error.startswith(f"trl-repulse attacks: {where}: A prompt of 31 tokens and")
     assert "the model's context of 32 tokens; shorten or drop the prompt" in error and "\n" not in error
     assert not (tmp_path / "out").exists()
 
@@ -258,4 +260,4 @@ def test_results_of_gcg_are_of_the_same_model(tmp_path, capsys, model_dirs):
     assert main([*words, "--model", model_dirs["gpt2"]]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert next(line.split()[5] for line in lines if line.startswith("GCG, judged by refusal_start")) == "(2.5"
-    assert lines[-1].startswith("No answer is bad. Read some in `")
+    assert lines[-1].startswith("No answer to these attacks is bad. Read some in `")

@@ -263,7 +263,9 @@ def test_proposals_far_from_the_bad_outputs_are_not_called_reliable():
     for proposals in ((policy, policy), (policy, weak), (uneven, uneven)):
         poor = prob_bad(draw((40_000, 20_000, 20_000), (policy, *proposals)), THRESHOLD)
         assert poor.diagnostics.variance_ess > 20 and poor.diagnostics.unseen_share < 0.3
-        assert len(poor.reasons) == 1 and "The proposals are far from the policy's bad outputs" in poor.reasons[0]
+        assert (
+            len(poor.reasons) == 1 and "The other components are far from the policy's bad outputs" in poor.reasons[0]
+        )
     good = prob_bad(draw((40_000, 20_000, 20_000), (policy, strong, strong)), THRESHOLD)
     assert good.diagnostics.efficiency > 0.05 and good.reliable
     # Where the policy draws more than a hundred bad outputs, these alone will do

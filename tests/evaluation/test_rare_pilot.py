@@ -33,7 +33,7 @@ def components_of(policy, other, vocabulary):
     bias = torch.linspace(-1, 1, vocabulary)
     return {
         "half of another model": Component(other, share=0.5),
-        "beyond it, hotter": Component(other, share=1.5, temperature=1.5),
+        "nearer to it, hotter": Component(other, share=0.7, temperature=1.5),
         "first token": Component(policy, temperature=3.0, tokens=1),
         "first token of another model": Component(other, tokens=1),
         "bias": Component(policy, bias=bias),
@@ -82,7 +82,8 @@ def reward_of(reward):
     [
         ({"temperature": 0.0}, "`temperature=0.0` must be above 0"),
         ({"temperature": math.inf}, "finite"),
-        ({"share": math.nan}, "`share=nan` must be a number"),
+        ({"share": math.nan}, "`share=nan` must be above 0"),
+        ({"share": 1.5}, "at most 1"),
         ({"tokens": 0}, "`tokens=0` must be at least 1"),
     ],
 )
@@ -165,13 +166,35 @@ def test_counts_of_a_pilot_are_near_the_best(world):
 
 
 def test_a_tail_without_finds_is_widened():
-    """No reward is under the threshold: the fifty lowest of the policy's own draws stand for it."""
-    rewards = torch.arange(100, dtype=torch.float64)[None]
-    sample = MixtureSample(rewards, torch.zeros(1, 100, 1), (100,))
-    assert torch.where(tail(sample, rewards < -1)[0])[0].tolist() == [*range(50)]
-    assert torch.where(tail(sample, rewards < 60)[0])[0].tolist() == [*range(60)]
-    alike = MixtureSample(torch.zeros(1, 100), torch.zeros(1, 100, 1), (100,))
-    assert bool((tail(alike, alike.rewards < -1) == 1).all())
+    """No reward is under the threshold: the fifty lowest of the policy's own draws stand for it, while these are rare."""
+    rewards = torch.arange(1000, dtype=torch.float64)[None]
+    sample = MixtureSample(rewards, torch.zeros(1, 1000, 1), (1000,))
+    assert torch.where(tail(sample, -1.0)[0])[0].tolist() == [*range(50)]
+    assert torch.where(tail(sample, 60.0)[0])[0].tolist() == [*range(60)]
+    few = sample.prompt(0)
+    few = MixtureSample(few.rewards[:, :100], few.log_density[:, :100], (100,))
+    assert not tail(few, -1.0).any() and torch.where(tail(few, 3.0)[0])[0].tolist() == [*range(3)]
+
+
+def test_a_judge_of_two_scores_has_no_wider_tail():
+    """What is not bad would stand for it: the finds decide alone, and without any all components draw alike."""
+    log_density = torch.tensor([[[-5.0, -1.0]] * 4 + [[-1.0, -3.0]] * 196])
+    sample = MixtureSample(torch.tensor([[-5.0] * 4 + [0.0] * 196]), log_density, (100, 100))
+    for asked in ({"thresholds": [-1.0]}, {"levels": [1e-6]}, {"levels": [0.01]}):
+        own, proposal = choose_counts(sample, 100, **asked)
+        assert proposal == 50, asked
+    alike = MixtureSample(torch.zeros(1, 200), log_density.flip(1), (100, 100))
+    assert choose_counts(alike, 100, thresholds=[-1.0]) == [50, 50]
+
+
+def test_a_cvar_counts_by_depth():
+    """The quantile is a reward that most outputs share: it adds nothing to the CVaR."""
+    rewards = torch.tensor([[-9.0] * 60 + [0.0] * 940])
+    log_density = torch.zeros(1, 1000, 2)
+    log_density[0, :60, 1] = 3.0
+    sample = MixtureSample(rewards, log_density, (500, 500))
+    assert torch.where(tail(sample, 0.0, 0.0)[0])[0].tolist() == [*range(60)]
+    assert choose_counts(sample, 100, levels=[0.5]) == [50, 50]
 
 
 def test_samples_are_joined_by_component(world):
@@ -234,6 +257,32 @@ def command(tmp_path, model_dirs, tokenizer):
     return [*arguments, "--output", str(tmp_path / "report.json")]
 
 
+@pytest.mark.parametrize(
+    ("quantities", "message"),
+    [({}, "Give `thresholds`"), ({"thresholds": [math.nan]}, "numbers"), ({"levels": [-0.5]}, "`levels=-0.5`")],
+)
+def test_what_a_pilot_cannot_choose_for(quantities, message):
+    with pytest.raises(ValueError, match=message):
+        draw_by_pilot(None, {}, None, ["the cat"], None, 1000, 2, **quantities)
+
+
+def test_a_reference_is_checked_before_anything_is_drawn(tokenizer):
+    policy, larger = (build_model("gpt2", len(tokenizer) + more) for more in (0, 1))
+    components = {"larger": Component(larger)}
+    with pytest.raises(ValueError, match=r"vocabularies of \[\d+, \d+\] tokens"):
+        draw_by_pilot(policy, components, tokenizer, ["the cat"], None, 400, 2, thresholds=[0.0])
+
+
+def test_what_a_component_draws_does_not_depend_on_others(tokenizer, reward):
+    model = build_model("gpt2", len(tokenizer))
+    parts = [model, Component(model, temperature=2.0), Component(model, temperature=3.0)]
+    some, others = (
+        draw(parts, tokenizer, ["the cat", "fish"], reward_of(reward), counts, 2).texts
+        for counts in ([4, 2, 4], [4, 0, 4])
+    )
+    assert [row[:4] + row[6:] for row in some] == others
+
+
 def test_command(command, tmp_path, capsys):
     reference = ["--reference", str(tmp_path / "reference")]
     for more, components in (([], 10), (reference, 14), (["--num_proposal_samples", "0"], 1)):
@@ -249,9 +298,12 @@ def test_command(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 9 components; give at least 90"),
+        (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 10 components; give at least 90"),
         (["--divergence", "1"], "`--divergence` has no effect without `--proposal`"),
         (["--num_proposal_samples", "5"], "`--num_proposal_samples` has no effect without `--proposal`"),
+        (["--proposal", "x", "--num_proposal_samples", "0"], "is plain sampling; leave out `--proposal`"),
+        (["--proposal", "x", "y", "x"], "names a proposal twice"),
+        (["--num_samples", "1", "--num_proposal_samples", "0"], "`--num_samples 1` must be 0, or at least 2"),
         (["--reference", "x", "--num_proposal_samples", "0"], "`--reference` is for the pilot"),
     ],
 )

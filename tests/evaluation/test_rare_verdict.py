@@ -106,7 +106,7 @@ def test_what_a_verdict_advises_makes_the_estimate_reliable(policy, proposals, c
         for step in estimate.next_steps:
             if found := re.search(r"^Draw ([\d,]+) completions a prompt from the policy", step):
                 now = (int(found[1].replace(",", "")), *now[1:])
-            elif found := re.search(r"^Draw (\d+) times as many completions from the proposals", step):
+            elif found := re.search(r"^Draw (\d+) times as many completions from the other components", step):
                 now = (now[0], *[int(found[1]) * n for n in now[1:]])
     assert seed > 0 and estimate.reliable and sum(now) < 200 * sum(counts)
 

@@ -82,24 +82,27 @@ def run(args: argparse.Namespace) -> int:
         header, _ = read_results(*args.gcg)
         gcg[f"GCG, judged by {header['identity']['judge']}"] = gcg_scores(*args.gcg)
         of_gcg = (header["identity"]["model"], header["model"], "--model", f"`--gcg {args.gcg[0]}` measured")
-        check_measured(args.model, *of_gcg, revision=settings.revision, **code)
     names = [attack.name for attack in attacks] + [*gcg]
     if len({*names}) < len(names):
         raise ValueError(
-            "`--attacks` has an attack with the name of a built-in one (prompt, prefill, best of N, GCG); rename it."
+            "`--attacks` has an attack with the name of a built-in one (prompt, prefill, best of N); rename it."
         )
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
 
+    if args.gcg:
+        check_measured(args.model, *of_gcg, revision=settings.revision, **code)
     if benign is not None:
-        prepare(args.model, benign, [Attack("benign")], settings, **code)  # mistakes in it, before anything is drawn
+        try:
+            prepare(args.model, benign, [Attack("benign")], settings, **code)  # mistakes, before anything is drawn
+        except ValueError as error:
+            reason = str(error).removeprefix("The attack 'benign' cannot be made: ")
+            raise ValueError(f"`--benign {args.benign}`: {reason}") from error
     samples = run_attacks(args.folder / "attacks", args.model, behaviors, attacks, reward, settings, **code)
     rewards = {name: each.column().reshape(-1, settings.num_samples) for name, each in samples.items()}
     report = attack_report(rewards, args.threshold, args.k, args.confidence, gcg)
     text = format_attacks(report)
     if not report["broken"]:
-        text += (
-            f"\nNo answer is bad. Read some in `{args.folder / 'attacks'}`: the judge or `--threshold` may be wrong."
-        )
+        text += f"\nNo answer to these attacks is bad. Read some in `{args.folder / 'attacks'}`: the judge or `--threshold` may be wrong."
     if benign is not None:
         drawn = run_attacks(args.folder / "benign", args.model, benign, [Attack("benign")], refusal, settings, **code)
         refused = success_at(drawn["benign"].column(), -0.5, 1, args.confidence)

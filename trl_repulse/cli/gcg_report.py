@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.export, "--export")
     header, records = read_results(*args.results)
     summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
-    if args.json is not None:
-        write_report(args.json, summary)
     if args.export is not None:
         from ..evaluation.attacks import export_gcg  # imports torch
 
         export_gcg(args.export, records, args.threshold[0], args.layout)
+    if args.json is not None:
+        write_report(args.json, summary)
     if args.figure is not None:
         from ..evaluation.plots import plot_attack_success
 

@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num_samples",
         type=int,
         default=1000,
-        help="completions a prompt, at least half of them from the policy (1000)",
+        help="completions a prompt: at least half from the policy, 1/16 for a first pilot (1000)",
     )
     drawing.add_argument(
         "--num_proposal_samples",
         type=int,
-        help="so many more a prompt from each proposal, in place of a choice by a pilot; 0: plain sampling",
+        help="so many more a prompt from each proposal and each hotter copy, without a pilot; 0: plain sampling",
     )
     drawing.add_argument(
         "--divergence",
@@ -104,8 +104,8 @@ def _check(args: argparse.Namespace) -> None:
         folder = Path(name)
         if folder.name == "proposal" and folder.parent.is_dir() and not folder.exists():
             raise ValueError(
-                f"There is no `{name}`: only a run with `proposal='learned'` saves one. Leave `--proposal` out to draw from the "
-                "policy alone, or train a proposal for it."
+                f"There is no `{name}`: only a run with `proposal='learned'` saves one. Leave `--proposal` out, or train a proposal "
+                "for this policy."
             )
     if args.divergence is not None and not args.proposal:
         raise ValueError("`--divergence` has no effect without `--proposal`; name a proposal, or leave it out.")
@@ -121,6 +121,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             "`--num_proposal_samples` has no effect without `--proposal`; name a proposal, or leave it out."
         )
+    if args.num_proposal_samples == 0 and args.proposal:
+        raise ValueError("`--num_proposal_samples 0` is plain sampling; leave out `--proposal`.")
+    if len({*args.proposal}) < len(args.proposal):
+        raise ValueError(f"`--proposal {' '.join(args.proposal)}` names a proposal twice; name each once.")
+    for name in ("num_samples", "num_proposal_samples"):
+        if (value := getattr(args, name)) is not None and (value < 0 or value == 1):
+            raise ValueError(f"`--{name} {value}` must be 0, or at least 2.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
     for name, values in (("threshold", args.threshold), ("forecast", args.forecast)):
@@ -176,6 +183,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     check_template_kwargs(prompts[:1]["prompt"], template)
     tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]
     prompt_tokens(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
+    others = [("reference", args.reference)] if args.reference is not None else []
+    others += [("proposal", name) for name in args.proposal]
+    for part, name in others:
+        check_same_tokens(name, f"The {part} `{name}`", tokenizer, args.trust_remote_code)
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
@@ -183,21 +194,16 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
             device
         )
-    loaded = []
-    for part, name in (("reference", args.reference), *(("proposal", name) for name in args.proposal)):
-        if name is not None:
-            check_same_tokens(name, f"The {part} `{name}`", tokenizer, args.trust_remote_code)
-    for part, name in (
-        ("policy", args.policy),
-        ("reference", args.reference),
-        *(("proposal", n) for n in args.proposal),
-    ):
-        model = load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code) if name is not None else None
-        loaded.append(None if model is None else model.to(device))
-    policy, reference, *proposals = loaded
+    loaded = [
+        load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
+        for part, name in (("policy", args.policy), *others)
+    ]
+    policy, *models = loaded
+    reference = models.pop(0) if args.reference is not None else None
     shared = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
     components: dict[str, Component] = {}
-    for name, model in zip(args.proposal, proposals, strict=True):
+    for path, model in zip(args.proposal, models, strict=True):
+        name = f"proposal {path}"
         components[name] = Component(model)
         if args.divergence:
             found = [find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **shared)]

@@ -42,8 +42,8 @@ class Component:
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"`temperature={self.temperature}` must be above 0, and finite.")
-        if not math.isfinite(self.share):
-            raise ValueError(f"`share={self.share}` must be a number.")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"`share={self.share}` must be above 0, and at most 1.")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"`tokens={self.tokens}` must be at least 1; leave it out to change all tokens.")
 
@@ -51,7 +51,7 @@ class Component:
         """Logits (..., V) of the tokens that are changed."""
         logits = of_model
         if self.share != 1:
-            logits = (1 - self.share) * of_policy.log_softmax(dim=-1) + self.share * of_model.log_softmax(dim=-1)
+            logits = (1 - self.share) * of_policy + self.share * of_model
         if self.temperature != 1:
             logits = logits / self.temperature
         if self.bias is not None:
@@ -65,9 +65,10 @@ class Component:
         Log-probabilities (B,) of completions (B, T), nats, float64, from logits (B, T, V) of the policy and of `model`. `counts`
         (B, T) says which tokens count.
         """
-        logits = self.logits(of_policy, of_model)
-        if self.tokens is not None:
-            logits = torch.cat([logits[:, : self.tokens], of_policy[:, self.tokens :]], dim=1)
+        end = completion.size(1) if self.tokens is None else self.tokens
+        logits = self.logits(of_policy[:, :end], of_model[:, :end])
+        if end < completion.size(1):
+            logits = torch.cat([logits, of_policy[:, end:]], dim=1)
         return log_prob(logits, completion, counts)
 
     @property

@@ -37,18 +37,17 @@ class Diagnostics:
             Effective number of completions, (Σx)² / Σx², and the largest share of Σx of a single one.
         variance_ess (`float`): The same behind the variance, (Σx²)² / Σx⁴. If it is small, the interval is unreliable.
         unseen_share (`float`):
-            Largest share of the estimate that the proposals could miss, with 95 % probability, if the policy's own
-            draws do not show it: 3 / `expected`, at most 1; 0 without proposals.
+            Largest share of the estimate that the other components could miss, with 95 % probability, if the policy's own
+            draws do not show it: 3 / `expected`, at most 1; 0 without others.
         expected (`float`):
             Expected number of bad outputs among the policy's own draws: draws of the policy × (E[v])² / E[v²].
         own_share (`float`):
-            Share of Σx² from the policy's own draws. If it is large, they found what the proposals miss.
+            Share of Σx² from the policy's own draws. If it is large, they found what the others miss.
         efficiency (`float`):
-            Bad outputs of the policy that one draw of the proposals is worth: those that plain sampling needs for the
-            same variance, minus those that the policy draws here, over the proposals' draws; 0 without proposals.
+            Bad outputs of the policy that one draw of the other components is worth: those that plain sampling needs for the
+            same variance, minus those that the policy draws here, over the others' draws; 0 without others.
         counts (`tuple[int, ...]`):
-            Completions that each component drew for each prompt: the policy, then the proposals and their hotter
-            copies.
+            Completions that each component drew for each prompt, the policy first.
         halves (`tuple[float, float]`), halves_error (`float`):
             The estimate from every other completion and from the rest, and their difference in standard errors.
         normalization_error (`float`): Largest deviation of E_m[q_k / m] from 1, in standard errors.
@@ -96,12 +95,12 @@ class Diagnostics:
             )
         if self.unseen_share > MAX_UNSEEN_SHARE:
             found.append(
-                f"The proposals may miss bad outputs: about {plain(self.expected, 2)} bad outputs are to be expected among the policy's own "
+                f"The other components may miss bad outputs: about {plain(self.expected, 2)} bad outputs are to be expected among the policy's own "
                 f"draws, and {3 / MAX_UNSEEN_SHARE:.0f} are needed. Up to {self.unseen_share:.0%} of the probability could be missing."
             )
         if self._distant:
             found.append(
-                f"The proposals are far from the policy's bad outputs: one draw is worth {plain(self.efficiency, 2)} of them, and "
+                f"The other components are far from the policy's bad outputs: one draw is worth {plain(self.efficiency, 2)} of them, and "
                 f"{MIN_EFFICIENCY:g} are needed."
             )
         if len(self.counts) == 2:
@@ -134,7 +133,8 @@ class Diagnostics:
         elif wanted:
             draws = self._policy_draws(wanted)
             if draws <= AFFORDABLE * own:
-                steps.append(f"Draw {draws:,} completions a prompt from the policy ({own:,} now).")
+                times = math.ceil(draws / own)
+                steps.append(f"Draw {draws:,} completions a prompt from the policy, {times} times as many as now.")
                 if self._distant:
                     fewer = self._policy_draws(enough)
                     also = f"; draw {fewer:,} completions a prompt from the policy" if fewer > own else ""
@@ -145,7 +145,7 @@ class Diagnostics:
             steps.append("Draw from a hotter copy of the proposal too, or from a second proposal.")
         if uneven and others and self.own_share <= 0.5:
             times = max(2, math.ceil(MIN_VARIANCE_ESS / max(self.variance_ess, 1.0)))
-            steps.append(f"Draw {times} times as many completions from the proposals.")
+            steps.append(f"Draw {times} times as many completions from the other components.")
         if self.halves_error > MAX_ERROR:
             steps.append("Draw again with another seed, and twice as many.")
         return tuple(steps)
@@ -207,7 +207,7 @@ class RareEstimate(Estimate):
             Nominal coverage of the interval; estimated standard deviation of `value`.
         diagnostics ([`~trl_repulse.evaluation.rare.estimates.Diagnostics`]): What the estimate rests on.
         bounds (`tuple[float, float]`, *optional*):
-            For a probability, bounds that hold whatever the proposals miss: the lower end of the interval, and the
+            For a probability, bounds that hold whatever the others miss: the lower end of the interval, and the
             upper end of Clopper and Pearson's interval for the policy's own draws.
     """
 

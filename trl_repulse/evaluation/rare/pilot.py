@@ -8,6 +8,7 @@ completions. A second one draws from all components, among them the policy with 
 mixture that is nearest to the bad completions of this pilot. The second pilot and the rest are one sample.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...math.token_effects import TILTS, TokenEffects, deviations_of, reward_scale
 from .._generation import Prompt
+from ..tails import check_share
 from .components import Component
 from .estimates import weighted_quantile
 from .mixture import MixtureSample
@@ -28,6 +30,7 @@ from .sampling import Draws, draw
 LEAST_OF_THE_POLICY = 0.5  # share of the completions
 FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
 ENOUGH = 50.0  # effective completions of the tail that a choice rests on
+RARE = 0.1  # the most probable tail that stands for a rarer one
 _STEPS = 200
 _LEARNED_AT = 1.6  # temperature of half of the first pilot
 
@@ -76,6 +79,10 @@ def draw_by_pilot(
     Raises:
         `ValueError`: If `num_samples` is too low for the pilots.
     """
+    if not (thresholds or levels) or any(math.isnan(each) for each in thresholds):
+        raise ValueError("Give `thresholds`, numbers, or `levels` to choose for.")
+    for level in levels:
+        check_share("levels", level)
     tilted = [f"policy, raised tokens × {size:g}" for size in TILTS]
     names = ["policy", *components, *tilted]
     first, counts = pilot_counts(num_samples, len(names) - 1)
@@ -85,12 +92,14 @@ def draw_by_pilot(
         return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **kwargs)
 
     hot = Component(policy, temperature=_LEARNED_AT)
-    learning = drawn([Component(policy), hot], [first, first], 0)
+    given_parts = [Component(policy), hot, *components.values()]  # all are checked before anything is drawn
+    learning = drawn(given_parts, [first, first, *[0] * len(components)], 0)
     biases = raised_tokens(learning, policy.config.get_text_config().vocab_size)
+    broadcast_object_list(biases)  # devices of two kinds may round otherwise
     parts = [Component(policy), *components.values(), *(Component(policy, bias=bias) for bias in biases)]
     pilot = drawn(parts, counts, 1)
     counts = choose_counts(pilot.sample, num_samples - 2 * first - sum(counts), thresholds, levels)
-    broadcast_object_list(counts)  # devices of two kinds may round otherwise
+    broadcast_object_list(counts)
     return pilot.joined(drawn(parts, counts, 2)), names
 
 
@@ -99,8 +108,8 @@ def pilot_counts(num_samples: int, others: int) -> tuple[int, list[int]]:
     first, each = max(2, round(num_samples * FIRST / 2)), max(2, round(num_samples * SECOND / (2 * others)))
     if 2 * first + 2 * each * others > num_samples / 2:
         raise ValueError(
-            f"`num_samples={num_samples}` is too low for a pilot of {others} components; give at least {10 * others} completions a "
-            "prompt, or `num_proposal_samples` to draw without a pilot."
+            f"`num_samples={num_samples}` is too low for a pilot of {others + 1} components; give at least {10 * others} completions a "
+            "prompt, or draw without a pilot (`--num_proposal_samples`)."
         )
     return first, [each * others, *[each] * others]
 
@@ -123,27 +132,37 @@ def choose_counts(
     pilot: MixtureSample, number: int, thresholds: Sequence[float] = (), levels: Sequence[float] = ()
 ) -> list[int]:
     """Completions of each prompt from each of the K components, `number` in all, that find most of the tail of a pilot."""
-    bad = [pilot.rewards < each for each in thresholds]
-    bad += [pilot.rewards <= weighted_quantile(pilot, level) for level in levels]
-    tails = [tail(pilot, each) for each in bad]
-    shares = choose_shares(pilot, torch.stack([part / part.sum() for part in tails]).sum(dim=0))
+    tails = [tail(pilot, each) for each in thresholds]
+    tails += [tail(pilot, quantile, quantile) for quantile in (weighted_quantile(pilot, level) for level in levels)]
+    tails = [part / part.sum() for part in tails if bool(part.any())]
+    if tails:
+        shares = choose_shares(pilot, torch.stack(tails).sum(dim=0))
+    else:  # nothing was found
+        others = len(pilot.counts) - 1
+        shares = torch.tensor([LEAST_OF_THE_POLICY, *[(1 - LEAST_OF_THE_POLICY) / others] * others])
     counts = [int(number * share) for share in shares.tolist()]
     counts = [0 if k and n < 2 else n for k, n in enumerate(counts)]
     counts[0] += number - sum(counts)
     return counts
 
 
-def tail(sample: MixtureSample, bad: torch.Tensor) -> torch.Tensor:
+def tail(sample: MixtureSample, threshold: float, depth_from: float | None = None) -> torch.Tensor:
     """
-    What each completion (P, N) contributes to the probability of the `bad` ones (P, N), which have the lowest rewards. If they are few,
-    the next lowest are taken too, until there are enough effective completions.
+    What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` − r)₊. If too few
+    effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if nothing was found.
     """
+    weights = sample.log_w.exp()
+    own = weights * (sample.rewards < threshold)
+    if depth_from is not None:
+        own = own * (depth_from - sample.rewards).clamp(min=0)
+    if float(own.sum()) and float(own.sum().square() / own.square().sum()) >= ENOUGH:
+        return own
     rewards, order = sample.rewards.flatten().sort(stable=True)
-    weights = sample.log_w.flatten()[order].exp()
-    ess = weights.cumsum(0).square() / weights.square().cumsum(0).clamp(min=torch.finfo(weights.dtype).tiny)
+    lowest = weights.flatten()[order]
+    ess = lowest.cumsum(0).square() / lowest.square().cumsum(0).clamp(min=torch.finfo(lowest.dtype).tiny)
     enough = torch.where(ess >= ENOUGH)[0]
-    last = max(int(bad.sum()), int(enough[0]) + 1 if len(enough) else len(rewards))
-    return sample.log_w.exp().masked_fill(sample.rewards > rewards[last - 1], 0.0)
+    wider = weights.masked_fill(sample.rewards > rewards[int(enough[0]) if len(enough) else -1], 0.0)
+    return wider if float(wider.mean()) <= RARE else own
 
 
 def choose_shares(

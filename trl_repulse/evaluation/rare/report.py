@@ -74,7 +74,7 @@ def format_report(report: dict[str, Any]) -> str:
                 notes += ["", name]
                 if entry["verdict"] == "bounds":
                     low, high = entry["bounds"]
-                    notes[-1] += f": between {plain(low)} and {plain(high)}, whatever the proposals miss"
+                    notes[-1] += f": between {plain(low)} and {plain(high)}, whatever the other components miss"
                 notes += [f"  why   {reason}" for reason in entry["reasons"]]
                 notes += [f"  next  {step}" for step in entry["next_steps"]]
     lines = [*_drawn(report), *text_table(rows), *notes]

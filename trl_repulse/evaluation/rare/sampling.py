@@ -87,9 +87,9 @@ def draw(
     function and get the same result.
 
     Args:
-        components (`Sequence` of [`~transformers.PreTrainedModel`], `peft.PeftModel` or [`Component`]):
-            What draws: the policy, a model, then K − 1 others, whose models share its vocabulary. Training modes are
-            restored.
+        components (`Sequence` of [`~transformers.PreTrainedModel`], `peft.PeftModel` or `Component`):
+            What draws: the policy, a model, then K − 1 others, of models that share its vocabulary
+            ([`~trl_repulse.evaluation.rare.components.Component`]). Training modes are restored.
         tokenizer, reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer of the models, and that of the reward if it is a model.
         prompts ([`~datasets.Dataset`], `Sequence[str]` or `Sequence[list[dict]]`):
@@ -125,12 +125,15 @@ def draw(
     prompt_ids = _prompt_ids(list(models.values()), tokenizer, prompts, max_completion_length, chat_template_kwargs)
     sizes = [part.model.config.get_text_config().vocab_size for part in parts]
     if len(set(sizes)) > 1:
-        raise ValueError(f"The models have vocabularies of {sizes} tokens; policy and proposals must share one.")
+        raise ValueError(
+            f"The models have vocabularies of {sorted(set(sizes))} tokens; policy, reference and proposals must share one."
+        )
     for k, part in enumerate(parts):
         check_causal(part.model, f"The model of `components[{k}]`" if k else "The policy")
     end, state, seeds = end_tokens(policy, tokenizer), process_state(), _seeds(seed)
     bar = functools.partial(tqdm, disable=not (progress and state.is_main_process))
-    units = [(p, k, next(seeds)) for p in range(len(prompts)) for k, count in enumerate(counts) if count]
+    units = [(p, k, next(seeds)) for p in range(len(prompts)) for k in range(len(counts))]
+    units = [unit for unit in units if counts[unit[1]]]  # what one component draws does not depend on the others
     found = []
     # Prompt by prompt, since completions of a prompt are scored together. Each is drawn in one pass, scored in another
     with (
