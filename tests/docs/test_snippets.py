@@ -182,7 +182,7 @@ def prepare(page, world):
     if page == "docs/gcg.md":
         shutil.rmtree(world / "out")
         save_causal_model(world / "out", "llama", build_gcg_tokenizer(), context=256)
-    if page in ("docs/evaluation.md", "docs/rare_events.md", "docs/audit.md"):
+    if page in ("docs/evaluation.md", "docs/rare_events.md"):
         shutil.copytree(two_tokens.policy_path(), world / "out", dirs_exist_ok=True)
         shutil.copytree(two_tokens.policy_path(), world / "out" / "proposal", dirs_exist_ok=True)
     if page in ("docs/checkpoints.md", "docs/adapters.md"):
