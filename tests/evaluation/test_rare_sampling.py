@@ -8,10 +8,10 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from trl_repulse.evaluation.rare.components import Component
+from trl_repulse.evaluation.rare.components import Component, log_prob
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import largest_normalization_error
-from trl_repulse.evaluation.rare.sampling import completion_log_prob, draw, find_temperature
+from trl_repulse.evaluation.rare.sampling import completion_logits, draw, find_temperature
 
 from ..conftest import build_model, build_tokenizer
 from ..reward_models import save_model
@@ -31,9 +31,9 @@ def test_log_probabilities_are_those_of_enumeration(models, tokenizer, prompts, 
     for model in models:
         exact = evaluator.log_probs(model)
         for prompt, expected in zip(prompts["prompt"], exact, strict=True):
-            log_prob = completion_log_prob(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id])
-            assert torch.allclose(log_prob, expected, atol=1e-4)
-            assert float(log_prob.exp().sum()) == pytest.approx(1, abs=1e-4)
+            found = log_prob(*completion_logits(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id]))
+            assert torch.allclose(found, expected, atol=1e-4)
+            assert float(found.exp().sum()) == pytest.approx(1, abs=1e-4)
 
 
 def test_draws_estimate_what_enumeration_knows(models, tokenizer, prompts, evaluator, reward):
@@ -174,7 +174,7 @@ def test_several_end_tokens(tokenizer, prompts, reward):
     # A completion that ends at once has the first token's probability
     ids = tokenizer(prompts["prompt"][0])["input_ids"]
     first = torch.stack(
-        [completion_log_prob(model, ids, torch.tensor([[token, 0]]), [1, DOG])[0] for token in (1, DOG)]
+        [log_prob(*completion_logits(model, ids, torch.tensor([[token, 0]]), [1, DOG]))[0] for token in (1, DOG)]
     )
     with torch.no_grad():
         expected = model.eval()(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[[1, DOG]]

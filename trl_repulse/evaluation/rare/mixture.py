@@ -6,9 +6,9 @@ are of whole completions, in nats, in float64.
 
 For each prompt, component k draws `counts[k]` completions independently, so N = Σ_k counts[k], and the mixture is
 m = Σ_k α_k q_k with α_k = counts[k] / N. A completion has the weight p / m whichever component drew it (the balance
-heuristic of Veach and Guibas, 1995). The mean of (p / m)·f over the N completions estimates E_p[f], without bias for any
-proposals if the counts do not depend on what is drawn, and no weight exceeds 1 / α_0. The draws are stratified: the variance of the mean is the sum of the components'
-contributions, each about its own mean.
+heuristic of Veach and Guibas, 1995). The mean of (p / m)·f over the N completions estimates E_p[f], without bias if the
+counts do not depend on what is drawn, and no weight exceeds 1 / α_0. The draws are stratified: the variance of the mean is
+the sum of the components' contributions, each about its own mean.
 """
 
 import math

@@ -38,7 +38,7 @@ from .._generation import (
     transformers_engine,
 )
 from ..tails import check_sizes
-from .components import Component, drawn_by, log_prob
+from .components import Component, drawn_by
 from .mixture import MixtureSample, check_counts, join_parts
 
 
@@ -81,10 +81,9 @@ def draw(
     """
     Draws completions of each prompt from each component, rewards them, and scores them under every component.
 
-    One pass of a model scores all of its components. Sampling ignores the
-    model's generation configuration. A completion ends with one of the policy's end tokens or at T tokens. Equal
-    completions of a prompt are rewarded once. Under `accelerate launch`, processes share the work; all must call this
-    function and get the same result.
+    One pass of a model scores all of its components. Sampling ignores the model's generation configuration. A completion
+    ends with one of the policy's end tokens or at T tokens. Equal completions of a prompt are rewarded once. Under
+    `accelerate launch`, processes share the work; all must call this function and get the same result.
 
     Args:
         components (`Sequence` of [`~transformers.PreTrainedModel`], `peft.PeftModel` or `Component`):
@@ -106,8 +105,7 @@ def draw(
 
     Raises:
         `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a
-        reward is not
-            finite.
+            reward is not finite.
     """
     if not components or len(components) != len(counts):
         raise ValueError(f"`counts` has {len(counts)} numbers for {len(components)} components; give one each.")
@@ -170,29 +168,6 @@ def draw(
     named = as_function(reward, reward_tokenizer, policy.device, chat_template_kwargs)
     rewards = _rewards(*named, prompts, columns, texts, batch_size, state, bar)
     return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts, ids_of)
-
-
-def completion_log_prob(
-    model: nn.Module,
-    prompt_ids: Sequence[int],
-    completion_ids: torch.Tensor,
-    end_token_ids: Sequence[int],
-) -> torch.Tensor:
-    """
-    Log-probability of completions of one prompt.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
-        prompt_ids (`Sequence[int]`): The prompt's L tokens.
-        completion_ids (`torch.Tensor` of shape `(B, T)`):
-            Completions; tokens after the first token of `end_token_ids` of a row, which counts, do not count.
-
-    Returns:
-        `torch.Tensor` of shape `(B,)`: log-probabilities in nats, float64, on the CPU.
-    """
-    logits, completion, counts = completion_logits(model, prompt_ids, completion_ids, end_token_ids)
-    return log_prob(logits, completion, counts).cpu()
 
 
 def find_temperature(
