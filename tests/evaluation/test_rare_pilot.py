@@ -189,11 +189,13 @@ def test_a_judge_of_two_scores_has_no_wider_tail():
 
 def test_a_cvar_counts_by_depth():
     """The quantile is a reward that most outputs share: it adds nothing to the CVaR."""
-    rewards = torch.tensor([[-9.0] * 60 + [0.0] * 940])
+    rewards = torch.tensor([[-9.0] * 30 + [-6.0] * 30 + [0.0] * 940])
     log_density = torch.zeros(1, 1000, 2)
     log_density[0, :60, 1] = 3.0
     sample = MixtureSample(rewards, log_density, (500, 500))
-    assert torch.where(tail(sample, 0.0, 0.0)[0])[0].tolist() == [*range(60)]
+    contributions = tail(sample, 0.0, 0.0)[0]
+    assert torch.where(contributions)[0].tolist() == [*range(60)]
+    assert float(contributions[0] / contributions[59]) == pytest.approx(9 / 6)
     assert choose_counts(sample, 100, levels=[0.5]) == [50, 50]
 
 
