@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -231,10 +232,16 @@ def test_a_pilot_estimates_what_enumeration_knows(models, tokenizer, prompts, ev
     from trl_repulse.evaluation.rare.estimates import prob_bad
 
     policy, reference = models
-    components = policy_components(policy, reference)
+    components, rewarded = policy_components(policy, reference), Counter()
+
+    def counted(prompts, completions, **kwargs):
+        rewarded.update(zip(prompts, completions, strict=True))
+        return reward_of(reward)(prompts, completions)
+
     draws, names = draw_by_pilot(
-        policy, components, tokenizer, prompts["prompt"], reward_of(reward), 1200, 2, thresholds=[-2.0], seed=1
+        policy, components, tokenizer, prompts["prompt"], counted, 1200, 2, thresholds=[-2.0], seed=1
     )
+    assert set(rewarded.values()) == {1}  # over all stages
     first, pilot = pilot_counts(1200, len(names) - 1)
     assert sum(draws.sample.counts) == 1200 - 2 * first == len(draws.ids[0]) == len(draws.texts[0])
     assert all(count >= least for count, least in zip(draws.sample.counts, pilot, strict=True))

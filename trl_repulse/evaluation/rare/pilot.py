@@ -87,9 +87,10 @@ def draw_by_pilot(
     names = ["policy", *components, *tilted]
     first, counts = pilot_counts(num_samples, len(names) - 1)
     given = tokenizer, prompts, reward
+    options: dict[str, Any] = {"rewarded": {}, **kwargs}
 
     def drawn(parts: Sequence[Component], counts: Sequence[int], stage: int) -> Draws:
-        return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **kwargs)
+        return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **options)
 
     hot = Component(policy, temperature=_LEARNED_AT)
     given_parts = [Component(policy), hot, *components.values()]  # all are checked before anything is drawn

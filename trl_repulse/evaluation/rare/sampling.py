@@ -76,6 +76,7 @@ def draw(
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 0,
+    rewarded: dict[tuple[int, str], float] | None = None,
     progress: bool = True,
 ) -> Draws:
     """
@@ -101,6 +102,8 @@ def draw(
         max_completion_length, batch_size (`int`): T and B.
         chat_template_kwargs (`dict`, *optional*): Variables for the chat templates of both tokenizers.
         seed (`int`, *optional*, defaults to `0`): Seed of the draws. The global random state is restored.
+        rewarded (`dict[tuple[int, str], float]`, *optional*):
+            Known rewards by a prompt's number and a completion's text; new ones are added.
         progress (`bool`, *optional*, defaults to `True`): Whether the main process shows progress bars.
 
     Raises:
@@ -166,7 +169,7 @@ def draw(
         densities[p].append(density)
     log_density = torch.stack([torch.cat(each) for each in densities])  # (P, N, K)
     named = as_function(reward, reward_tokenizer, policy.device, chat_template_kwargs)
-    rewards = _rewards(*named, prompts, columns, texts, batch_size, state, bar)
+    rewards = _rewards(*named, prompts, columns, texts, batch_size, state, bar, {} if rewarded is None else rewarded)
     return Draws(MixtureSample(rewards, log_density, tuple(counts)), texts, ids_of)
 
 
@@ -297,9 +300,12 @@ def _rewards(
     batch_size: int,
     state: PartialState,
     bar: Callable[..., Any],
+    known: dict[tuple[int, str], float],
 ) -> torch.Tensor:
     """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes."""
-    distinct = list(dict.fromkeys((p, text) for p, row in enumerate(texts) for text in row))
+    distinct = list(
+        dict.fromkeys(key for p, row in enumerate(texts) for text in row if (key := (p, text)) not in known)
+    )
     with state.split_between_processes(distinct) as mine:
         given = []
         for start in bar(range(0, len(mine), batch_size), desc="rewards"):
@@ -313,5 +319,5 @@ def _rewards(
             f"The reward function '{name}' gave `None` to {given.count(None)} of {len(given)} completions; an estimate needs a "
             "number for each."
         )
-    values = dict(zip(distinct, given, strict=True))
-    return torch.tensor([[values[p, text] for text in row] for p, row in enumerate(texts)], dtype=torch.float64)
+    known.update(zip(distinct, given, strict=True))
+    return torch.tensor([[known[p, text] for text in row] for p, row in enumerate(texts)], dtype=torch.float64)
