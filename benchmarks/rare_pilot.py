@@ -3,6 +3,7 @@
     python -m benchmarks.rare_pilot
     python -m benchmarks.rare_pilot --tables runs/rare --worlds
     python -m benchmarks.rare_pilot --models runs/policy runs/held_out/shop --total 400 --seeds 100
+    python -m benchmarks.rare_pilot --models runs/policy runs/held_out/shop --runs runs/shop.jsonl --prompts 4 --seeds 200
     python -m benchmarks.rare_pilot --mbar
 
 Every completion's probability under every component is known, and repetitions draw from these tables as `draw_by_pilot` does from
@@ -13,9 +14,13 @@ A random world has prompts of its own, completions of four tokens of ten, a refe
 tokens and pairs of them, and the policy that is best for reward minus KL. A *blind* world has rewards at random, so that nothing can be
 learned, and its reference for a policy. `--tables` adds the two policies of `rare_events.py` in the world of two tokens, which are
 trained first if they are not there.
+
+With `--models` nothing is enumerated. Without `--runs`, pilots are taken from one pool of completions. With it, each seed is a whole run
+of `draw_by_pilot`, which the file keeps, and their mean is taken for the truth.
 """
 
 import argparse
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +34,13 @@ from examples.worlds import two_tokens
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
-from trl_repulse.evaluation.rare.pilot import choose_counts, pilot_counts, policy_components, raised_tokens
+from trl_repulse.evaluation.rare.pilot import (
+    choose_counts,
+    draw_by_pilot,
+    pilot_counts,
+    policy_components,
+    raised_tokens,
+)
 from trl_repulse.evaluation.rare.sampling import Draws, completion_logits, draw
 from trl_repulse.math.token_effects import TILTS
 
@@ -201,27 +212,68 @@ def gain_of_prompts(known: torch.Tensor, moments: torch.Tensor, floor: float = 0
     return float((moments / (len(roots) * share)).sum() / moments.sum())
 
 
-def models_report(
-    policy: Path, folder: Path, prompts: int, size: int, total: int, seeds: int, threshold: float | None
-) -> None:
-    """
-    The same for a policy of a held-out world, or of one of real text, and the initial policy as reference. `size` completions of each
-    prompt are drawn from each component once, and twice as many from the policy. A repetition takes a pilot from them,
-    and the squared error of what it chose is estimated by all of them, as that of the grid is: so errors of intervals are not measured.
-    """
-    world = load_world(folder)
-    model, reference = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, world.policy_path)
+class Models:
+    """A policy of a held-out world, or of one of real text, with the initial policy as reference, and what `draw` takes."""
+
+    def __init__(self, policy: Path, folder: Path, prompts: int) -> None:
+        world = load_world(folder)
+        self.name, self.threshold, self.rest = world.name, world.threshold, (world.completion_length,)
+        self.policy, reference = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, world.policy_path)
+        )
+        reward = world.load_reward_model()
+        self.options = {"batch_size": 256, "progress": False}
+        if isinstance(reward, torch.nn.Module):
+            self.options["reward_tokenizer"] = AutoTokenizer.from_pretrained(world.reward_model_path)
+        self.given = world.tokenizer, world.prompts("unseen")[:prompts], reward
+        self.components = policy_components(self.policy, reference)
+
+
+def runs_report(models: Models, path: Path, total: int, seeds: int, threshold: float) -> None:
+    """Coverage of the interval over whole runs, and their squared error against plain sampling's."""
+    policy, *given = models.policy, *models.given
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for seed in range(len(done), seeds):
+        drawn, _ = draw_by_pilot(
+            *(policy, models.components, *given, total, *models.rest),
+            **{"thresholds": [threshold], "seed": seed, **models.options},
+        )
+        found = prob_bad(drawn.sample, threshold)
+        done.append(
+            {"seed": seed, "value": found.value, "low": found.low, "high": found.high, "verdict": found.verdict}
+            | {"bounds": found.bounds, "completions": drawn.sample.rewards.numel(), "ess": found.diagnostics.ess}
+        )
+        with path.open("a") as file:
+            file.write(json.dumps(done[-1]) + "\n")
+    done = done[:seeds]
+    values = torch.tensor([run["value"] for run in done], dtype=torch.float64)
+    truth, size = float(values.mean()), total * len(models.given[1])
+    spread, plain = float(values.std()) / truth, math.sqrt((1 - truth) / truth / size)
+    low, high = (
+        sum(holds(run) for run in done) for holds in (lambda r: r["low"] > truth, lambda r: r["high"] < truth)
     )
-    threshold = world.threshold if threshold is None else threshold
-    reward, rest = world.load_reward_model(), (world.completion_length,)
-    options = {"batch_size": 128, "progress": False}
-    if isinstance(reward, torch.nn.Module):
-        options["reward_tokenizer"] = AutoTokenizer.from_pretrained(world.reward_model_path)
-    given, components = (
-        (world.tokenizer, world.prompts("unseen")[:prompts], reward),
-        policy_components(model, reference),
+    outside = sum(not run["bounds"][0] <= truth <= run["bounds"][1] for run in done)
+    width = float(torch.tensor([run["high"] / max(run["low"], 1e-300) for run in done]).median())
+    print(
+        f"{models.name}, r < {threshold:g}: {len(done)} runs of {size:,} completions, P(bad) {truth:.2e} ± {spread / len(done) ** 0.5:.0%}"
     )
+    print(f"spread {spread:.0%} (plain sampling {plain:.0%}): gain {(plain / spread) ** 2:.1f}")
+    print(
+        f"coverage {1 - (low + high) / len(done):.1%}; above the truth {low}, below {high}; bounds miss {outside}; high / low {width:.0f}"
+    )
+    print(
+        {verdict: sum(run["verdict"] == verdict for run in done) for verdict in ("reliable", "bounds", "unreliable")}
+    )
+
+
+def models_report(models: Models, size: int, total: int, seeds: int, threshold: float) -> None:
+    """
+    Squared errors of mixtures. `size` completions of each prompt are drawn from each component once, and twice as many from the policy.
+    A repetition takes a pilot from them, and the squared error of what it chose is estimated by all of them, as that of the grid is.
+    """
+    model, given, rest, options = models.policy, models.given, models.rest, models.options
+    components, prompts = dict(models.components), len(models.given[1])
     first, pilot = pilot_counts(total, len(components) + 3)
     learning = draw([model, Component(model, temperature=1.6)], *given, [first, first], *rest, seed=1, **options)
     for size_of, bias in zip(TILTS, raised_tokens(learning, model.config.vocab_size), strict=True):
@@ -263,7 +315,7 @@ def models_report(
     known = [float(torch.tensor(each).mean()) for each in (by_prompt, by_half)]
     middle, low, high = (float(torch.tensor(errors).quantile(q)) for q in (0.5, 0.05, 0.95))
     print(
-        f"{world.name}, r < {threshold:g}: P(bad) {truth:.1e}, from {effective:.0f} effective completions; normalisation is off by"
+        f"{models.name}, r < {threshold:g}: P(bad) {truth:.1e}, from {effective:.0f} effective completions; normalisation is off by"
     )
     print(f"{largest_normalization_error(pool):.1f} standard errors. Gain of each over plain sampling:")
     for name, value in sorted(grid.items(), key=lambda item: item[1]):
@@ -367,11 +419,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=30, help="of those, how many")
     parser.add_argument("--size", type=int, default=100, help="completions of each from each component")
     parser.add_argument("--threshold", type=float, help="in place of the world's")
+    parser.add_argument("--runs", type=Path, help="file (JSON lines) of whole runs of those; made ones are kept")
     parser.add_argument("--mbar", action="store_true", help="the second opinion alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.models:
-        models_report(*options.models, options.prompts, options.size, options.total, options.seeds, options.threshold)
+        models = Models(*options.models, options.prompts)
+        threshold = models.threshold if options.threshold is None else options.threshold
+        if options.runs:
+            runs_report(models, options.runs, options.total, options.seeds, threshold)
+        else:
+            models_report(models, options.size, options.total, options.seeds, threshold)
         return
     if options.mbar:
         second_opinion([random_world(seed, 1e-4) for seed in options.worlds], options.total, options.seeds)
