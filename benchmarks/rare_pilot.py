@@ -12,7 +12,8 @@ error of each is known exactly.
 
 A random world has prompts of its own, completions of four tokens of ten, a reference in which a token depends on the last, a reward of
 tokens and pairs of them, and the policy that is best for reward minus KL. A *blind* world has rewards at random, so that nothing can be
-learned, and its reference for a policy. `--tables` adds the two policies of `rare_events.py` in the world of two tokens, which are
+learned, and its reference for a policy. A *noisy* world adds noise to the logits of that policy, N(0, 2²) for each token after each
+prefix: components then miss some of its bad outputs, and few completions carry the estimate. `--tables` adds the two policies of `rare_events.py` in the world of two tokens, which are
 trained first if they are not there.
 
 With `--models` nothing is enumerated. Without `--runs`, pilots are taken from one pool of completions. With it, each seed is a whole run
@@ -119,7 +120,9 @@ class World:
         return float(second / self.truth**2 - 1) / (total * len(self.rewards))
 
 
-def random_world(seed: int, probability: float, reference: bool = True, blind: bool = False) -> World:
+def random_world(
+    seed: int, probability: float, reference: bool = True, blind: bool = False, noise: float = 0.0
+) -> World:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> torch.Tensor:
@@ -146,12 +149,18 @@ def random_world(seed: int, probability: float, reference: bool = True, blind: b
         step = joint.flatten(t + 2).logsumexp(-1) if t + 1 < LENGTH else joint
         places = VOCABULARY**t
         steps.append(step.reshape(PROMPTS, places, VOCABULARY).repeat_interleave(len(grid) // places, dim=1))
+    if noise:
+        steps = [
+            step
+            + normal(PROMPTS, VOCABULARY**t, VOCABULARY, scale=noise).repeat_interleave(len(grid) // VOCABULARY**t, 1)
+            for t, step in enumerate(steps)
+        ]
     policy = torch.stack(steps, dim=2)
     ordered, order = rewards.flatten().sort()
     mass = (of_completions(policy).exp() / PROMPTS).flatten()[order].cumsum(0)
     threshold = float(ordered[int((mass < probability).sum())])
     logits = {POLICY: policy.float()} | ({REFERENCE: before.float()} if reference else {})
-    kind = "blind" if blind else "random" + ("" if reference else ", no reference")
+    kind = "blind" if blind else ("noisy" if noise else "random") + ("" if reference else ", no reference")
     counts = torch.ones_like(completion, dtype=torch.bool)
     return World(f"{kind} {seed}", logits, completion, counts, rewards, threshold)
 
@@ -412,6 +421,7 @@ def main() -> None:
     parser.add_argument("--total", type=int, default=2000, help="completions a prompt")
     parser.add_argument("--seeds", type=int, default=400)
     parser.add_argument("--worlds", type=int, nargs="*", default=[10, 11, 12, 13], help="seeds of random worlds")
+    parser.add_argument("--noisy", type=int, nargs="*", default=[20, 21, 22, 23], help="seeds of noisy worlds")
     parser.add_argument("--tables", type=Path, help="folder of `rare_events.py`")
     parser.add_argument(
         "--models", type=Path, nargs=2, metavar=("POLICY", "WORLD"), help="a policy of a held-out world alone"
@@ -443,6 +453,11 @@ def main() -> None:
         for known in (True, False)
     ]
     makers += [lambda seed=seed: random_world(seed, 1e-3, False, blind=True) for seed in options.worlds[:2]]
+    makers += [
+        lambda seed=seed, rare=rare: random_world(seed, rare, noise=2.0)
+        for seed in options.noisy
+        for rare in (1e-4, 1e-5)
+    ]
     if options.tables:
         train(options.tables)
         makers += [lambda name=name: two_token_world(options.tables, name) for name in (POLICY, "beside")]

@@ -22,6 +22,8 @@ MAX_UNSEEN_SHARE = 0.3
 MIN_EFFICIENCY = 0.05  # required if the policy's own draws hold fewer bad outputs than the next constant
 ENOUGH_OF_THE_POLICYS = 100.0
 MAX_ERROR = 4.0  # standard errors
+ENOUGH = 50.0  # effective completions of a tail that say how it is drawn
+RARE = 0.1  # the most probable tail that stands for a rarer one
 AFFORDABLE = 100  # factor on the number of draws up to which more draws are advised rather than training
 
 
@@ -246,10 +248,11 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     P(r < threshold) under the policy, the mean over prompts; a reward equal to the threshold is not bad.
 
     The interval treats the weighted count of bad completions as a multiple of a Poisson count, as Fay and Feuer (1997)
-    do for standardised rates, but with the stratified variance. Without a bad completion, the upper end is that of
-    Clopper and Pearson for the policy's own draws, or 1 without these. For prompts whose outputs are mostly bad, only
-    the policy's own draws are used, and the good ones are counted. Raises `ValueError` if `confidence` is not between
-    0 and 1, or `threshold` is NaN.
+    do for standardised rates, but with the stratified variance. Fewer than 50 effective bad completions do not show how large
+    weights become: the upper end takes them to be as large on average as those of the 50 lowest rewards. It is at most that of
+    Clopper and Pearson for the policy's own draws, which serves alone if no completion is bad, and is 1 without such draws. For
+    prompts whose outputs are mostly bad, only the policy's own draws are used, and the good ones are counted. Raises
+    `ValueError` if `confidence` is not between 0 and 1, or `threshold` is NaN.
     """
     check_share("confidence", confidence)
     if math.isnan(threshold):
@@ -259,6 +262,8 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     diagnostics = measure(sample, log_w.masked_fill(~bad, -torch.inf))
     own = bad[:, : sample.counts[0]]
     bounds = low, clopper_pearson(int(own.sum()), int((~own).sum()), confidence)[1]
+    if len(sample.counts) > 1:
+        high = max(value, min(high, bounds[1]))
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics, bounds)
 
 
@@ -276,7 +281,10 @@ def _probability(
     likely = (share > 0.5) & (own > 0)
     log_w = sample.log_w.masked_fill(likely[:, None], -torch.inf)
     log_w[:, :own] = log_w[:, :own].masked_fill(likely[:, None], math.log(completions / own) if own else 0.0)
-    rare = _count(log_w.masked_fill(~event | likely[:, None], -torch.inf), sample.counts, own, ~likely, confidence)
+    log_x = log_w.masked_fill(~event | likely[:, None], -torch.inf)
+    # All weights are 1 if the policy draws alone, and without bound if it draws none
+    nearby = _log_weight_nearby(sample, event) if 0 < own < completions else -math.inf
+    rare = _count(log_x, sample.counts, own, ~likely, confidence, nearby)
     rest = event.new_zeros(prompts, own).double().masked_fill(event[:, :own] | ~likely[:, None], -torch.inf)
     left = _count(rest, (own,), own, likely, confidence) if own else (0.0,) * 4
     whole = float(likely.double().mean())
@@ -286,17 +294,45 @@ def _probability(
     return min(value, 1.0), min(max(low, 0.0), 1.0), min(high, 1.0), math.hypot(rare[3], left[3]), log_w
 
 
+def widened(sample: MixtureSample, own: torch.Tensor) -> torch.Tensor:
+    """
+    What completions contribute to a tail, `own` (P, N), or, if too few effective ones do, the weights of the lowest rewards of enough,
+    as long as these are rare. All 0 if nothing was found.
+    """
+    if float(own.sum()) and float(own.sum().square() / own.square().sum()) >= ENOUGH:
+        return own
+    weights = sample.log_w.exp()
+    rewards, order = sample.rewards.flatten().sort(stable=True)
+    lowest = weights.flatten()[order]
+    ess = lowest.cumsum(0).square() / lowest.square().cumsum(0).clamp(min=torch.finfo(lowest.dtype).tiny)
+    places = torch.where(ess >= ENOUGH)[0]
+    wider = weights.masked_fill(sample.rewards > rewards[int(places[0]) if len(places) else -1], 0.0)
+    return wider if float(wider.mean()) <= RARE else own
+
+
+def _log_weight_nearby(sample: MixtureSample, event: torch.Tensor) -> float:
+    """Log of the policy's mean weight over the lowest rewards, if an event (P, N) has too few completions to tell; else −inf."""
+    own = sample.log_w.exp() * event
+    near = widened(sample, own)
+    return -math.inf if near is own or not near.any() else math.log(float(near.square().sum() / near.sum()))
+
+
 def _count(
-    log_x: torch.Tensor, counts: tuple[int, ...], own: int, prompts: torch.Tensor, confidence: float
+    log_x: torch.Tensor,
+    counts: tuple[int, ...],
+    own: int,
+    prompts: torch.Tensor,
+    confidence: float,
+    log_weight: float = -math.inf,
 ) -> tuple[float, float, float, float]:
     """
     Mean of weighted counts over all prompts, of which only `prompts` have any, with an interval and the standard error. With
-    a count of 0, the upper end is exact for the policy's own draws.
+    a count of 0, the upper end is exact for the policy's own draws. `log_weight` is as in [`_count_interval`].
     """
     if float(log_x.max()) == -math.inf:
         some = int(prompts.sum())
         return 0.0, 0.0, clopper_pearson(0, own * some, confidence)[1] * some / len(prompts), 0.0
-    return _count_interval(log_x, counts, confidence)
+    return _count_interval(log_x, counts, confidence, log_weight)
 
 
 def weighted_quantile(sample: MixtureSample, level: float) -> float:
@@ -351,15 +387,23 @@ def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> f
 
 
 def _count_interval(
-    log_x: torch.Tensor, counts: tuple[int, ...], confidence: float
+    log_x: torch.Tensor, counts: tuple[int, ...], confidence: float, log_weight: float = -math.inf
 ) -> tuple[float, float, float, float]:
-    """Mean of contributions x (P, N), the ends of its interval, and its standard error."""
+    """
+    Mean of contributions x (P, N), the ends of its interval, and its standard error. The upper end supposes that x is on average at
+    least exp(`log_weight`) where it is not 0.
+    """
     shift = float(log_x.max())
     mean, variance = stratified_mean((log_x - shift).exp(), counts)
-    largest = 1 / log_x.numel()
-    low_variance, high_mean, high_variance = max(variance, largest**2), mean + largest, variance + largest**2
-    tail = (1 - confidence) / 2
+    largest, tail = 1 / log_x.numel(), (1 - confidence) / 2
+    low_variance = max(variance, largest**2)
     lower = gamma.ppf(tail, mean**2 / low_variance, scale=low_variance / mean)
+    # Above, in units of the largest weight, seen or near
+    top = max(shift, log_weight)
+    scale = math.exp(shift - top)
+    high_mean = scale * mean + largest
+    high_variance = max(scale**2 * variance, scale * mean * largest * math.exp(log_weight - top)) + largest**2
     upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
-    mean, low, high, error = (_times_exp(float(each), shift) for each in (mean, lower, upper, variance**0.5))
+    mean, low, error = (_times_exp(float(each), shift) for each in (mean, lower, variance**0.5))
+    high = _times_exp(float(upper), top)
     return mean, low, high, error

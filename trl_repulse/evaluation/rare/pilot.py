@@ -22,15 +22,13 @@ from ...math.token_effects import TILTS, TokenEffects, deviations_of, reward_sca
 from .._generation import Prompt
 from ..tails import check_share
 from .components import Component
-from .estimates import weighted_quantile
+from .estimates import weighted_quantile, widened
 from .mixture import MixtureSample
 from .sampling import Draws, draw
 
 
 LEAST_OF_THE_POLICY = 0.5  # share of the completions
 FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
-ENOUGH = 50.0  # effective completions of the tail that a choice rests on
-RARE = 0.1  # the most probable tail that stands for a rarer one
 _STEPS = 200
 _LEARNED_AT = 1.6  # temperature of half of the first pilot
 
@@ -152,18 +150,10 @@ def tail(sample: MixtureSample, threshold: float, depth_from: float | None = Non
     What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` − r)₊. If too few
     effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if nothing was found.
     """
-    weights = sample.log_w.exp()
-    own = weights * (sample.rewards < threshold)
+    own = sample.log_w.exp() * (sample.rewards < threshold)
     if depth_from is not None:
         own = own * (depth_from - sample.rewards).clamp(min=0)
-    if float(own.sum()) and float(own.sum().square() / own.square().sum()) >= ENOUGH:
-        return own
-    rewards, order = sample.rewards.flatten().sort(stable=True)
-    lowest = weights.flatten()[order]
-    ess = lowest.cumsum(0).square() / lowest.square().cumsum(0).clamp(min=torch.finfo(lowest.dtype).tiny)
-    enough = torch.where(ess >= ENOUGH)[0]
-    wider = weights.masked_fill(sample.rewards > rewards[int(enough[0]) if len(enough) else -1], 0.0)
-    return wider if float(wider.mean()) <= RARE else own
+    return widened(sample, own)
 
 
 def choose_shares(
