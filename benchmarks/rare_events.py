@@ -34,6 +34,7 @@ from benchmarks.rare_world import (
 )
 from examples.worlds import two_tokens
 from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
+from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
 from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
 from trl_repulse.evaluation.rare.mixture import MixtureSample, stratified_mean
@@ -342,13 +343,12 @@ def real(tables: Tables, folder: Path) -> None:
         start = time.perf_counter()
         temperature = find_temperature(models["trained"], tokenizer, prompts, 2, seed=seed)
         draws = draw(
-            [models["policy"], models["trained"], models["trained"]],
+            [models["policy"], models["trained"], Component(models["trained"], temperature=temperature)],
             tokenizer,
             prompts,
             reward,
             (5_000, 5_000, 5_000),
             2,
-            temperatures=(1.0, 1.0, temperature),
             reward_tokenizer=reward_tokenizer,
             batch_size=500,
             seed=seed,
