@@ -85,7 +85,6 @@ def test_few_finds_take_the_weights_of_slightly_better_outputs():
     samples = [draw(rewards, (policy, proposal), (1000, 1000), seed) for seed in range(200)]
     found = [prob_bad(sample, -4.5) for sample in samples]
     assert sum(each.low <= 2e-4 <= each.high for each in found) >= 0.93 * 200
-    assert all(each.high <= each.bounds[1] for each in found)
     # By the finds alone, which say half as much, a fifth of the intervals lie below the truth
     few = [each.high for each, sample in zip(found, samples, strict=True) if each.samples and own_end(sample) < 2e-4]
     assert len(few) > 30 and min(few) > 2e-4

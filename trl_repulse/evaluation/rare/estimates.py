@@ -249,10 +249,10 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
 
     The interval treats the weighted count of bad completions as a multiple of a Poisson count, as Fay and Feuer (1997)
     do for standardised rates, but with the stratified variance. Fewer than 50 effective bad completions do not show how large
-    weights become: the upper end takes them to be as large on average as those of the 50 lowest rewards. It is at most that of
-    Clopper and Pearson for the policy's own draws, which serves alone if no completion is bad, and is 1 without such draws. For
-    prompts whose outputs are mostly bad, only the policy's own draws are used, and the good ones are counted. Raises
-    `ValueError` if `confidence` is not between 0 and 1, or `threshold` is NaN.
+    weights become: the upper end takes them to be as large on average as those of the 50 lowest rewards. Without a bad
+    completion, it is that of Clopper and Pearson for the policy's own draws, or 1 without these. For prompts whose outputs are
+    mostly bad, only the policy's own draws are used, and the good ones are counted. Raises `ValueError` if `confidence` is not
+    between 0 and 1, or `threshold` is NaN.
     """
     check_share("confidence", confidence)
     if math.isnan(threshold):
@@ -262,8 +262,6 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     diagnostics = measure(sample, log_w.masked_fill(~bad, -torch.inf))
     own = bad[:, : sample.counts[0]]
     bounds = low, clopper_pearson(int(own.sum()), int((~own).sum()), confidence)[1]
-    if len(sample.counts) > 1:
-        high = max(value, min(high, bounds[1]))
     return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics, bounds)
 
 
