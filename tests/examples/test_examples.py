@@ -455,7 +455,7 @@ def test_default_run_in_full(tmp_path, method):
     assert not [line for line in lines if "warn" in line.lower() and "`accelerate config`" not in line]
     metrics, stored = read_results(tmp_path / f"{method}-embedded")["metrics"], embedded.stored_results()
     if method == "repulse":
-        assert metrics["eval_p_bad_high"] < stored["REINFORCE"]["eval_p_bad_low"]
+        assert metrics["eval_p_bad"] < stored["REINFORCE"]["eval_p_bad_low"]
         assert metrics["eval_reward"] > stored["REINFORCE"]["eval_reward"] - 0.1
         assert all(name in done.stdout for name in ("initial policy", "REINFORCE", "95% interval"))
     else:
