@@ -13,11 +13,11 @@ error of each is known exactly.
 A random world has prompts of its own, completions of four tokens of ten, a reference in which a token depends on the last, a reward of
 tokens and pairs of them, and the policy that is best for reward minus KL. A *blind* world has rewards at random, so that nothing can be
 learned, and its reference for a policy. A *noisy* world adds noise to the logits of that policy, N(0, 2²) for each token after each
-prefix: components then miss some of its bad outputs, and few completions carry the estimate. `--tables` adds the two policies of `rare_events.py` in the world of two tokens, which are
-trained first if they are not there.
+prefix: components then miss some of its bad outputs, and few completions carry the estimate. `--tables` adds the two policies of
+`rare_events.py` in the world of two tokens, which are trained first if they are not there.
 
-With `--models` nothing is enumerated. Without `--runs`, pilots are taken from one pool of completions. With it, each seed is a whole run
-of `draw_by_pilot`, which the file keeps, and their mean is taken for the truth.
+With `--models` nothing is enumerated, and pilots are taken from one pool of completions. With `--runs` too, each seed is a whole run of
+`draw_by_pilot`. The file keeps the runs, and their mean is taken for the truth.
 """
 
 import argparse
@@ -243,6 +243,9 @@ def runs_report(models: Models, path: Path, total: int, seeds: int, threshold: f
     policy, *given = models.policy, *models.given
     path.parent.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    setting = [models.name, threshold, total, len(models.given[1])]
+    if any(run["setting"] != setting for run in done):
+        raise ValueError(f"`{path}` holds runs of other settings; name another file.")
     for seed in range(len(done), seeds):
         drawn, _ = draw_by_pilot(
             *(policy, models.components, *given, total, *models.rest),
@@ -251,7 +254,7 @@ def runs_report(models: Models, path: Path, total: int, seeds: int, threshold: f
         found = prob_bad(drawn.sample, threshold)
         done.append(
             {"seed": seed, "value": found.value, "low": found.low, "high": found.high, "verdict": found.verdict}
-            | {"bounds": found.bounds, "completions": drawn.sample.rewards.numel(), "ess": found.diagnostics.ess}
+            | {"bounds": found.bounds, "ess": found.diagnostics.ess, "setting": setting}
         )
         with path.open("a") as file:
             file.write(json.dumps(done[-1]) + "\n")

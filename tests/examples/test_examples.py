@@ -456,6 +456,7 @@ def test_default_run_in_full(tmp_path, method):
     metrics, stored = read_results(tmp_path / f"{method}-embedded")["metrics"], embedded.stored_results()
     if method == "repulse":
         assert metrics["eval_p_bad"] < stored["REINFORCE"]["eval_p_bad_low"]
+        assert metrics["eval_p_bad_high"] < stored["initial policy"]["eval_p_bad_low"]
         assert metrics["eval_reward"] > stored["REINFORCE"]["eval_reward"] - 0.1
         assert all(name in done.stdout for name in ("initial policy", "REINFORCE", "95% interval"))
     else:
